@@ -1,10 +1,10 @@
-"""Checkpoints: committed whole or not at all, verified by hash, loaded on any other layout.
+"""Checkpoints: committed as a whole or not at all, verified by hash, loaded into any other layout.
 
-    writer.Checkpointer     saves in the background; the step waits only for a copy in host memory
-    reader.newest           the newest checkpoint that is whole; damaged ones are skipped and told
-    reader.load             fills this rank's tensors from whatever layout was saved
-    reader.load_full        whole tensors in one process, for sampling and export
+    save.checkpointer.Checkpointer  saves in the background; the step waits only for a copy in host memory
+    load.verification.newest        the newest valid checkpoint; damaged ones are skipped with a message
+    load.reader.load                fills this rank's tensors from any saved layout
+    load.reader.load_full           full tensors in one process, for sampling and export
 
 The format is tensors as safetensors and everything else as JSON (docs/checkpoints.md); nothing here
-ever unpickles. What belongs into a checkpoint and when to save is for the training room to say.
+ever unpickles. The training room decides what belongs into a checkpoint and when to save.
 """

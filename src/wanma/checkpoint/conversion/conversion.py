@@ -1,4 +1,4 @@
-"""A checkpoint written anew, with other files or dtypes, block by block; the one read is never changed."""
+"""Conversion of a checkpoint to other files or dtypes, block by block; the source is never changed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
 def require_whole(path: Path) -> None:
-    """Refuse a damaged checkpoint: what is written anew from it would get hashes that are right.
+    """Reject a damaged checkpoint: one written from it would get hashes that match its damaged content.
 
     Raises:
-        WanmaError: says what is wrong with the one at `path`.
+        WanmaError: the checkpoint at `path` is not valid; the message says why.
     """
     if problems := verify(path):
         raise WanmaError(
@@ -54,15 +54,18 @@ def convert(
     """Write tensors of the checkpoint at `path` as a checkpoint at `folder`, with its state.
 
     Args:
+        path: the checkpoint to read.
+        folder: the checkpoint to write.
         kinds: name -> dtype as the format spells it, of the tensors to write.
-        files: into how many whole tensors are spread, by size.
+        files: number of files over which full tensors are distributed, by size.
+        block_elements: elements converted at a time.
 
     Returns:
-        what was written.
+        The manifest of the written checkpoint.
 
     Raises:
-        WanmaError: the checkpoint is not whole, a value does not fit its new dtype, `folder` is taken, or the
-            disk failed. `folder` is then not there.
+        WanmaError: the checkpoint is not valid, a value does not fit its new dtype, `folder` exists, or the
+            disk failed. `folder` is then not created.
     """
     if files < 1:
         raise WanmaError(f"{files} files: at least one is needed", exit_code=EXIT_USAGE)
@@ -88,7 +91,7 @@ def convert(
 
 
 def _spread(saved: Saved, kinds: Mapping[str, str], files: int) -> list[list[str]]:
-    """Names by file: the largest first, each to the file that has least so far."""
+    """Distribute tensor names over files: the largest first, each to the file with the fewest bytes."""
     sizes = {name: ITEM_BYTES[dtype] * _elements(saved, name) for name, dtype in kinds.items()}
     groups: list[list[str]] = [[] for _ in range(files)]
     loads = [(0, number) for number in range(files)]
@@ -126,10 +129,10 @@ def _content(saved: Saved, name: str, box: Box, dtype: str) -> memoryview:
 
 
 def with_dtype(name: str, part: Tensor, dtype: str) -> Tensor:
-    """Part of tensor `name` as `dtype`, as the format spells it.
+    """Cast a part of tensor `name` to `dtype`, as the format spells it.
 
     Raises:
-        WanmaError: a finite value would become an infinity.
+        WanmaError: a finite value would become infinite.
     """
     converted = part.to(DTYPES[dtype])
     changes = converted is not part and part.is_floating_point()

@@ -1,4 +1,4 @@
-"""Published checkpoints: safetensors files as transformers writes them, read by box and written by tensor.
+"""Hugging Face checkpoints: safetensors files as transformers writes them, read by box and written by tensor.
 
 model.safetensors                        all tensors, or
 model.safetensors.index.json             {"weight_map": {tensor: file}} and the files it names
@@ -27,24 +27,24 @@ INDEX = "model.safetensors.index.json"
 
 
 def is_published(folder: Path) -> bool:
-    """Whether `folder` holds weights in this form."""
+    """Return True if `folder` holds weights in this form."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
 class PublishedWeights:
-    """The tensors of a published checkpoint, of which boxes are read one at a time.
+    """Tensors of a Hugging Face checkpoint, read box by box.
 
     Raises:
-        WanmaError: there are none, or a file is missing or damaged; names it.
+        WanmaError: there are none, or a file is missing or damaged; the message names it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = _weight_map(folder)
-        """Tensor -> file name."""
+        """File name by tensor name."""
         self.bytes_read = 0
         self.largest_read = 0
-        """Bytes of the largest box."""
+        """Bytes of the largest box read."""
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> PublishedWeights:
@@ -60,11 +60,11 @@ class PublishedWeights:
         return tuple(self._slice(tensor).get_shape())
 
     def dtype(self, tensor: str) -> str:
-        """As the safetensors format spells it."""
+        """Return the tensor's dtype as the safetensors format spells it."""
         return str(self._slice(tensor).get_dtype())
 
     def read(self, tensor: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """One box, on the CPU in the file's dtype; nothing else is read."""
+        """Read one box, on the CPU in the file's dtype; nothing else is read."""
         box = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
         part: Tensor = self._slice(tensor)[box]
         read = part.numel() * part.element_size()
@@ -92,16 +92,17 @@ def write_published(
     others: Mapping[str, bytes],
     file_bytes: int,
 ) -> None:
-    """Write a published checkpoint, one tensor in memory at a time; `folder` appears when it is whole.
+    """Write a Hugging Face checkpoint, one tensor in memory at a time; `folder` appears when it is complete.
 
     Args:
+        folder: the new folder.
         tensors: name -> (dtype as safetensors spells it, shape).
-        make: gives one tensor of that dtype and shape.
-        others: further files by name, such as config.json.
-        file_bytes: most tensor bytes in one file; a larger tensor has a file of its own.
+        make: builds one tensor of that dtype and shape.
+        others: contents of further files by name, such as config.json.
+        file_bytes: maximum tensor bytes in one file; a larger tensor gets a file of its own.
 
     Raises:
-        WanmaError: `folder` is there already and not empty, or cannot be written to.
+        WanmaError: `folder` exists and is not empty, or cannot be written to.
     """
     with new_folder(folder) as partial:
         _write_into(partial, tensors, make, others, file_bytes)
@@ -144,7 +145,7 @@ def _content(name: str, tensor: Tensor, region: Region) -> memoryview:
 
 
 def _groups(tensors: Mapping[str, tuple[str, tuple[int, ...]]], file_bytes: int) -> list[list[str]]:
-    """Runs of tensors, in the order given, of at most `file_bytes` where they have more than one."""
+    """Group tensors by file, in the given order, at most `file_bytes` per group of more than one."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, entry in tensors.items():

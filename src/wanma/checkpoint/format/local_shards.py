@@ -1,4 +1,4 @@
-"""Which part of each full tensor this rank holds, and which of the ranks that hold it writes it.
+"""Shards of this rank: the box of each full tensor that it holds, and the one writer among its replicas.
 
 Everything follows from the tensors' placements, the same on every rank, without communication.
 """
@@ -41,12 +41,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one tensor, and all ranks that hold the same part."""
+    """Shard of one tensor on this rank, and all ranks that hold the same shard."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     box: Box
     replicas: tuple[int, ...]
 
@@ -56,9 +56,10 @@ class Piece:
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> list[Piece]:
-    """The parts that this rank holds; tensors of which it holds nothing are left out.
+    """List the shards that this rank holds; tensors of which it holds nothing are left out.
 
     Args:
+        tensors: full name -> tensor or DTensor.
         replicas: ranks that hold the same plain (not DTensor) tensors under the same names.
     """
     pieces = []
@@ -70,7 +71,7 @@ def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> l
         if box is not None and (box.elements > 0 or tensor.numel() == 0):
             kept_by = tuple(replicas)
             if isinstance(tensor, DTensor):
-                # Few layouts among many tensors, and torch takes long to tell who is in a mesh.
+                # Few layouts occur among many tensors, and a mesh's ranks take torch long to compute.
                 layout = tensor.device_mesh, tensor.placements
                 if layout not in holders:
                     holders[layout] = _holders(tensor)
@@ -80,7 +81,7 @@ def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> l
 
 
 def arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    """Equal exactly if the same pieces lie at the same places; cheap, unlike the pieces themselves."""
+    """Return a key that is equal exactly if the shards are the same; cheap, unlike the shards themselves."""
     return tuple(
         (name, tensor.dtype, tensor.shape, tensor.is_cuda)
         + ((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ())
@@ -89,9 +90,9 @@ def arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
 
 
 def assign(pieces: Iterable[Piece], rank: int) -> list[Piece]:
-    """The pieces that `rank` writes: each piece has exactly one writer among its replicas.
+    """Return the shards that `rank` writes: each shard has exactly one writer among its replicas.
 
-    Among ranks that hold the same pieces, the largest goes first to whoever has least so far
+    Among ranks that hold the same shards, the largest goes first to the rank with the fewest bytes so far
     (longest processing time first, Graham 1969), so that they write about the same bytes.
     """
     groups: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
@@ -109,7 +110,7 @@ def assign(pieces: Iterable[Piece], rank: int) -> list[Piece]:
 
 
 def local_box(name: str, tensor: torch.Tensor) -> Box | None:
-    """The box of the full tensor that this rank holds; None for a DTensor on other ranks' mesh.
+    """Return the box of the full tensor that this rank holds; None for a DTensor on other ranks' mesh.
 
     Raises:
         WanmaError: the tensor's layout is not a box, or it holds partial sums.
@@ -125,8 +126,8 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
             "reduce it first: tensor.redistribute(placements=[Replicate()])",
         )
     for axis, placement in enumerate(placements):
-        # FSDP2 over tensor parallel: the outer axis splits what the inner axes have split already,
-        # which is a contiguous box exactly if `split_factor` counts the inner parts.
+        # FSDP2 over tensor parallel: the outer mesh dimension splits what the inner ones have split already,
+        # which is a contiguous box exactly if `split_factor` is the number of inner parts.
         if isinstance(placement, _StridedShard):
             inner = math.prod(
                 mesh.size(other)
@@ -148,14 +149,14 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local data, sharing memory with `tensor`, without gradient history."""
+    """Return the local data, which shares memory with `tensor`, without gradient history."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.detach()
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """The dtype as the format spells it.
+    """Return the dtype as the format spells it.
 
     Raises:
         WanmaError: the format has no such dtype.
@@ -169,10 +170,10 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def _holders(tensor: DTensor) -> tuple[int, ...]:
-    """Global ranks that hold the same part as this one: those that differ in replicated axes only."""
+    """Return the global ranks that hold the same shard: replicated mesh dimensions may differ."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # local_box was asked before
+    assert coordinate is not None  # local_box returned a box
     index = tuple(
         slice(None) if isinstance(placement, Replicate) else at
         for placement, at in zip(tensor.placements, coordinate, strict=True)

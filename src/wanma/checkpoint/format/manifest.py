@@ -1,10 +1,10 @@
-"""The format of a checkpoint: names, the manifest with its checksum, and the safetensors header.
+"""Format of a checkpoint: names, the manifest with its checksum, and the safetensors header.
 
 Torch-free and without side effects: bytes in, validated objects out. docs/checkpoints.md is the
-description for readers in other languages; whatever changes here changes there, with `VERSION`.
+description for readers in other languages; every change here changes it too, with `VERSION`.
 
     step-00000100/
-        manifest.json               what this file describes; its checksum on its first line
+        manifest.json               the manifest of this module; its checksum on its first line
         rank-00000.safetensors      the shards that rank 0 wrote
         rank-00001.safetensors      ...
 """
@@ -33,20 +33,20 @@ ITEM_BYTES = {
 
 DATA_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
 METADATA = "__metadata__"
-"""The one entry of a safetensors header that is no tensor."""
+"""Key of the only entry of a safetensors header that is not a tensor."""
 HEADER_LIMIT = 100_000_000
-"""Longest safetensors header that readers accept, in bytes (the safetensors specification)."""
+"""Maximum length in bytes of a safetensors header that readers accept (safetensors specification)."""
 ALIGNMENT = 64
-"""Data starts at a multiple of this many bytes, so that every element is aligned when mapped."""
+"""Alignment in bytes of the start of the data, so that every element is aligned when mapped."""
 
 
 def step_name(step: int) -> str:
-    """Folder name of a committed checkpoint."""
+    """Return the folder name of a committed checkpoint."""
     return f"step-{step:08d}"
 
 
 def data_file(rank: int) -> str:
-    """File name of the shards that `rank` wrote."""
+    """Return the file name of the shards that `rank` wrote."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -55,7 +55,7 @@ def data_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a full tensor: where it begins and how far it reaches, per dimension."""
+    """Rectangular part of a full tensor: offset and size per dimension, in elements."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -69,11 +69,11 @@ Slices = tuple[slice, ...]
 
 
 def overlap(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
-    """Where two boxes of one tensor meet.
+    """Return the intersection of two boxes of one tensor.
 
     Returns:
-        the common part as slices of a tensor that holds `wanted` and of one that holds `saved`;
-        None where they have no element in common. Tensors without dimensions meet in `((), ())`.
+        The common part as slices of a tensor that holds `wanted` and of one that holds `saved`;
+        None where they have no element in common. Tensors without dimensions intersect in `((), ())`.
     """
     into: list[slice] = []
     out_of: list[slice] = []
@@ -91,7 +91,7 @@ def overlap(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One saved box of a tensor. It lies in `file` under the tensor's own name."""
+    """Saved box of a tensor; its data is in `file` under the tensor's own name."""
 
     box: Box
     file: str
@@ -99,7 +99,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its dtype, its full shape and the boxes that together hold all of it."""
+    """Entry of one tensor: its dtype, its full shape and the boxes that together cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One data file: its size and the SHA-256 of its content, in hexadecimal."""
+    """Entry of one data file: its size and the SHA-256 of its content, in hexadecimal."""
 
     bytes: int
     sha256: str
@@ -116,7 +116,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint says about itself."""
+    """Manifest of a checkpoint: step, state, data files and tensors."""
 
     step: int
     world_size: int
@@ -128,12 +128,12 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all data files."""
+        """Size of all data files, in bytes."""
         return sum(entry.bytes for entry in self.files.values())
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The file's content. The checksum covers every byte after the first line feed."""
+    """Return the content of the manifest file; the checksum covers every byte after the first line feed."""
     body = {
         "step": manifest.step,
         "world_size": manifest.world_size,
@@ -161,7 +161,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Check and read a manifest.
+    """Verify and parse a manifest.
 
     Raises:
         WanmaError: it is damaged, is no manifest, or was written by a newer wanma.
@@ -188,7 +188,7 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def _manifest(value: dict[str, Any]) -> Manifest:
-    """The objects of a parsed body; raises ValueError, KeyError or TypeError where it makes no sense."""
+    """Build a manifest from a parsed body; raises ValueError, KeyError or TypeError for invalid values."""
     files = {name: FileEntry(int(v["bytes"]), str(v["sha256"])) for name, v in value["files"].items()}
     for name in files:
         if not DATA_FILE.fullmatch(name):  # in particular: nothing outside the folder
@@ -228,10 +228,10 @@ def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
 
 
 def to_json(value: Any, what: str) -> str:
-    """Compact standard JSON.
+    """Format `value` as compact standard JSON.
 
     Raises:
-        WanmaError: `value` holds something that JSON cannot, NaN and infinity included.
+        WanmaError: JSON cannot express a part of `value`, such as NaN or infinity.
     """
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -247,7 +247,7 @@ def to_json(value: Any, what: str) -> str:
 
 @dataclass(frozen=True)
 class Region:
-    """Where one tensor's bytes lie in a safetensors file, counted from the file's beginning."""
+    """Location of one tensor in a safetensors file, in bytes from the file's beginning."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -256,7 +256,7 @@ class Region:
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Region]]:
-    """The header of a safetensors file for tensors given as name -> (dtype, shape).
+    """Build the header of a safetensors file for tensors given as name -> (dtype, shape).
 
     Wide elements go first, so that without gaps (the specification allows none) all are aligned.
     """
@@ -279,7 +279,7 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
 
 
 def parse_header(content: bytes | memoryview, file_bytes: int) -> dict[str, Region]:
-    """The regions of a safetensors file that begins with `content` and is `file_bytes` long.
+    """Parse the header of a safetensors file that begins with `content` and is `file_bytes` long.
 
     Raises:
         ValueError: it is no safetensors file, or a tensor reaches beyond its end.

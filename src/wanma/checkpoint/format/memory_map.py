@@ -1,4 +1,4 @@
-"""Files mapped to be read."""
+"""Memory maps of files for reading."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def map_private(descriptor: int, size: int = 0) -> memoryview:
-    """The file's first `size` bytes; 0: all.
+    """Map the file's first `size` bytes; 0: all.
 
-    Torch wants memory that may be written to: a private mapping, of which no write would reach the file.
-    Without a reservation, or files larger than the memory are refused.
+    Torch requires writable memory: the mapping is private, so that no write would reach the file. It is
+    made without a reservation, because files larger than the memory would be refused.
 
     Raises:
-        OSError, ValueError: it cannot be mapped, such as an empty one.
+        OSError, ValueError: the file cannot be mapped, for instance because it is empty.
     """
     flags = mmap.MAP_PRIVATE | _NO_RESERVE
     return memoryview(mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))

@@ -1,4 +1,4 @@
-"""Working through tensors that need not fit in memory: boxes in the order of their elements."""
+"""Blocks of tensors that need not fit in memory: boxes in the order of their elements."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from wanma.checkpoint.format.manifest import Box
 
 BLOCK_ELEMENTS = 1 << 23
-"""At a time: 32 MiB in fp32."""
+"""Default number of elements in a block: 32 MiB in fp32."""
 
 
 def blocks(shape: tuple[int, ...], limit: int = BLOCK_ELEMENTS) -> Iterator[Box]:
-    """Boxes of at most `limit` elements that, one after the other, are the tensor in row-major order."""
+    """Yield boxes of at most `limit` elements that cover the tensor in row-major order."""
     if math.prod(shape) == 0:
         return
     if not shape:

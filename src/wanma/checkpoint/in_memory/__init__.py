@@ -1,1 +1,1 @@
-"""In-memory checkpoints: memory files, partner nodes, restore, reshard, flush to disk."""
+"""Checkpoints in memory: memory files, partner nodes, restore, reshard, flush to disk."""

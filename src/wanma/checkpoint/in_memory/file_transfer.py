@@ -1,11 +1,11 @@
-"""Images from rank to rank: talks of a sender and a receiver, run beside each other.
+"""Transfer of memory files from rank to rank: conversations of a sender and a receiver that run concurrently.
 
     problems = converse([send_image(path, 0, 2, group), receive_image(file, 2, 2, group)])
 
-A talk is: the head and the size of the chunks; the receiver's word whether it has memory; content and table
-in chunks. The receiver hashes what comes, and writes the head last. A talk yields each message once it is
-posted, and both sides post their n-th message in the same round of `converse`, so talks in a ring never wait
-for each other.
+The messages are: the header with the size of the chunks; the receiver's answer whether it has memory; content
+and rank manifest in chunks. The receiver hashes the data, and writes the header last. A conversation yields
+each message once it is posted, and both sides post their n-th message in the same round of `converse`, so
+conversations in a ring never wait for each other.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ import xxhash
 from wanma.checkpoint.in_memory.memory_file import PACKED_BYTES, FoundImage, Head, ImageFile, unpack_head
 
 CHUNK_BYTES = 4 << 20
-"""Most bytes of one message: small beside what training sends, so that it never waits long behind one."""
+"""Maximum bytes of one message: small beside training's messages, so that training never waits long."""
 LEAST_CHUNK_BYTES = 64 << 10
-"""Most bytes of one message where the sender wants short ones."""
+"""Maximum bytes of one message where the sender wants short ones."""
 
 Talk = Generator[dist.Work, None, str]
-"""Yields what it has posted and returns what went wrong, in words; nothing if nothing did."""
+"""Side of one transfer: yields each posted message and returns the problem in words, empty on success."""
 _YES, _NO = 1, 0
 _CHUNK = struct.Struct("<Q")
 FIRST_BYTES = PACKED_BYTES + _CHUNK.size
-"""Bytes of a talk's first message: the head, and the size of the chunks."""
+"""Bytes of the first message: the header, and the size of the chunks."""
 
 
 def converse(talks: Iterable[Talk], before_round: Callable[[], None] = lambda: None) -> list[str]:
-    """Lead `talks` to their ends; all ranks that take part do so at the same time.
+    """Run conversations to their ends; all ranks that take part call it at the same time.
 
     Args:
-        before_round: called before each round of messages; it may wait, and then the other side waits too.
+        talks: this rank's conversations.
+        before_round: called before each round of messages; if it waits, the other side waits too.
 
     Returns:
-        what went wrong.
+        The problems, a sentence each.
 
     Raises:
-        RuntimeError: a rank is gone, or silent for longer than the group's time-out.
+        RuntimeError: a rank is gone, or silent for longer than the group's timeout.
     """
     problems, going_on = [], list(talks)
     while going_on:
@@ -66,10 +67,14 @@ def send_image(
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Talk:
-    """Send the whole image at `path`, which rank `owner` has left; None: there is none after all.
+    """Send the complete memory file at `path`, written by rank `owner`; None: there is none after all.
 
     Args:
-        group: with Gloo; None: all ranks.
+        path: the memory file.
+        owner: the rank whose state it holds.
+        to: the receiving rank.
+        group: a Gloo process group; None: all ranks.
+        chunk_bytes: maximum bytes of one message.
     """
     image, problem = None, ""
     if path is not None:
@@ -87,11 +92,11 @@ def send_image(
     if answer.item() == _YES:
         for chunk in torch.frombuffer(image.body, dtype=torch.uint8).split(chunk_bytes):
             yield _post(dist.isend(chunk, to, group, owner))
-    return ""  # the receiver tells why not
+    return ""  # the receiver reports the reason
 
 
 def receive_image(file: ImageFile, owner: int, source: int, group: dist.ProcessGroup | None = None) -> Talk:
-    """Take the image of rank `owner` that rank `source` sends; what `file` had counts for nothing then."""
+    """Receive the memory file of rank `owner` from rank `source` into `file`, whose content is replaced."""
     packed = torch.empty(FIRST_BYTES, dtype=torch.uint8)
     yield _post(dist.irecv(packed, source, group, owner))
     head = unpack_head(packed[:PACKED_BYTES].numpy().tobytes())
@@ -118,7 +123,7 @@ def receive_image(file: ImageFile, owner: int, source: int, group: dist.ProcessG
 
 
 def _prepare(file: ImageFile, head: Head) -> memoryview:
-    """Memory for content and table, all of it there: a message into memory that is not kills the process."""
+    """Reserve memory for content and rank manifest: a write to unreserved memory kills the process."""
     file.begin(head)
     memory = file.content(head.content_bytes + head.table_bytes)
     file.reserve(0)

@@ -1,9 +1,9 @@
-"""A checkpoint from images: when ranks have to be gone before they can save, what memory holds is written.
+"""Flush of an in-memory checkpoint to disk, for ranks that have to end before they can save.
 
     rescue(folder, images, world_size, "1-rescue", deadline)      # in one torch-free process per node
 
-An image has the content that its rank's file in a checkpoint has, so this copies, and shares out among the
-nodes what several of them hold. The processes meet in the folder being written, as ranks do at a save.
+A memory file has the content of its rank's file in a checkpoint, so this copies, and divides among the nodes
+what several of them hold. The processes meet in the folder being written, as ranks do at a save.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from wanma.checkpoint.store.fallback_folder import open_refuge, refuges
 from wanma.job.errors import WanmaError
 
 THREADS = 4
-"""Files that one node writes at once."""
+"""Number of files that one node writes at once."""
 
 Table = dict[str, Any]
-"""Of a rank at a save: what it holds of which tensor, and its own state."""
+"""Rank manifest: one rank's boxes of each tensor, and its own state."""
 
 
 def rescue(
     folder: Path, images: Mapping[int, str], world_size: int, name: str, deadline: float
 ) -> Path | None:
-    """Write this node's part of the checkpoint, and where rank 0's image is, commit it.
+    """Write this node's part of the checkpoint; the node with rank 0's memory file commits it.
 
     Args:
-        folder: of the run's checkpoints, shared by all nodes.
-        images: paths of those that this node writes, by the rank that left them; all of one step.
-        world_size: ranks that left images, here and on other nodes; each is written by one node.
-        name: tells this save from all others of the run; the same on all nodes.
-        deadline: on the monotonic clock.
+        folder: the run's checkpoint folder, shared by all nodes.
+        images: paths of the memory files that this node writes, by rank; all of one step.
+        world_size: number of ranks that left memory files, on all nodes; each is written by one node.
+        name: unique name of this save in the run; the same on all nodes.
+        deadline: on the monotonic clock, in seconds.
 
     Returns:
-        the committed checkpoint; None on the nodes that do not commit.
+        The committed checkpoint; None on the nodes that do not commit.
 
     Raises:
-        WanmaError: an image is damaged, the disk failed, or other nodes did not write theirs in time.
+        WanmaError: a memory file is damaged, the disk failed, or other nodes did not write theirs in time.
     """
     found = {rank: whole_image(path, rank) for rank, path in images.items()}
     step = next(iter(found.values())).head.step
@@ -75,10 +75,10 @@ def rescue(
 def rescue_anywhere(
     folder: Path, images: Mapping[int, str], world_size: int, name: str, deadline: float
 ) -> Path | None:
-    """`rescue`; where `folder` has no room and this node has all images, to the first refuge that has.
+    """Flush as `rescue`; if `folder` is full and this node has all memory files, to a fallback folder.
 
     Raises:
-        WanmaError: as of `rescue`; of `folder` where no other place will do.
+        WanmaError: as of `rescue`; of `folder` if no fallback folder is usable.
     """
     try:
         return rescue(folder, images, world_size, name, deadline)
@@ -139,7 +139,7 @@ def _write(
         if len(found) == world_size:  # nobody else writes
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        for rank in found:  # the room that they take may be what others lack
+        for rank in found:  # their space may be what other nodes lack
             (partial / data_file(rank)).unlink(missing_ok=True)
         for meeting in (held[0], written[0]):
             meeting.fail(f"the node of rank {first}: {error}")
@@ -147,10 +147,10 @@ def _write(
 
 
 def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
-    """Who writes what, of parts that several ranks hold: by rank, the names of tensors.
+    """Divide the boxes that several ranks hold: return, by rank, the names of the tensors that it writes.
 
-    First what only one holds, then large parts before small ones, each to the holder that has least to write
-    so far; so every node comes to the same.
+    Boxes of a single holder come first, then large ones before small ones, each to the holder with the fewest
+    bytes so far; so every node computes the same.
     """
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
@@ -172,7 +172,7 @@ def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
 
 
 def _write_part(partial: Path, table: Table, image: FoundImage, share: set[str]) -> Table:
-    """Returns the table of what was written."""
+    """Write this rank's data file; return the rank manifest of the written part."""
     kept = {name: entry for name, entry in table["tensors"].items() if name in share}
     name = data_file(image.head.rank)
     file = None
@@ -189,7 +189,7 @@ def _write_part(partial: Path, table: Table, image: FoundImage, share: set[str])
 
 
 def _cut(content: memoryview, kept: Mapping[str, Any]) -> Iterator[memoryview]:
-    """The file that holds only those tensors of `content`."""
+    """Yield the parts of a safetensors file that holds only the `kept` tensors of `content`."""
     have = parse_header(content, len(content))
     header, regions = build_header({name: (have[name].dtype, have[name].shape) for name in kept})
     yield memoryview(header)
@@ -198,10 +198,10 @@ def _cut(content: memoryview, kept: Mapping[str, Any]) -> Iterator[memoryview]:
 
 
 def whole_image(path: str, rank: int) -> FoundImage:
-    """The image at `path`, with its content verified.
+    """Open the memory file at `path` and verify its content.
 
     Raises:
-        WanmaError: it is none, or damaged.
+        WanmaError: it is no memory file, or it is damaged.
     """
     try:
         image = FoundImage(path)
@@ -213,7 +213,7 @@ def whole_image(path: str, rank: int) -> FoundImage:
 
 
 def _newer(folder: Path, step: int) -> Path | None:
-    """The newest checkpoint, if it is of `step` or later; one that cannot be read does not count."""
+    """Return the newest readable checkpoint if it is of `step` or later; None otherwise."""
     for at, path in committed(folder):
         if at < step:
             break

@@ -1,16 +1,15 @@
-"""Snapshots: copies of the state in memory that outlives the ranks, taken while they compute on.
+"""Checkpoints in memory that outlives the ranks, copied while they compute.
 
     snapshots = Snapshots(worker.images, rank, world_size, generation, ...)
     snapshots.begin(step, tensors, state)       # returns at once; a thread copies
     ...                                         # forward and backward of the next step
-    snapshots.settle()                          # before anything that was given changes
-
+    snapshots.settle()                          # before any of the given tensors changes
     found, problems = look(images, step, ...)   # in the ranks' next generation: every rank a share
     load(found.source(), tensors)               # if no rank has found a problem
 
-A rank's snapshot is what a checkpoint would hold of it (`buffer`), in a file in memory (`image`). Two are
-written in turn. If no rank changes its state before all have settled, which a collective between `settle`
-and the change ensures, there is always one step of which every rank has a whole one.
+A rank's part is the content of its file in a checkpoint (`file_buffer`), in a memory file (`memory_file`).
+Two are written in turn. If no rank changes its state before all have settled, which a collective between
+`settle` and the change ensures, there is always one step of which every rank has a complete one.
 """
 
 from __future__ import annotations
@@ -41,33 +40,37 @@ Places = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Taken:
-    """A snapshot that is complete on this rank, and what it cost."""
+    """Result of a completed in-memory checkpoint on this rank, with its cost."""
 
     step: int
     bytes: int
-    """Of this rank's part."""
+    """Bytes of this rank's part."""
     begin_seconds: float
-    """How long `begin` took of the training."""
+    """Seconds of training that `begin` took."""
     settle_seconds: float
-    """How long `settle` waited."""
+    """Seconds that `settle` waited."""
     copy_seconds: float
-    """From beginning to end of the copy in the background, hash included."""
+    """Seconds of the background copy from beginning to end, hash included."""
     processor_seconds: float
-    """Of a core, that the background took."""
+    """Core seconds of the background copy."""
 
 
 class Snapshots:
-    """One rank's two images.
+    """Writer of one rank's in-memory checkpoints, in two memory files used in turn.
 
     Args:
+        images: paths of the memory files.
+        rank: this rank.
+        world_size: number of ranks.
+        generation: this start of the ranks.
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names.
-        node_ranks: ranks of this node: what several of them hold, one of them copies.
-        layout: what decides which rank holds what, as text.
-        partner: sends each image on to another node, after `settle` and beside the next steps; until
-            that has ended no other snapshot may begin (`is_sending`). None: nobody takes them.
+        node_ranks: ranks of this node: one of them copies what several of them hold.
+        layout: text that determines which rank holds which shard.
+        partner: replicates each memory file to another node, after `settle` and beside the next steps; until
+            that has ended no other in-memory checkpoint may begin (`is_sending`). None: no replication.
 
     Raises:
-        WanmaError: an image cannot be opened.
+        WanmaError: a memory file cannot be opened.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Snapshots:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
-        """By the thread; it may go on for the partner."""
+        """Event that the thread sets when the copy is complete; the thread may go on with the replication."""
         self._is_settled = True
         self._begin_seconds = 0.0
         self._result: Taken | Exception | None = None
@@ -105,9 +108,10 @@ class Snapshots:
         rank_state: Mapping[str, Any] | None = None,
         changing: Collection[str] = (),
     ) -> None:
-        """Start a snapshot over the older of the two images. Every rank calls it for the same steps.
+        """Start an in-memory checkpoint over the older memory file. Every rank calls it for the same steps.
 
         Args:
+            step: completed optimizer steps.
             tensors: full name -> tensor or DTensor, of all that this rank holds; they must not change
                 until `settle`.
             state: JSON-able, the same on all ranks.
@@ -115,7 +119,7 @@ class Snapshots:
             changing: names of tensors that may change at once; they are copied before this returns.
 
         Raises:
-            WanmaError: this state cannot be kept.
+            WanmaError: this state cannot be stored.
         """
         assert self._is_settled, "settle the snapshot before"
         assert not self.is_sending(), "wait until the snapshot before is sent"
@@ -142,16 +146,16 @@ class Snapshots:
         self._begin_seconds = time.perf_counter() - began
 
     def leave_out(self) -> None:
-        """Instead of `begin`, on a rank that cannot: other nodes learn that they need not wait for it."""
+        """Skip a step on a rank that cannot `begin`: other nodes learn that they need not wait for it."""
         if self.partner is not None:
             self._start(lambda: None, "no-snapshot")
             self._is_settled = True
 
     def settle(self) -> Taken | None:
-        """Wait for the snapshot under way; None if there is none.
+        """Wait for the in-memory checkpoint in progress; None if there is none.
 
         Raises:
-            WanmaError: it failed. The one before it is as it was.
+            WanmaError: it failed. The one before it is intact.
         """
         if self._is_settled:
             return None
@@ -167,7 +171,7 @@ class Snapshots:
         return replace(result, begin_seconds=self._begin_seconds, settle_seconds=time.perf_counter() - began)
 
     def is_sending(self, seconds: float = 0.0) -> bool:
-        """Whether the exchange with other nodes is under way, after waiting for it so long at most."""
+        """Return True if the exchange with other nodes is still in progress after waiting up to `seconds`."""
         if self._thread is not None and self._is_settled:
             self._thread.join(None if self.partner is None else seconds)
             if not self._thread.is_alive():
@@ -175,27 +179,29 @@ class Snapshots:
         return self._thread is not None
 
     def drop_partner(self) -> None:
-        """From now on nothing is sent. An exchange that does not end is left to itself: what it sends may
-        change under it, which the other side finds by the hash."""
+        """Stop the replication. An exchange that does not end is abandoned.
+
+        The tensors that it sends may change meanwhile, which the receiver detects by the hash.
+        """
         self.partner = self._thread = None
 
     def bytes_to_take(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Memory that the two images of these tensors need beyond what they have, about; guests' too."""
+        """Estimate the additional bytes for in-memory checkpoints of these tensors and of backed-up ranks."""
         size = self._images[0].buffer.bytes_of(tensors)
         own = sum(max(size - image.file.taken_bytes, 0) for image in self._images)
-        # A node takes as much as it sends where nodes are alike; guests say no themselves where they are not.
+        # Equal nodes receive as much as they send; on unequal ones the receiver checks its own memory.
         guests = max(2 * size - self.partner.taken_bytes, 0) if self.partner is not None else 0
         return own + guests
 
     def close(self, seconds: float | None = None) -> None:
-        """Let go of the images, which stay as they are; one under way is finished first.
+        """Close the memory files, which stay intact; a copy in progress is finished first.
 
         Args:
-            seconds: to wait for that at most; a copy off a GPU that hangs goes on for ever.
+            seconds: maximum time to wait for it; a copy from a GPU that hangs never ends.
         """
         if self._thread is not None:
             if seconds is not None:
-                self._copied.wait(seconds)  # others may be gone: what they are sent is not waited for
+                self._copied.wait(seconds)  # other nodes may be gone: their transfers are not awaited
             self._thread.join(0 if seconds is not None and self.partner is not None else seconds)
             if self._thread.is_alive():
                 return  # it goes on until the process ends
@@ -219,7 +225,7 @@ class Snapshots:
         path = None
         try:
             path = copy()
-        except Exception as error:  # a thread has nobody to raise to: `settle` raises it
+        except Exception as error:  # the thread has no caller: `settle` raises it
             self._result = error
         self._copied.set()
         if partner is not None:
@@ -233,7 +239,7 @@ class Snapshots:
         table: dict[str, Any],
         events: dict[torch.device, torch.cuda.Event],
     ) -> str:
-        """Returns the image's path."""
+        """Copy the state into the memory file; return its path."""
         began, began_processor = time.perf_counter(), time.thread_time()
         head = self._write(image, places, table, events)
         self._result = Taken(
@@ -278,7 +284,7 @@ class Snapshots:
 
     @contextmanager
     def _beside(self, events: dict[torch.device, torch.cuda.Event]) -> Iterator[None]:
-        """Copies off GPUs run on streams of their own, after what was queued before `begin`."""
+        """Run copies from GPUs on separate streams, ordered after the work queued before `begin`."""
         for device, event in events.items():
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
@@ -296,7 +302,7 @@ class Snapshots:
 
 
 class _Image:
-    """One image, and the buffer that lies in it."""
+    """Memory file with the buffer that lies in it."""
 
     def __init__(
         self, path: str, rank: int, replicas: Sequence[int], node_ranks: Collection[int] | None
@@ -316,7 +322,7 @@ class _Image:
         pass
 
     def reserve(self, table_bytes: int, is_cuda: bool) -> None:
-        """Have the memory, and where a GPU copies into it, pinned: twice as fast, and beside computing."""
+        """Reserve the memory, and pin it for copies from a GPU: twice as fast, and asynchronous."""
         if not self._is_reserved:
             self.file.reserve(2 * table_bytes)
             self._is_reserved = True
@@ -341,9 +347,9 @@ class _Image:
 
 
 def _copy(view: torch.Tensor, local: torch.Tensor, digest: xxhash.xxh3_128) -> None:
-    """Copy what is not there yet, and hash it: piece by piece, so that memory is read once.
+    """Copy the data unless a GPU stream has done so, and hash it chunk by chunk, so that it is read once.
 
-    By one core, whatever number of threads torch has: the others are computing.
+    Uses one core, whatever number of threads torch has: the others are computing.
     """
     target = view.reshape(-1).view(torch.uint8).numpy()
     source = 0
@@ -363,20 +369,20 @@ def _copy(view: torch.Tensor, local: torch.Tensor, digest: xxhash.xxh3_128) -> N
 
 
 class Found:
-    """Whole images of one step, on this node.
+    """Complete memory files of one step on this node.
 
     Args:
-        images: by the rank that left them.
+        images: memory files by the rank that wrote them.
     """
 
     def __init__(self, images: Mapping[int, FoundImage]) -> None:
         self._images = images
 
     def source(self) -> Source:
-        """To be loaded from, by this node's ranks.
+        """Return them as a source from which this node's ranks can load.
 
         Raises:
-            WanmaError: the images do not belong together.
+            WanmaError: the memory files do not belong together.
         """
         first = next(iter(self._images.values())).head
         try:
@@ -398,14 +404,18 @@ def look(
     node_ranks: Sequence[int],
     layout: str = "",
 ) -> tuple[Found, list[str]]:
-    """What is left of the snapshot of `step` on this node, of which this rank verifies its share.
+    """Find the in-memory checkpoint of `step` on this node, of which this rank verifies its share.
 
     Args:
-        rank, world_size, node_ranks, layout: of the ranks that now are.
+        images: paths of the memory files.
+        step: the step to look for.
+        rank: this rank, in the present generation.
+        world_size: the present number of ranks.
+        node_ranks: the present ranks of this node.
+        layout: text that determines which rank now holds which shard.
 
     Returns:
-        what was found, which may be used if no rank has found a problem; and this rank's problems,
-        a sentence each.
+        The memory files found, usable if no rank has a problem; and this rank's problems, a sentence each.
     """
     found: dict[int, FoundImage] = {}
     for owner, paths in images.found.items():
@@ -413,7 +423,7 @@ def look(
             try:
                 image = FoundImage(path)
             except (OSError, ValueError):
-                continue  # of the two, one may always be unfinished
+                continue  # one of the two may always be unfinished
             if (image.head.step, image.head.rank) == (step, owner):
                 found[owner] = image
     if not found:
@@ -426,7 +436,7 @@ def look(
         heads[0].world_size,
         heads[0].layout,
     ):
-        expected = node_ranks  # what other nodes' ranks held, other nodes' ranks hold now
+        expected = node_ranks  # shards of other nodes' earlier ranks are needed by other nodes' present ranks
     missing = sorted(set(expected) - found.keys())
     problems = [f"rank {owner} left no whole snapshot of step {step}" for owner in missing]
     mine = sorted(found)[list(node_ranks).index(rank) :: len(node_ranks)]
@@ -439,5 +449,5 @@ def look(
 
 
 def layout_number(layout: str) -> int:
-    """As heads have it."""
+    """Return the 64-bit hash of a layout, as memory file headers store it."""
     return int(xxhash.xxh3_64_intdigest(layout.encode()))

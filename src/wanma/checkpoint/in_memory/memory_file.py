@@ -1,12 +1,12 @@
-"""The format of an image: one rank's part of a snapshot, in a file in memory. Torch-free.
+"""Format of a memory file: one rank's part of an in-memory checkpoint. Torch-free.
 
-    head        one page: which step, whether it is complete, how long the rest is, its hash
-    content     what the rank's file in a checkpoint would hold (format.py)
-    table       JSON: what the rank's table at a save holds, and the state that is no tensor
+    head        one page: step, completeness, lengths of the rest, hash
+    content     the content of the rank's file in a checkpoint (format/manifest.py)
+    table       JSON: the rank manifest of a save, and the state that is not a tensor
 
-The head is marked incomplete before anything behind it changes and complete after everything has. A rank
-has two images and overwrites the older one, so that whenever it dies, one of them is whole. What a head
-says of itself is protected by a checksum of its own; the content by `digest`, which `verify` compares.
+The header is marked incomplete before anything behind it changes and complete after everything has. A rank
+has two memory files and overwrites the older one, so that one of them is complete whenever it dies. The
+header is protected by a checksum of its own; the content by `digest`, which `is_whole` compares.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ import xxhash
 from wanma.checkpoint.format.memory_map import map_private
 
 HEAD_BYTES = 4096
-"""Where the content begins: aligned as in a file."""
+"""Offset of the content in bytes: aligned as in a file."""
 CHUNK_BYTES = 1 << 20
-"""Copied and hashed at a time, while it is in a core's cache."""
+"""Bytes copied and hashed at a time, while they are in a core's cache."""
 
 _MAGIC = b"wanma\0im"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIIQQIIQQQ16s")
 _SUM = struct.Struct("<Q")
 PACKED_BYTES = _HEAD.size + _SUM.size
-"""Of a head that is packed."""
+"""Length in bytes of a packed header."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What an image says of itself."""
+    """Header of a memory file."""
 
     step: int
     generation: int
     rank: int
     world_size: int
     layout: int = 0
-    """Equal where ranks of the same number hold the same parts; a hash of whatever decides that."""
+    """Hash of the layout: equal where the same number of ranks hold the same shards."""
     complete: bool = False
     content_bytes: int = 0
     table_bytes: int = 0
     digest: bytes = bytes(16)
-    """XXH3-128 of content and table: against memory that errs, not against somebody who forges."""
+    """XXH3-128 of content and rank manifest: protects against memory errors, not against forgery."""
 
     def pack(self) -> bytes:
         fields = _HEAD.pack(
@@ -69,13 +69,13 @@ class Head:
 
 
 def read_head(image: str | int) -> Head | None:
-    """The head of an image; None where there is none, such as in an empty file, or it is damaged.
+    """Read the header of a memory file; None if there is none, as in an empty file, or if it is damaged.
 
     Args:
         image: path or descriptor.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if isinstance(image, str):
         descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
@@ -87,7 +87,7 @@ def read_head(image: str | int) -> Head | None:
 
 
 def unpack_head(packed: bytes) -> Head | None:
-    """The other way round than `Head.pack`; None for anything else."""
+    """Parse the result of `Head.pack`; None for anything else."""
     fields, checksum = packed[: _HEAD.size], packed[_HEAD.size :]
     if len(checksum) != _SUM.size or _SUM.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields):
         return None
@@ -98,7 +98,7 @@ def unpack_head(packed: bytes) -> Head | None:
 
 
 class ImageFile:
-    """An image that a rank writes: `begin`, then the content into `content`, then `finish`.
+    """Memory file that a rank writes: `begin`, then the content into `content`, then `finish`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -111,13 +111,13 @@ class ImageFile:
 
     @property
     def taken_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory in bytes that the file occupies."""
         return 512 * os.fstat(self._descriptor).st_blocks
 
     def content(self, size: int) -> memoryview:
-        """The first `size` bytes of content, shared with the file; what it held before may be gone.
+        """Return the first `size` bytes of content, shared with the file; earlier content may be lost.
 
-        Memory is only set aside by `reserve`.
+        Memory is only reserved by `reserve`.
 
         Raises:
             OSError: the address space is used up.
@@ -127,7 +127,7 @@ class ImageFile:
         return memoryview(self._memory)[HEAD_BYTES:]
 
     def begin(self, head: Head) -> None:
-        """From now on the image counts for nothing.
+        """Mark the memory file incomplete, for the writes to come.
 
         Raises:
             OSError: there is no memory for it.
@@ -136,20 +136,22 @@ class ImageFile:
         os.pwrite(self._descriptor, self._head.pack(), 0)
 
     def reserve(self, table_bytes: int) -> None:
-        """Take the memory now: a write without it would kill the process.
+        """Reserve the memory now: a later write without it would kill the process.
 
         Raises:
-            OSError: there is none.
+            OSError: there is not enough memory.
         """
         size = (len(self._memory) if self._memory is not None else HEAD_BYTES) + table_bytes
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, 0, size)
 
     def finish(self, content_bytes: int, digest: xxhash.xxh3_128, table: bytes) -> Head:
-        """The content is there: from now on the image counts.
+        """Write the rank manifest behind the content and mark the memory file complete.
 
         Args:
-            digest: of the content.
+            content_bytes: length of the content.
+            digest: hash of the content; the rank manifest is added to it.
+            table: the rank manifest.
         """
         assert self._head is not None
         end = HEAD_BYTES + content_bytes
@@ -167,18 +169,18 @@ class ImageFile:
         return head
 
     def finish_copy(self, head: Head) -> None:
-        """Content and table of another image are here as `head` says: from now on this one counts, too."""
+        """Mark complete a file that holds content and rank manifest received from another rank."""
         os.pwrite(self._descriptor, head.pack(), 0)
         self._head = None
 
     def close(self) -> None:
-        """Let go of the descriptor; the mapping goes with the last view of it."""
+        """Close the descriptor; the mapping ends with the last view of it."""
         self._memory = None
         os.close(self._descriptor)
 
 
 class FoundImage:
-    """An image that some rank has left, mapped; private to this process.
+    """Complete memory file that some rank has left, mapped privately into this process.
 
     Raises:
         OSError, ValueError: it cannot be read, or is not complete.
@@ -198,21 +200,21 @@ class FoundImage:
             os.close(descriptor)
         self.path, self.head = path, head
         self.body = memory[HEAD_BYTES:]
-        """Content and table."""
+        """Content and rank manifest."""
 
     @property
     def content(self) -> memoryview:
         return self.body[: self.head.content_bytes]
 
     def is_whole(self) -> bool:
-        """Content and table are what they were; reads all of it."""
+        """Return True if content and rank manifest match their hash; reads all of it."""
         return bool(xxhash.xxh3_128_digest(self.body) == self.head.digest)
 
     def table(self) -> dict[str, Any]:
-        """What the rank said of its content; trust it after `is_whole`.
+        """Return the rank manifest; only trustworthy after `is_whole`.
 
         Raises:
-            ValueError: it is no table.
+            ValueError: it is malformed.
         """
         table = json.loads(bytes(self.body[self.head.content_bytes :]))
         if not isinstance(table, dict):

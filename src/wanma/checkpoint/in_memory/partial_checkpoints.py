@@ -1,10 +1,10 @@
-"""Parts of one copy in memory, each on the disk of the machine that held it.
+"""Parts of one in-memory checkpoint, each on the disk of the node that held it.
 
-    write_part(folder, images)     on each machine, where `folder` takes no checkpoint
-    parts(folder)                  on each machine, at the next start
+    write_part(folder, images)     on each node, where `folder` takes no checkpoint
+    parts(folder)                  on each node, at the next start
 
-A part is a folder in a refuge (`checkpoint.refuge`) with the images of some ranks as they were in memory.
-The parts of all ranks are what `rescue` makes a checkpoint of, as soon as `folder` has room.
+A part is a folder in a fallback folder (`checkpoint.store.fallback_folder`) with some ranks' memory files.
+From the parts of all ranks `rescue` writes a checkpoint as soon as `folder` has room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"part-step-\d{8,}-\d+-\d{5}(\.writing)?")
 
 @dataclass(frozen=True)
 class Moment:
-    """Step, generation and number of ranks of the copy that a part belongs to."""
+    """Identity of an in-memory checkpoint: step, generation and number of ranks."""
 
     step: int
     generation: int
@@ -39,7 +39,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Part:
-    """One folder of images, all of one moment."""
+    """Folder of memory files, all of one in-memory checkpoint."""
 
     path: Path
     moment: Moment
@@ -48,16 +48,17 @@ class Part:
 
 
 def write_part(folder: Path, images: Mapping[int, str]) -> Path:
-    """Copy images to the first refuge of `folder` that has room, durably and whole or not at all.
+    """Copy memory files to the first fallback folder with room, durably and completely or not at all.
 
     Args:
-        images: paths by rank; all of one moment.
+        folder: the run's checkpoint folder.
+        images: paths by rank; all of one in-memory checkpoint.
 
     Returns:
-        the part's folder.
+        The part's folder.
 
     Raises:
-        WanmaError: an image is damaged, or no place has room.
+        WanmaError: a memory file is damaged, or no fallback folder has room.
     """
     found = {rank: whole_image(path, rank) for rank, path in images.items()}
     first = min(found)
@@ -89,7 +90,7 @@ def write_part(folder: Path, images: Mapping[int, str]) -> Path:
 
 
 def parts(folder: Path) -> list[Part]:
-    """The whole parts in the refuges of `folder` on this machine."""
+    """List the complete parts in the fallback folders of `folder` on this node."""
     found = []
     for place in refuges(folder):
         for path in sorted(place.iterdir()) if is_mine(place) else []:
@@ -100,7 +101,7 @@ def parts(folder: Path) -> list[Part]:
 
 
 def remove_parts(folder: Path, last_step: int) -> None:
-    """Remove the parts of steps up to `last_step`, and what was left half written."""
+    """Remove the parts of steps up to `last_step`, and unfinished ones."""
     for place in refuges(folder):
         if not is_mine(place):
             continue
@@ -108,12 +109,12 @@ def remove_parts(folder: Path, last_step: int) -> None:
             match = _NAME.fullmatch(path.name)
             if match and (match[1] is not None or int(path.name.split("-")[2]) <= last_step):
                 shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # something else is there
+        with contextlib.suppress(OSError):  # the folder is not empty
             place.rmdir()
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words, e.g. 'rank 3', 'ranks 0, 1'."""
+    """Format ranks in words, e.g. 'rank 3', 'ranks 0, 1'."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 

@@ -1,4 +1,4 @@
-"""Copies of this rank's images on another node, and this node's files for the images of others."""
+"""Replication of this rank's memory files to its partner node, and memory for those of backed-up ranks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ from wanma.job.errors import WanmaError
 from wanma.job.run.worker import Images
 
 _WITH_GLOO = 3
-"""Times this thread's own share of a core, that an exchange takes with Gloo's thread: measured on loopback
-with 256 MB each way (0.07 of 0.2 s)."""
+"""Core seconds of an exchange relative to this thread's own, Gloo's thread included.
+
+Measured on loopback with 256 MB each way (0.07 of 0.2 s).
+"""
 CHUNK_SECONDS = 0.02
-"""Longest that training waits behind one message of an exchange that yields."""
+"""Maximum time that training waits behind one message of an exchange that yields."""
 YIELD_SHARE = 0.01
-"""Share of the time that messages take at most while training never leaves the link to them."""
+"""Share of the time for messages when training never leaves the link free."""
 LONGEST_YIELD_SECONDS = 5.0
-"""Between two messages: the other side's patience is longer."""
+"""Maximum pause between two messages: below the other side's timeout."""
 _POLL_SECONDS = 0.002
 
 
 class Partner:
-    """What one rank sends and takes for each snapshot, in two files for each guest that are used in turn.
+    """Exchange of each in-memory checkpoint with other nodes, in two files per backed-up rank used in turn.
 
-    If no rank begins a snapshot before all have finished their exchange of the one before, there is
-    always one step of which every rank's image is whole both on its own node and on its partner.
+    If no rank begins an in-memory checkpoint before all have finished the exchange of the one before, there
+    is always one step of which every rank's memory file is complete on its own node and on its partner.
 
     Args:
-        images: whose `guests` this rank takes.
-        ranks_by_node: how many ranks each node has.
-        group: of all ranks, with Gloo; nothing else uses it, for this happens beside the training.
-        is_busy: whether training has something under way to other ranks, which an exchange lets pass; None:
-            it takes its share of the link at any time.
+        images: paths of the memory files; this rank stores those of its `guests`.
+        rank: this rank.
+        ranks_by_node: number of ranks of each node.
+        group: Gloo process group of all ranks, used by nothing else, because this runs beside the training.
+        is_busy: returns True while training communicates, which an exchange lets pass; None: the exchange
+            takes its share of the link at any time.
 
     Raises:
-        WanmaError: a file for guests cannot be opened.
+        WanmaError: a file for backed-up ranks cannot be opened.
     """
 
     def __init__(
@@ -58,9 +61,9 @@ class Partner:
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
         self.problem = ""
-        """Why there are no copies any more; empty while there are."""
+        """Reason why replication has stopped; empty: it works."""
         self.processor_seconds = 0.0
-        """Of a core, that the last exchange took, about."""
+        """Estimated core seconds of the last exchange."""
         self._rank, self._group, self._is_busy = rank, group, is_busy
         self._chunk_bytes = LEAST_CHUNK_BYTES if is_busy is not None else CHUNK_BYTES
         self._host = host_of(rank, ranks_by_node)
@@ -74,17 +77,20 @@ class Partner:
             ) from error
 
     def exchange(self, path: str | None) -> None:
-        """Send this rank's image and take those of the guests; in a thread, on all ranks. Never raises.
+        """Send this rank's memory file and receive those of backed-up ranks.
+
+        Runs in a thread, on all ranks; never raises.
+
 
         Args:
-            path: None: this rank has made none. The others' come all the same.
+            path: this rank's memory file; None: it has none, but receives the others'.
         """
         began = time.thread_time()
         talks = [send_image(path, self._rank, self._host, self._group, self._chunk_bytes)]
         talks += [receive_image(files[0], guest, guest, self._group) for guest, files in self._guests.items()]
         try:
             problems = self._converse(talks)
-        except Exception as error:  # a thread has nobody to raise to: whoever waits for it reads `problem`
+        except Exception as error:  # the thread has no caller: the waiting one reads `problem`
             problems = [f"the exchange with other nodes broke off: {error}"]
         if problems:
             self.problem = self.problem or "; ".join(problems)
@@ -94,14 +100,14 @@ class Partner:
         self.processor_seconds = _WITH_GLOO * (time.thread_time() - began)
 
     def _converse(self, talks: Sequence[Talk]) -> list[str]:
-        """Let training pass, and choose how much the messages of the next exchange carry."""
+        """Run the transfers, yield the link to training, and choose the chunk size of the next exchange."""
         if self._is_busy is None:
             return converse(talks)
         rounds: list[float] = []
         ended = time.perf_counter()
 
         def let_pass() -> None:
-            """Measure the round that has just ended, and wait until training has nothing under way."""
+            """Measure the round that has just ended, and wait while training communicates."""
             nonlocal ended
             now = time.perf_counter()
             took = now - ended
@@ -112,7 +118,7 @@ class Partner:
             ended = time.perf_counter()
 
         problems = converse(talks, let_pass)
-        full = sorted(rounds[3:-1])  # without the head, the answer, and a chunk that may be short
+        full = sorted(rounds[3:-1])  # without the header, the answer, and a chunk that may be short
         if full and full[len(full) // 2] > 0:
             wanted = self._chunk_bytes * CHUNK_SECONDS / full[len(full) // 2]
             self._chunk_bytes = int(min(max(wanted, LEAST_CHUNK_BYTES), CHUNK_BYTES))
@@ -120,7 +126,7 @@ class Partner:
 
     @property
     def taken_bytes(self) -> int:
-        """Memory that the guests' files take."""
+        """Memory in bytes that the files of backed-up ranks occupy."""
         return sum(file.taken_bytes for files in self._guests.values() for file in files)
 
     def close(self) -> None:

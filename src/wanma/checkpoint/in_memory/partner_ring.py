@@ -1,8 +1,8 @@
-"""Which ranks keep copies of whose images, and who fetches which after a loss. Pure, torch-free.
+"""Partner ring: backed-up ranks of each rank, and the plan of transfers after a loss. Pure, torch-free.
 
-The nodes are a ring: each node's images are also kept by the next one, its partner, so that the loss of a
-node loses none of them. A rank sends its own to the rank of its local number there; where the partner has
-fewer ranks, some take several.
+The nodes form a ring: each node's memory files are also stored by the next one, its partner, so that the loss
+of one node loses none of them. A rank sends its own to the rank with its local rank there; where the partner
+has fewer ranks, some receive several.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 
 
 def node_spans(ranks_by_node: Sequence[int]) -> list[range]:
-    """The ranks of each node.
+    """Return the ranks of each node.
 
     Args:
-        ranks_by_node: how many each node has.
+        ranks_by_node: number of ranks of each node.
     """
     return [range(first, stop) for first, stop in pairwise(accumulate(ranks_by_node, initial=0))]
 
@@ -26,7 +26,7 @@ def node_of(rank: int, ranks_by_node: Sequence[int]) -> int:
 
 
 def host_of(rank: int, ranks_by_node: Sequence[int]) -> int:
-    """The rank on another node that takes the images of `rank`.
+    """Return the rank on the partner node that stores the memory files of `rank`.
 
     Raises:
         ValueError: there is one node only.
@@ -39,7 +39,7 @@ def host_of(rank: int, ranks_by_node: Sequence[int]) -> int:
 
 
 def guests_of(rank: int, ranks_by_node: Sequence[int]) -> tuple[int, ...]:
-    """Ranks whose images `rank` takes; none on a single node."""
+    """Return the backed-up ranks whose memory files `rank` stores; empty on a single node."""
     if len(ranks_by_node) < 2:
         return ()
     before = node_spans(ranks_by_node)[node_of(rank, ranks_by_node) - 1]
@@ -48,10 +48,10 @@ def guests_of(rank: int, ranks_by_node: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One image that its owner's node has lost, and another keeps."""
+    """Transfer of one memory file that its owner's node has lost, and another node has."""
 
     owner: int
-    """Rank that left it, and whose number the rank has that now takes it up."""
+    """Rank that wrote it; the present rank of the same number receives it."""
     source: int
     """Rank that sends it."""
 
@@ -59,10 +59,11 @@ class Fetch:
 def plan_fetches(
     held: Mapping[int, Collection[int]], ranks_by_node: Sequence[int]
 ) -> tuple[list[Fetch], list[int]]:
-    """How each node gets the images of its own ranks, and of which ranks nobody has one.
+    """Plan the transfers that give each node its own ranks' memory files, and list the ranks without any.
 
     Args:
-        held: node -> ranks of which it has an image.
+        held: node -> ranks whose memory file it has.
+        ranks_by_node: number of ranks of each node.
     """
     spans = node_spans(ranks_by_node)
     fetches, lost = [], []
@@ -81,5 +82,5 @@ def plan_fetches(
 
 
 def _after(node: int, nodes: int) -> Iterator[int]:
-    """The other nodes, the partner first."""
+    """Return the other nodes, the partner first."""
     return ((node + distance) % nodes for distance in range(1, nodes))

@@ -1,12 +1,12 @@
-"""Images of ranks that were laid out otherwise: each node gets those that its own ranks need a part of.
+"""Resharding of an in-memory checkpoint: each node gets the memory files that its ranks need parts of.
 
     if laid_out_otherwise(images, step, worker, layout):      # every rank calls both
         source, problems, count = gather(images, step, worker, tensors_for)
         load(source, tensors)                                 # as from a checkpoint of any layout
 
-What a node holds itself it takes from there; of the rest each image that some of its ranks need is sent to
-it once, whole. That takes memory for these images until the state is loaded, and no more of the network than
-a node has ranks before and after.
+A node uses the memory files that it has; each other one that some of its ranks need is sent to it once, in
+full. That takes memory for these files until the state is loaded, and no more of the network than a node has
+ranks before and after.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from wanma.job.errors import WanmaError
 from wanma.job.run.worker import Images, Worker
 
 TensorsFor = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
-"""Names of all saved tensors -> those that this rank is to fill."""
+"""Mapping from the names of all saved tensors to the tensors that this rank fills."""
 
 
 def laid_out_otherwise(images: Images, step: int, worker: Worker, layout: str) -> bool:
-    """Whether ranks of another number, or that held other parts, have left the snapshot of `step`.
+    """Return True if the in-memory checkpoint of `step` has another number of ranks or another layout.
 
     Args:
-        layout: what decides which rank holds what now, as text.
+        images: paths of the memory files.
+        step: the step of the in-memory checkpoint.
+        worker: this rank's context.
+        layout: text that determines which rank now holds which shard.
     """
     mine = {(head.world_size, head.layout) for head in _heads(images, step)}
     everyones = _everyones(mine, worker)
@@ -48,11 +51,11 @@ def laid_out_otherwise(images: Images, step: int, worker: Worker, layout: str) -
 def gather(
     images: Images, step: int, worker: Worker, tensors_for: TensorsFor
 ) -> tuple[Source | None, list[str], int]:
-    """Have on each node the images of `step` that its ranks need parts of.
+    """Transfer to each node the memory files of `step` that its ranks need parts of.
 
     Returns:
-        what to load from, None if there are problems; these, the same on all ranks, a sentence each; and
-        how many images were sent.
+        The source to load from, None if there are problems; these, the same on all ranks, a sentence each;
+        and the number of memory files sent.
 
     Raises:
         WanmaError: another rank is gone.
@@ -83,7 +86,7 @@ def gather(
                     here[owner] = FoundImage(path)
                 except (OSError, ValueError) as error:
                     problems.append(f"rank {owner}'s snapshot did not arrive: {error}")
-        everyones = _everyones(problems, worker)  # all have opened what has come
+        everyones = _everyones(problems, worker)  # all ranks have opened the received files
     problems = list(dict.fromkeys(text for texts in everyones for text in texts))
     if problems:
         return None, problems, 0
@@ -94,10 +97,10 @@ def gather(
 
 @dataclass(frozen=True)
 class Fetch:
-    """One image on its way to a node."""
+    """Transfer of one memory file to a node."""
 
     owner: int
-    """Rank that left it."""
+    """Rank that wrote it."""
     source: int
     target: int
 
@@ -105,11 +108,11 @@ class Fetch:
 def plan_fetches(
     held: Sequence[Iterable[int]], wanted: Sequence[Iterable[int]], spans: Sequence[range]
 ) -> list[Fetch]:
-    """Who sends which image to whom: each node's ranks take and give in turn.
+    """Plan the transfers of memory files: each node's ranks send and receive in turn.
 
     Args:
-        held: by node, the owners of the images there.
-        wanted: by node, of those that its ranks need; each is held somewhere.
+        held: by node, the owners of the memory files there.
+        wanted: by node, the owners whose memory files its ranks need; each is held somewhere.
         spans: by node, its ranks.
     """
     holders: dict[int, list[int]] = {}
@@ -127,7 +130,7 @@ def plan_fetches(
 
 
 class _Received:
-    """Memory of this rank for images on their way; whoever has opened them by then keeps them."""
+    """Memory of this rank for received files, released on exit; files opened by then stay mapped."""
 
     def __init__(self) -> None:
         self.paths: dict[int, str] = {}
@@ -180,26 +183,26 @@ def _heads(images: Images, step: int) -> list[Any]:
 
 
 def _whole(images: Images, step: int, worker: Worker) -> tuple[dict[int, FoundImage], list[str]]:
-    """The images of `step` on this node, of which this rank has verified its share; and what is wrong."""
+    """Open the memory files of `step` on this node and verify this rank's share; return problems too."""
     found: dict[int, FoundImage] = {}
     for owner, paths in images.found.items():
         for path in paths:
             try:
                 image = FoundImage(path)
             except (OSError, ValueError):
-                continue  # of the two, one may always be unfinished
+                continue  # one of the two may always be unfinished
             if (image.head.step, image.head.rank) == (step, owner):
                 found[owner] = image
     problems = []
     for owner, image in _share(found, worker):
         if not image.is_whole():
-            del found[owner]  # another node may have a whole one
+            del found[owner]  # another node may have a valid one
             problems.append(f"rank {owner}'s snapshot of step {step} is damaged on node {worker.node_rank}")
     return found, problems
 
 
 def _share(found: Mapping[int, FoundImage], worker: Worker) -> list[tuple[int, FoundImage]]:
-    """Of what all ranks of a node see alike, what this one answers for."""
+    """Return this rank's share of the memory files that all ranks of a node see."""
     return [
         (owner, found[owner])
         for owner in sorted(found)
@@ -210,7 +213,7 @@ def _share(found: Mapping[int, FoundImage], worker: Worker) -> list[tuple[int, F
 def _manifest(
     tables: Mapping[int, dict[str, Any]], near: Iterable[int], step: int
 ) -> tuple[Manifest | None, list[str]]:
-    """Of the whole state: of what several ranks hold, those that are near count."""
+    """Merge the rank manifests into one; of equal boxes those on this node take precedence."""
     if not tables:
         return None, [f"nobody has a snapshot of step {step}"]
     world_size = next(iter(tables.values()))["world_size"]
@@ -225,7 +228,7 @@ def _manifest(
 
 
 def _needed(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Ranks in whose images there is a part of these tensors."""
+    """Return the ranks whose memory files hold a part of these tensors."""
     owners = {data_file(owner): owner for owner in range(manifest.world_size)}
     files: set[str] = set()
     for name, tensor in tensors.items():

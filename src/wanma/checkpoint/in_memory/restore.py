@@ -1,4 +1,4 @@
-"""After a node's loss: the images that a node lacks come from those that keep them."""
+"""Restoration after the loss of a node: transfer of missing memory files from nodes that have them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from wanma.job.run.worker import Images, Worker
 
 
 def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str], int]:
-    """Let every node have the images of its own ranks at `step`; every rank calls it.
+    """Give every node the memory files of its own ranks at `step`; every rank calls it.
 
-    What a rank's node lacks is written into that rank's own file that is overwritten last.
+    A missing one is written into its rank's own file that is overwritten last.
 
     Args:
-        images: of this rank.
+        images: paths of this rank's memory files.
+        step: the step of the in-memory checkpoint.
+        worker: this rank's context.
 
     Returns:
-        `images`, of which those of this node's ranks are `found`, wherever they were; what went wrong, a
-        sentence each; and the number of images that were fetched on all nodes.
+        `images`, where `found` has this node's ranks, wherever their files were; the problems, a sentence
+        each; and the number of memory files transferred on all nodes.
 
     Raises:
         WanmaError: another rank is gone, or this rank's file cannot be opened.
@@ -63,7 +65,7 @@ def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str],
     finally:
         if file is not None:
             file.close()
-    dist.barrier()  # what fellow ranks of this node have fetched is whole from here on
+    dist.barrier()  # files received by other ranks of this node are complete from here on
     fetched = {one.owner: (told[one.owner][1],) for one in fetches if one.owner in worker.node_ranks}
     return replace(images, found={**own, **fetched}), problems, len(fetches)
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, block by block, whatever layouts they were saved from."""
+"""Comparison of two checkpoints, block by block, whatever layouts they were saved from."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from wanma.checkpoint.store.checkpoint_folder import read_manifest
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor that both have; values are compared where the shapes are equal."""
+    """Differences of one tensor in both checkpoints; values are compared where the shapes are equal."""
 
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     differing: int = 0
-    """Elements with unequal values; NaN equals NaN here."""
+    """Number of elements with unequal values; NaN equals NaN here."""
     non_finite: int = 0
-    """Of these, those where a NaN or an infinity is on one side; left out of the two numbers below."""
+    """Number of unequal elements with a NaN or an infinity on one side; left out of the two values below."""
     largest: float = 0.0
-    """|a - b| at most."""
+    """Maximum of |a - b|."""
     relative: float | None = 0.0
-    """‖a - b‖ / ‖a‖, Euclidean; None where a is zero."""
+    """Relative norm ‖a - b‖ / ‖a‖, Euclidean; None where a is zero."""
 
     @property
     def is_none(self) -> bool:
@@ -40,18 +40,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between checkpoints A and B."""
+    """Differences between checkpoints A and B."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     tensors: tuple[Difference, ...]
-    """Those that differ."""
+    """Tensors that differ."""
     equal: int
-    """Number of tensors that do not."""
+    """Number of equal tensors."""
     state: tuple[tuple[str, Any, Any], ...]
-    """(dotted key, value in A, value in B) of what is no tensor; None where it is missing."""
+    """Differing state that is not a tensor: (dotted key, value in A, value in B); None where missing."""
     ranks: tuple[int, ...]
-    """Those whose own state differs."""
+    """Ranks whose own state differs."""
 
     @property
     def is_none(self) -> bool:
@@ -114,12 +114,12 @@ def _difference(name: str, a: Saved, b: Saved, block_elements: int) -> Differenc
 
 
 def _wide(part: Tensor) -> Tensor:
-    """As fp64; some dtypes have only the way through fp32."""
+    """Convert to fp64; one-byte floating-point dtypes only convert by way of fp32."""
     return (part.float() if part.is_floating_point() and part.itemsize == 1 else part).double()
 
 
 def _unequal(x: Tensor, y: Tensor, wide: Tensor, other: Tensor) -> Tensor:
-    """By element; integers of one dtype are compared as they are, for fp64 does not tell large ones apart."""
+    """Return the mask of unequal elements; integers of one dtype are compared exactly, which fp64 cannot."""
     if x.dtype == y.dtype and not x.is_floating_point():
         signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
         return x.view(signed) != y.view(signed)

@@ -1,7 +1,7 @@
-"""Looking through a checkpoint for everything that is wrong with it, on disk or at a URL. Torch-free.
+"""Integrity scan: search of a checkpoint for every defect, on disk or at a URL. Torch-free.
 
-`verify` stops where a checkpoint is known not to be whole; a scan goes on, and finds also what no hash
-tells: tensors that the shards do not make up, files that do not hold what the manifest says.
+`verify` stops as soon as a checkpoint is known to be invalid; a scan goes on, and also finds defects that no
+hash reveals: tensors that the shards do not cover, files whose content contradicts the manifest.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _READ_BYTES = 8 << 20
 
 
 class Files(Protocol):
-    """What is in a checkpoint's folder; `storage.Storage` is one too."""
+    """Access to the files in a checkpoint's folder; `remote_storage.Storage` implements it too."""
 
     def read(self, path: str) -> bytes | None:
-        """Content of a small file; None where there is none."""
+        """Return the content of a small file; None: no such file."""
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none, or something else than a file."""
+        """Return the bytes of a file; None: no such file, or not a regular file."""
 
     def open(self, path: str) -> Any:
-        """A file to read from, as a context."""
+        """Open a file for reading, as a context manager."""
 
 
 class FolderFiles:
-    """Of a folder on disk."""
+    """Access to the files of a folder on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class FolderFiles:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong."""
+    """Defect of one file."""
 
     file: str
     cause: str
@@ -79,11 +79,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Scan:
-    """What a look through one checkpoint has found."""
+    """Result of the scan of one checkpoint."""
 
     name: str
     manifest: Manifest | None
-    """None when it cannot be read."""
+    """Manifest; None: it cannot be read."""
     problems: tuple[Problem, ...]
 
     @property
@@ -92,10 +92,10 @@ class Scan:
 
 
 def scan(name: str, files: Files) -> Scan:
-    """Look through the checkpoint called `name`: every hash, every header, every tensor.
+    """Scan the checkpoint called `name`: every hash, every header, every tensor.
 
     Returns:
-        all problems, by file; what cannot be read is a problem, and no error.
+        All defects, by file; an unreadable file is a defect, not an exception.
     """
     try:
         content = files.read(MANIFEST)
@@ -119,7 +119,7 @@ def scan(name: str, files: Files) -> Scan:
 
 
 def quick_problem(size_of: Callable[[str], int | None], manifest: Manifest) -> str | None:
-    """What sizes alone tell: the first file that is missing or has another size."""
+    """Return the first file that is missing or has another size; None: all sizes match."""
     for name, entry in manifest.files.items():
         if (cause := _wrong_size(size_of(name), entry)) is not None:
             return f"{name} {cause}"
@@ -127,12 +127,12 @@ def quick_problem(size_of: Callable[[str], int | None], manifest: Manifest) -> s
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """How boxes fail to make up a tensor of `shape` exactly once; None if they do."""
+    """Return the reason why boxes do not cover a tensor of `shape` exactly once; None if they do."""
     elements, full = sum(box.elements for box in boxes), math.prod(shape)
     if full == 0:
         return None
     parts = [box for box in boxes if box.elements]
-    # Along the dimension that is cut the most, each box has few others to meet.
+    # Along the dimension with the most cuts, each box has few others to compare.
     dims = range(len(shape))
     along = max(dims, key=lambda dim: len({box.offset[dim] for box in parts}), default=None)
     ordered = parts if along is None else sorted(parts, key=lambda box: box.offset[along])
@@ -159,7 +159,7 @@ def _contradictions(name: str, manifest: Manifest) -> Iterator[str]:
 def _problems(
     files: Files, name: str, entry: FileEntry, held: dict[str, tuple[str, tuple[int, ...]]]
 ) -> Iterator[Problem]:
-    """Of one data file, which is read once."""
+    """Yield the defects of one data file, which is read once."""
     try:
         if (cause := _wrong_size(files.size(name), entry)) is not None:
             yield Problem(name, cause)

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, in a folder or at a URL, as far as manifests and sizes tell. Torch-free."""
+"""Inventory of the checkpoints in a folder or at a URL, as far as manifests and sizes tell. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from wanma.job.errors import WanmaError
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint, or what is left of a save."""
+    """Entry of the inventory: a checkpoint, or the remains of a save."""
 
     step: int
     name: str
     problem: str | None
-    """Why it is not whole, as far as looked; None: nothing found."""
+    """Reason why it is not valid, as far as checked; None: nothing found."""
     time: float | None = None
-    """Unix time of its completion; None where nobody knows."""
+    """Unix time of its completion; None: unknown."""
     manifest: Manifest | None = None
     is_best: bool = False
-    """It has the best metric of those listed, as the newest one's run counts it."""
+    """True if it has the best metric of those listed, by the rule of the newest one's run."""
     uploaded: str | None = None
     """URL that it was uploaded to."""
 
@@ -38,7 +38,7 @@ class Entry:
 
 
 def in_folder(folder: Path) -> list[Entry]:
-    """Those in a folder, newest first, unfinished saves included.
+    """List the checkpoints in a folder, newest first, unfinished saves included.
 
     Raises:
         WanmaError: the folder cannot be read.
@@ -53,7 +53,7 @@ def in_folder(folder: Path) -> list[Entry]:
 
 
 def at_url(storage: Storage) -> list[Entry]:
-    """Those at a URL, newest first, half uploads included.
+    """List the checkpoints at a URL, newest first, incomplete uploads included.
 
     Raises:
         WanmaError: the storage fails.

@@ -1,7 +1,7 @@
-"""Whether ranks that hold the same still hold the same: hashes of their parts, and who differs from whom.
+"""Comparison of replicas: hashes of the shards that several ranks hold, and the ranks that differ.
 
-Which ranks hold the same part follows from the tensors' placements (`shards`). Per group of such ranks one
-number travels; names of tensors only where those numbers differ. Nothing here communicates.
+The ranks that hold the same shard follow from the tensors' placements (`local_shards`). One number travels
+per replica group; names of tensors only where those numbers differ. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import xxhash
 from wanma.checkpoint.format.local_shards import arrangement, local_part, pieces_of
 
 CHUNK_ELEMENTS = 1 << 22
-"""Of a tensor on a GPU, hashed at a time: three temporary copies of 8 bytes each."""
+"""Elements of a tensor on a GPU hashed at a time: three temporary copies of 8 bytes each."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED = struct.Struct("<q")
@@ -25,41 +25,41 @@ _SIGNED = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Group:
-    """What this rank holds in common with the same other ranks: hashes of 64 bits, by tensor."""
+    """Hashes (64 bits, signed) by tensor of the shards that this rank shares with the same other ranks."""
 
     replicas: tuple[int, ...]
     hashes: Mapping[str, int]
 
     @property
     def number(self) -> int:
-        """Names the group among all of the world: from its ranks, and so the same on each of them."""
+        """Number of the group in the world: a hash of its ranks, the same on each of them."""
         return _hash64(struct.pack(f"<{len(self.replicas)}q", *self.replicas))
 
     @property
     def digest(self) -> int:
-        """Of all hashes, in the order of the tensors' names."""
+        """Hash of all hashes, in the order of the tensors' names."""
         text = b"".join(name.encode() + _SIGNED.pack(self.hashes[name]) for name in sorted(self.hashes))
         return _hash64(text)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor's part that ranks hold differently."""
+    """Shard of one tensor that ranks hold differently."""
 
     name: str
     holders: tuple[tuple[int, ...], ...]
-    """Ranks that hold the same, most of them first."""
+    """Ranks with equal content, the largest set first."""
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """Ranks outvoted by more than half of all; none where nobody has that many."""
+        """Ranks outvoted by more than half of all; empty without a majority."""
         first, *others = self.holders
         outvoted = sum(map(len, others))
         return tuple(sorted(rank for ranks in others for rank in ranks)) if len(first) > outvoted else ()
 
 
 class SharedParts:
-    """What one rank holds in common with others.
+    """Hasher of the shards that one rank shares with others.
 
     Args:
         replicas: ranks that hold the same plain (not DTensor) tensors under the same names.
@@ -71,7 +71,7 @@ class SharedParts:
         self._names: dict[tuple[int, ...], list[str]] = {}
 
     def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-        """Hash it; reads all of it.
+        """Hash the shared shards by replica group; reads all of them.
 
         Args:
             tensors: full name -> tensor or DTensor.
@@ -89,10 +89,10 @@ class SharedParts:
 
 
 def hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A number of 64 bits, signed, for the content of each: XXH3 in host memory.
+    """Return a signed 64-bit hash of each tensor's content: XXH3 in host memory.
 
-    On a GPU it is computed there: the sum of its words, each multiplied by an odd number of its place, modulo
-    2^64. So whatever happens to one word changes it, and two words that change places.
+    On a GPU it is computed there: the sum of its words, each multiplied by an odd number of its position,
+    modulo 2^64. So every change of one word changes it, and so do two words that change places.
     """
     on_device = [_sum_of_words(tensor) for tensor in tensors if tensor.is_cuda]
     sums = iter(torch.stack(on_device).tolist() if on_device else [])
@@ -100,10 +100,10 @@ def hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def differences(told: Iterable[tuple[int, Mapping[str, int]]]) -> list[Difference]:
-    """Tensors that the ranks of one group hold differently, by name.
+    """List the tensors that the ranks of one group hold differently, by name.
 
     Args:
-        told: of each rank, the hashes.
+        told: (rank, hash by tensor) of each rank.
     """
     holders: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, of_tensors in told:
@@ -117,10 +117,10 @@ def differences(told: Iterable[tuple[int, Mapping[str, int]]]) -> list[Differenc
 
 
 def disagreeing(rows: Collection[Sequence[int]]) -> set[int]:
-    """Numbers of groups whose ranks gave different digests.
+    """Return the numbers of the groups whose ranks have different digests.
 
     Args:
-        rows: of each rank, number and digest of each of its groups, one after the other; zeros at the end.
+        rows: per rank, number and digest of each of its groups, one after the other; zeros at the end.
     """
     digests: defaultdict[int, set[int]] = defaultdict(set)
     for row in rows:
@@ -135,7 +135,7 @@ def _hash_in_memory(tensor: torch.Tensor) -> int:
 
 
 def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
-    """() int64."""
+    """Return the hash of a tensor on its GPU, () int64."""
     words = tensor.contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
     places = 2 * torch.arange(min(words.numel(), CHUNK_ELEMENTS), dtype=torch.int64, device=tensor.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -146,5 +146,5 @@ def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hash64(content: bytes | memoryview) -> int:
-    """XXH3-64 as a signed number, as tensors of torch hold it."""
+    """Return XXH3-64 as a signed number, as torch's tensors hold it."""
     return int.from_bytes(xxhash.xxh3_64_digest(content), "little", signed=True)

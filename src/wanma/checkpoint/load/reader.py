@@ -1,12 +1,12 @@
 """Loading: each rank fills the tensors it has, whatever layout they were saved from.
 
-    path = newest(folder, print)             # on rank 0, which tells the others
+    path = newest(folder, print)             # on rank 0, which sends it to the others
     state, rank_state = load(path, tensors)  # every rank, into its own layout
 
-    load(source, tensors)                    # the same from copies in memory (snapshot.py)
+    load(source, tensors)                    # the same from an in-memory checkpoint
 
 Files are mapped and only what a rank needs is read. Loading trusts the hashes that `newest` or
-`verify` has checked; what it does check is that every byte it takes exists and is what it says.
+`verify` has checked; it checks that every tensor it reads exists with the listed dtype and shape.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Source:
-    """Where a state can be loaded from."""
+    """Source that a state can be loaded from: a checkpoint on disk or in memory."""
 
     name: str
-    """As messages call it."""
+    """Name in messages."""
     manifest: Manifest
     map: Callable[[str], memoryview]
-    """A data file's content by its name; writable for torch's sake, which does not write.
-    Raises OSError or ValueError."""
+    """Function from a data file's name to its content.
+
+    The memory is writable for torch's sake, which does not write. Raises OSError or ValueError.
+    """
 
 
 def on_disk(path: Path) -> Source:
-    """The checkpoint at `path`.
+    """Return the checkpoint at `path` as a source.
 
     Raises:
         WanmaError: its manifest is missing or damaged.
@@ -69,16 +71,17 @@ def load(
     """Fill `tensors` in place.
 
     Args:
-        source: a checkpoint's path, the same on all ranks, or copies in memory.
+        source: a checkpoint's path, the same on all ranks, or an in-memory checkpoint.
         tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
-        strict: whether tensors of the checkpoint that nobody asks for are an error.
-        cast: whether floating-point tensors may have been saved in another floating-point dtype.
+        strict: if True, tensors of the checkpoint without a counterpart here are an error.
+        cast: if True, floating-point tensors may have been saved in another floating-point dtype.
         rounds: names of tensors that may have been saved in fp32.
         elsewhere: names that only other ranks hold (of other pipeline stages).
-        rank, world_size: of the loading run, for its `rank_state`.
+        rank: rank of the loading run, for its `rank_state`.
+        world_size: world size of the loading run, for its `rank_state`.
 
     Returns:
-        the state, and what this rank saved for itself if the world has the same size (else None).
+        The state, and this rank's own saved state if the world has the same size (else None).
 
     Raises:
         WanmaError: the checkpoint is from another model, or damaged. Tensors are untouched in the
@@ -97,7 +100,7 @@ def load(
 
 
 def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, in one process; all of them or those named.
+    """Load full tensors onto the CPU, in one process; all of them or those named.
 
     Raises:
         WanmaError: the checkpoint lacks a name, or is damaged.
@@ -107,10 +110,10 @@ def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch
 
 
 class Saved:
-    """A checkpoint's tensors, to be read one at a time, or in parts; in one process, onto the CPU.
+    """Reader of a checkpoint's tensors, one at a time or in parts; in one process, onto the CPU.
 
     Args:
-        source: its path, or copies in memory.
+        source: its path, or an in-memory checkpoint.
 
     Raises:
         WanmaError: the checkpoint is damaged.
@@ -123,10 +126,10 @@ class Saved:
         self._files = _Files(source)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """One tensor, or a box of it.
+        """Read one tensor, or a box of it.
 
         Raises:
-            WanmaError: there is none of that name, or the file is damaged.
+            WanmaError: no tensor has that name, or the file is damaged.
         """
         entry = self.tensors.get(name)
         if entry is None:
@@ -141,7 +144,7 @@ class Saved:
 
 
 def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _Files) -> None:
-    """Copy into `local`, which holds `box` of the tensor, from every saved box that meets it."""
+    """Copy into `local`, which holds `box` of the tensor, from every saved box that intersects it."""
     copied = 0
     with torch.no_grad():
         for shard in entry.shards:
@@ -158,14 +161,14 @@ def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _
 
 
 class _Files:
-    """The data files of a source, mapped into memory when first needed."""
+    """Data files of a source, mapped into memory when first needed."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._open: dict[str, tuple[memoryview, dict[str, Region]]] = {}
 
     def shard(self, file: str, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The shard of tensor `name` in `file`, as a view of the mapped file."""
+        """Return the shard of tensor `name` in `file`, as a view of the mapped file."""
         if file not in self._open:
             self._open[file] = self._map(file)
         memory, regions = self._open[file]
@@ -234,7 +237,7 @@ def _require_same_model(
 
 
 def _kind(differences: list[str]) -> tuple[str, str]:
-    """What a checkpoint that differs so is, and the way out."""
+    """Classify the differences: return what the checkpoint is, and the way out."""
     afresh = "or start afresh from its weights (checkpoint.start_from, --run-dir DIR)"
     if all(text.startswith("optimizer.") for text in differences):
         return "has another optimizer's state", f"give the job the optimizer that was saved, {afresh}"

@@ -1,4 +1,4 @@
-"""Finding a checkpoint that is whole. Torch-free: the command line uses it too."""
+"""Search for a valid checkpoint. Torch-free: the command line uses it too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
 def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]) -> Path:
-    """The checkpoint of `step` in `folder`, or the newest one that is whole; every byte of it is verified.
+    """Return the checkpoint of `step` in `folder`, or the newest valid one; every byte of it is verified.
 
     Args:
-        step: None: the newest; a damaged newer one is skipped, which `on_message` is told.
+        folder: the checkpoint folder.
+        step: None: the newest; a damaged newer one is skipped with a message.
+        on_message: receives the messages.
 
     Raises:
         WanmaError: there is none, or that of `step` is damaged.
@@ -52,11 +54,11 @@ def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]
 
 
 def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The newest checkpoint in `folder` that is whole; None if there is none.
+    """Return the newest valid checkpoint in `folder`; None if there is none.
 
-    Damaged ones are skipped, each with a message that says which file and why. Reads every byte of
-    what it accepts; call it on one rank and tell the others (all must load the same one), or let the
-    ranks share the reading with `verify(path, part, parts)`.
+    Damaged ones are skipped, each with a message that names the file and the reason. Reads every byte of
+    the one it accepts; call it on one rank and send the path to the others (all must load the same one), or
+    let the ranks share the reading with `verify(path, part, parts)`.
 
     Raises:
         WanmaError: the folder itself cannot be read.
@@ -74,11 +76,13 @@ def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> 
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the checkpoint at `path`, a sentence each; empty if it is whole.
+    """List the defects of the checkpoint at `path`, a sentence each; empty if it is valid.
 
     Args:
-        part, parts: check the hashes of every `parts`-th file only, from number `part` on, so that
-            the ranks of a large run share the reading; the rest is checked by all of them.
+        path: the checkpoint.
+        part: number of the first file whose hash is checked.
+        parts: check the hash of every `parts`-th file only, so that the ranks of a large run share the
+            reading; everything else is checked by all of them.
     """
     try:
         manifest = read_manifest(path)
@@ -104,7 +108,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The training state of the checkpoint at `path`, without its tensors.
+    """Return the training state of the checkpoint at `path`, without its tensors.
 
     Raises:
         WanmaError: its manifest is missing or damaged.
@@ -116,7 +120,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of each, newest first; also of those that were rescued from a folder without room."""
+    """List step and path of each checkpoint, newest first, including those in fallback folders."""
     try:
         return sorted([*committed(folder), *rescued(folder)], reverse=True)
     except OSError as error:

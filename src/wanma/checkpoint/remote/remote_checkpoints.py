@@ -1,10 +1,10 @@
-"""Checkpoints at a URL: the same folders as on disk, and as there one is whole or does not count.
+"""Checkpoints at a URL: the same folders as on disk, and as there one is complete or does not count.
 
     URL/step-00000100/rank-00000.safetensors ...
-    URL/step-00000100/manifest.json             written last, removed first: with it the checkpoint is there
+    URL/step-00000100/manifest.json             written last, removed first: with it the checkpoint exists
 
-Storage knows no atomic rename of a folder, so the manifest, which carries its own checksum and those of all
-files, is what commits. What is fetched counts only when every hash is right.
+Storage has no atomic rename of a folder, so the manifest, which carries its own checksum and those of all
+files, is what commits. A download counts only when every hash matches.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from wanma.checkpoint.store.checkpoint_folder import Keep, publish, sync_folder
 from wanma.job.errors import WanmaError
 
 THREADS = 8
-"""Files on their way at once."""
+"""Number of files transferred at once."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
 class DamagedError(WanmaError):
-    """This checkpoint at the URL is not whole; another may be."""
+    """Error: this checkpoint at the URL is not valid; another may be."""
 
 
 class Remote:
-    """The checkpoints of one run at a URL."""
+    """Remote checkpoints of one run, at a URL."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._metrics: dict[int, tuple[BestBy, float | None]] = {}
-        """Of checkpoints that are known to be whole there."""
+        """Rule and metric by step, of checkpoints known to be complete there."""
 
     @property
     def url(self) -> str:
         return self.storage.url
 
     def steps(self) -> list[int]:
-        """Steps that have a folder there, newest first; half uploads among them.
+        """List the steps that have a folder there, newest first, incomplete uploads included.
 
         Raises:
             WanmaError: the storage fails, as in all that follows.
@@ -55,7 +55,7 @@ class Remote:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def manifest(self, step: int) -> Manifest | None:
-        """Of the checkpoint there; None of a half upload.
+        """Return the manifest of a remote checkpoint; None for an incomplete upload.
 
         Raises:
             DamagedError: it is no manifest.
@@ -67,14 +67,14 @@ class Remote:
         """Upload the committed checkpoint at `path`, unless it is there already.
 
         Returns:
-            bytes sent.
+            Bytes sent.
         """
         content = (path / MANIFEST).read_bytes()
         manifest = parse_manifest(content)
         there = f"{step_name(step)}/{MANIFEST}"
         if (known := self.storage.read(there)) is not None and known != content:
             self._metrics.pop(step, None)
-            self.storage.remove(there)  # from here on there is none of this step, until the new one is whole
+            self.storage.remove(there)  # this step has no checkpoint there until the new one is complete
         if known != content:
             _each(lambda name: self.storage.put(path / name, f"{step_name(step)}/{name}"), manifest.files)
             self.storage.write(there, content)
@@ -82,13 +82,13 @@ class Remote:
         return 0 if known == content else manifest.bytes + len(content)
 
     def fetch(self, step: int, folder: Path) -> Path:
-        """Download a checkpoint into `folder`, where it appears once every hash was found right.
+        """Download a checkpoint into `folder`, where it appears once every hash has been verified.
 
         Returns:
-            where it is.
+            Its path.
 
         Raises:
-            DamagedError: it is not whole there.
+            DamagedError: it is not valid there.
             WanmaError: the storage or the disk failed.
         """
         content = self.storage.read(f"{step_name(step)}/{MANIFEST}")
@@ -116,10 +116,10 @@ class Remote:
             ) from error
 
     def newest(self, folder: Path, on_message: Callable[[str], None]) -> Path | None:
-        """Fetch the newest checkpoint that is whole; those that are not are skipped, and told.
+        """Download the newest valid checkpoint; invalid ones are skipped with a message.
 
         Returns:
-            where it is; None if there is none.
+            Its path; None if there is none.
 
         Raises:
             WanmaError: the storage or the disk failed.
@@ -132,13 +132,15 @@ class Remote:
         return None
 
     def prune(self, keep: Keep, last: int, here: Iterable[int]) -> list[int]:
-        """Remove what does not stay there, of steps up to `last`, and the half uploads among them.
+        """Remove the checkpoints up to step `last` that the retention policy drops, and incomplete uploads.
 
         Args:
-            here: steps that are on disk too; their half uploads will be completed.
+            keep: the retention policy.
+            last: the newest step that may be removed.
+            here: steps that are on disk too; their incomplete uploads will be completed.
 
         Returns:
-            the steps removed.
+            The removed steps.
         """
         whole: dict[int, float | None] = {}
         half = []
@@ -160,7 +162,7 @@ class Remote:
         return gone
 
     def _is_whole(self, step: int) -> bool:
-        """As far as its manifest tells; then its metric is known."""
+        """Return True if the remote manifest exists and is valid; note its metric."""
         try:
             manifest = self.manifest(step)
         except DamagedError:
@@ -189,9 +191,9 @@ def _parse(remote: Remote, step: int, content: bytes) -> Manifest:
 
 
 def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
-    """Do it for all names, several at a time; after a failure no more are begun.
+    """Run `work` for all names, several at a time; after a failure no more are started.
 
-    In daemon threads: a pool's would keep a process that has to end until a transfer of theirs is over.
+    Daemon threads are used: a thread pool would keep an ending process alive until its transfers are over.
     """
     waiting = deque(names)
     failures: list[Exception] = []

@@ -1,4 +1,4 @@
-"""A folder on any storage that fsspec knows, with operations that are tried again where that is right.
+"""Folder on any storage that fsspec supports, with retries of the operations where they are safe.
 
 fsspec and the library behind a URL are imported when the first `Storage` is made, in the process that uses
 it: some start threads of their own, which a fork would not survive.
@@ -27,7 +27,7 @@ _EXTRAS = {
     "abfss": ("adlfs", "azure"),
     "az": ("adlfs", "azure"),
 }
-"""Protocol -> the package that speaks it, and our extra that installs it."""
+"""Package that implements each protocol, and wanma's extra that installs it."""
 
 
 def is_url(text: str) -> bool:
@@ -35,13 +35,14 @@ def is_url(text: str) -> bool:
 
 
 def check_url(url: str, key: str) -> None:
-    """Refuse a URL that no installed library can serve. Connects to nothing and starts no thread.
+    """Reject a URL that no installed library can serve. Connects to nothing and starts no thread.
 
     Args:
-        key: of the job file or command line, for the message.
+        url: the URL.
+        key: key of the job file or command line, for the message.
 
     Raises:
-        WanmaError: says which package is missing, or that there is no such protocol.
+        WanmaError: names the missing package, or says that there is no such protocol.
     """
     from fsspec import available_protocols, get_filesystem_class
     from fsspec.core import split_protocol
@@ -66,10 +67,13 @@ def check_url(url: str, key: str) -> None:
 
 
 class Storage:
-    """The folder at `url`; paths below are relative to it and use `/`. Safe to use from several threads.
+    """Folder at `url`; paths below are relative to it and use `/`. Safe to use from several threads.
 
     Args:
+        url: the folder's URL.
+        patience: limits of the retries.
         stop: once set, no operation begins, or is tried again.
+        key: key of the job file or command line, for messages.
 
     Raises:
         WanmaError: the URL cannot be served; every operation raises it too, naming what failed and why.
@@ -95,20 +99,20 @@ class Storage:
         self._root = root.rstrip("/")
 
     def below(self, path: str) -> Storage:
-        """The folder at `path` in it."""
+        """Return the subfolder at `path`."""
         return Storage(f"{self.url}/{path}", self._patience, self._stop)
 
     def folders(self) -> list[str]:
-        """Names of the folders in it, sorted; none where it does not exist."""
+        """List the names of the folders in it, sorted; empty if it does not exist."""
         return sorted(name for name, entry in self._list("").items() if entry["type"] == "directory")
 
     def files(self, path: str) -> dict[str, int]:
-        """Name and bytes of the files in one of its folders; none where that does not exist."""
+        """Return name and bytes of the files in one of its folders; empty if that does not exist."""
         found = self._list(path)
         return {name: int(entry["size"]) for name, entry in found.items() if entry["type"] == "file"}
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Return the bytes of a file; None: no such file."""
 
         def look() -> int | None:
             self._system.invalidate_cache(self._at(path).rpartition("/")[0])
@@ -121,7 +125,7 @@ class Storage:
         return self._try("cannot look at", path, look)
 
     def read(self, path: str) -> bytes | None:
-        """Content of a small file; None where there is none."""
+        """Return the content of a small file; None: no such file."""
 
         def fetch() -> bytes | None:
             try:
@@ -132,7 +136,7 @@ class Storage:
         return self._try("cannot read", path, fetch)
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a small file, and read it back: what is there afterwards is `content`."""
+        """Write a small file, and read it back to verify its content."""
 
         def send() -> None:
             self._making_folder(path, lambda: self._system.pipe_file(self._at(path), content))
@@ -143,7 +147,7 @@ class Storage:
         self._try("cannot write", path, send)
 
     def put(self, local: Path, path: str) -> None:
-        """Upload a file; it is there afterwards with all its bytes."""
+        """Upload a file and verify its size."""
         wanted = local.stat().st_size  # raises FileNotFoundError itself: not a failure of the storage
 
         def send() -> None:
@@ -169,7 +173,7 @@ class Storage:
         self._try("cannot fetch", path, fetch)
 
     def open(self, path: str) -> RetriedFile:
-        """A file to read from, as a context; when a read has failed too often, its error is the reader's."""
+        """Open a file for reading, as a context manager; a read that failed too often raises its error."""
         return self._begin(
             "cannot read",
             path,
@@ -179,7 +183,7 @@ class Storage:
         )
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
 
         def remove() -> None:
             try:
@@ -190,7 +194,7 @@ class Storage:
         self._try("cannot remove", path, remove)
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder with all that is in it, if it is there."""
+        """Remove a folder with all that is in it, if it exists."""
 
         def remove() -> None:
             self._system.invalidate_cache()
@@ -216,7 +220,7 @@ class Storage:
         return f"{self._root}/{path}" if path else self._root
 
     def _making_folder(self, path: str, send: Callable[[], object]) -> None:
-        """Object stores have no folders to make; where there are some, the first file finds none."""
+        """Send, and make the parent folder if it is missing; object stores have no folders."""
         try:
             send()
         except FileNotFoundError:
@@ -236,7 +240,7 @@ class Storage:
 
 
 def _failure(what: str, place: str, error: Exception) -> WanmaError:
-    """One message, without what a library may have put of credentials into its own."""
+    """Build one message, without credentials that a library may have put into its own."""
     told = getattr(error, "strerror", None) or str(error)
     cause = f"{type(error).__name__}: {told}" if told else type(error).__name__
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))

@@ -1,12 +1,12 @@
-"""Uploading committed checkpoints in the background; whatever happens to it, training goes on.
+"""Upload of committed checkpoints in the background; training goes on whatever happens to it.
 
     uploader = Uploader(folder, url)
     uploader.wake(step)                  # a checkpoint was committed: returns at once
-    for upload in uploader.take(): ...   # what has become of earlier ones
-    uploader.close(seconds)              # waits for the one under way
+    for upload in uploader.take(): ...   # results of earlier uploads
+    uploader.close(seconds)              # waits for the one in progress
 
 The newest goes first, then those before it that are still on disk. After a failure the next `wake` tries
-again. `uploaded.json` beside the checkpoints says what is where, for `wanma checkpoint list`.
+again. `uploaded.json` beside the checkpoints records the uploads, for `wanma checkpoint list`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ _Identity = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Upload:
-    """What has become of an upload."""
+    """Result of an upload."""
 
     step: int
     url: str
     bytes: int
-    """Sent; 0 when the checkpoint was there already."""
+    """Bytes sent; 0 when the checkpoint was there already."""
     seconds: float
     error: WanmaError | None = None
-    """What failed, as a sentence: the upload, or tidying up after it."""
+    """Error of the upload, or of the removal of older uploads after it; None: success."""
 
 
 class Uploader:
-    """Uploads the checkpoints in `folder`, in a thread of its own. One per run: of rank 0.
+    """Uploader of the checkpoints in `folder`, in a thread of its own. One per run, on rank 0.
 
     Args:
-        keep: which uploaded ones stay; None: all.
+        folder: the run's checkpoint folder.
+        url: destination.
+        keep: retention policy of the uploaded ones; None: all stay.
+        patience: limits of the retries.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
 
     def wake(self, step: int) -> None:
-        """Upload what is committed up to `step` and was not uploaded yet."""
+        """Request the upload of all checkpoints up to `step` that have not been uploaded."""
         with self._changed:
             self._last, self._woken = step, True
             if self._thread is None:
@@ -79,31 +82,31 @@ class Uploader:
             self._changed.notify_all()
 
     def take(self) -> list[Upload]:
-        """Uploads that have ended since the last call; never blocks."""
+        """Return the uploads that have ended since the last call; never blocks."""
         with self._changed:
             uploads, self._uploads = self._uploads, []
         return uploads
 
     @property
     def is_uploading(self) -> bool:
-        """There is something under way, or about to be."""
+        """True if an upload is in progress or requested."""
         with self._changed:
             return self._woken or self._working
 
     def in_use(self) -> list[Path]:
-        """The checkpoint that is being read, which must not be removed meanwhile."""
+        """Return the checkpoint that is being read, which must not be removed meanwhile."""
         held = self._held
         return [] if held is None else [held]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is under way, or for `seconds`; whether nothing is."""
+        """Wait until no upload is in progress, for up to `seconds`; return True if none is."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._woken or self._working), seconds)
 
     def close(self, seconds: float = 0.0) -> bool:
-        """Wait for `seconds`, then begin nothing more; whether all was done.
+        """Wait for up to `seconds`, then start no more uploads; return True if all were done.
 
-        A transfer that still goes on ends with the process. What was sent of it does not count.
+        A transfer still in progress ends with the process; its partial upload does not count.
         """
         done = self.wait(seconds)
         self._stop.set()
@@ -124,7 +127,7 @@ class Uploader:
             try:
                 remote = remote or Remote(Storage(self._url, self._patience, self._stop))
                 self._upload_all(remote)
-            except Exception as error:  # a thread has nobody to raise to
+            except Exception as error:  # the thread has no caller
                 self._tell(Upload(self._last, self._url, 0, 0.0, _failure("checkpoints were", error)))
             finally:
                 with self._changed:
@@ -140,7 +143,7 @@ class Uploader:
                 digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
                 sent = remote.upload(path, step)
             except Exception as error:
-                if not path.exists():  # removed before it was held: a newer one is there
+                if not path.exists():  # removed before it was held: there is a newer one
                     continue
                 failure = _failure(f"the checkpoint of step {step} was", error)
                 self._tell(Upload(step, remote.url, 0, time.monotonic() - began, failure))
@@ -155,9 +158,9 @@ class Uploader:
                 self._prune(remote, step)
 
     def _next(self) -> tuple[int, Path, _Identity] | None:
-        # Later ones are left from before the run went back, and perhaps damaged.
+        # Later ones remain from before the run went back, and may be damaged.
         here = {step: path for step, path in committed(self._folder) if step <= self._last}
-        if self._keep is not None:  # what would not stay there need not go there
+        if self._keep is not None:  # those that the policy would remove there need no upload
             stay = self._keep.choose(
                 {step: read_score(path, self._keep.best_by) for step, path in here.items()}
             )
@@ -196,11 +199,13 @@ class Uploader:
 
 
 def uploaded(folder: Path) -> dict[str, dict[str, Any]]:
-    """What was uploaded from `folder`: checkpoint -> `url`, unix `time` and `manifest_sha256`, which tells
-    whether the checkpoint of that step is still the same. Empty where nothing is known."""
+    """Read the upload record of `folder`: by checkpoint `url`, unix `time` and `manifest_sha256`.
+
+    The hash tells whether the checkpoint of that step is still the same. Empty without a record.
+    """
     try:
         record = json.loads((folder / RECORD).read_text("utf-8"))
-    except (FileNotFoundError, ValueError):  # a note for people: without it a list lacks a column
+    except (FileNotFoundError, ValueError):  # the record is informative: without it a list lacks a column
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -2,10 +2,10 @@
 
     checkpointer = Checkpointer(folder, rank, world_size, keep=3)
     checkpointer.save(step, tensors, state)      # all ranks; blocks for the copy only
-    for result in checkpointer.poll(): ...       # what has become of earlier saves
+    for result in checkpointer.poll(): ...       # results of earlier saves
     checkpointer.close()                         # waits for the last one
 
-A save that fails leaves what was saved before as it was. There is one set of buffers: a save that
+A save that fails leaves earlier checkpoints untouched. There is one set of buffers: a save that
 comes while another is being written waits for it, and that time counts as its stall.
 """
 
@@ -36,38 +36,40 @@ from wanma.job.errors import WanmaError
 
 @dataclass(frozen=True)
 class SaveTicket:
-    """A save that goes on in the background."""
+    """Handle of a save that goes on in the background."""
 
     step: int
     bytes: int
-    """Of this rank's part."""
+    """Bytes of this rank's part."""
     stall_seconds: float
-    """How long `save` blocked: the copy, and waiting for the save before it."""
+    """Seconds that `save` blocked: the copy, and waiting for the save before it."""
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What has become of a save, as this rank knows it."""
+    """Result of a save, as this rank knows it."""
 
     step: int
     path: Path | None
-    """The committed checkpoint; None when the save failed."""
+    """Path of the committed checkpoint; None when the save failed."""
     bytes: int
-    """Of this rank's part."""
+    """Bytes of this rank's part."""
     stall_seconds: float
     write_seconds: float
-    """Write, fsync and hash of this rank's part."""
+    """Seconds of write, fsync and hash of this rank's part."""
     commit_seconds: float
-    """From then until all ranks' parts were committed; 0 when the save failed."""
+    """Seconds from the end of this rank's write to the commit; 0 when the save failed."""
     whole_bytes: int | None = None
-    """Of all ranks' parts; None on other ranks than 0, and when the save failed."""
+    """Bytes of all ranks' parts; None on other ranks than 0, and when the save failed."""
     error: WanmaError | None = None
 
 
 def failure_of_last_save(results: Iterable[SaveResult | None], step: int, outcome: str) -> WanmaError | None:
-    """The error of a run that ends at `step` without a checkpoint of it; None where no result says so.
+    """Return the error of a run that ends at `step` without its checkpoint; None if no result reports it.
 
     Args:
+        results: the last saves.
+        step: the run's last step.
         outcome: of the run, in a word.
     """
     for result in results:
@@ -78,26 +80,28 @@ def failure_of_last_save(results: Iterable[SaveResult | None], step: int, outcom
 
 
 class Checkpointer:
-    """Saves checkpoints of one run into `folder`.
+    """Writer of one run's checkpoints into `folder`.
 
-    Every rank makes one and calls `save` for the same steps. Making it on rank 0 removes what killed
-    runs left unfinished in `folder` (nothing committed is touched), so no rank may save before rank 0
+    Every rank makes one and calls `save` for the same steps. Making it on rank 0 removes unfinished
+    saves of killed runs from `folder` (nothing committed is touched), so no rank may save before rank 0
     has made its own: make it before the first step, which no rank completes alone.
 
     Args:
         folder: shared by all ranks.
-        generation: tells this set of processes from earlier ones of the run; the same on all ranks.
-        keep: how many of the newest checkpoints stay.
-        keep_best: whether the one with the best metric stays too.
+        rank: this rank.
+        world_size: number of ranks.
+        generation: distinguishes this set of processes from earlier ones of the run; the same on all ranks.
+        keep: number of newest checkpoints that stay.
+        keep_best: if True, the one with the best metric stays too.
         best_by: that metric and its direction.
-        keep_every_steps: those of multiples of so many steps stay too; 0: none.
-        in_use: gives the checkpoints that somebody reads at the moment: they are removed later (rank 0).
+        keep_every_steps: multiples of this number of steps stay too; 0: none.
+        in_use: returns the checkpoints that are being read: they are removed later (rank 0).
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names as this
             one; they share the writing of them. Default: all ranks. With pipeline stages: the ranks
             of this rank's stage.
         deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
-        room: what the copy of what is being saved lies in; None: host memory.
-        still_mine: called before a checkpoint is committed; raises when these ranks no longer may.
+        room: memory for the copy that is being saved; None: host memory.
+        still_mine: called before a checkpoint is committed; raises when these ranks have been superseded.
 
     Raises:
         WanmaError: `folder` cannot be written to.
@@ -162,21 +166,22 @@ class Checkpointer:
         """Start saving; tensors and state may change as soon as this returns.
 
         Args:
+            step: completed optimizer steps.
             tensors: full name -> tensor or DTensor, of all that this rank holds.
             state: JSON-able, the same on all ranks (rank 0's is written, and its `metric`).
             rank_state: JSON-able, of this rank alone; loaded again only in a world of the same size.
             metric: value by `best_by`; decides which checkpoint is the best. NaN counts as none.
 
         Raises:
-            WanmaError: this state cannot be saved, or an earlier save failed and nobody has taken
-                its result from `poll` or `wait`. The save is then not started, on any rank.
+            WanmaError: this state cannot be saved, or an earlier save failed and its result has not been
+                taken from `poll` or `wait`. The save is then not started, on any rank.
         """
         began = time.perf_counter()
-        self._serial += 1  # first of all: the ranks tell their saves apart by it
+        self._serial += 1  # before anything can fail: the ranks tell their saves apart by it
         partial = self._folder / f"{step_name(step)}.partial-{self._generation}-{self._serial}"
         meeting = Meeting(partial, self._rank, self._world_size, self._deadline_seconds)
         try:
-            forgotten = self._take_failures()  # not of the save under way: that is for the next `poll`
+            forgotten = self._take_failures()  # without the save in progress: that is for the next `poll`
             self._join()
             if forgotten:
                 raise forgotten[0]
@@ -205,18 +210,18 @@ class Checkpointer:
         return ticket
 
     def poll(self) -> list[SaveResult]:
-        """Results of the saves that have ended since the last call; never blocks."""
+        """Return the results of the saves that have ended since the last call; never blocks."""
         with self._lock:
             results, self._results = self._results, []
         return results
 
     @property
     def is_saving(self) -> bool:
-        """A save is under way."""
+        """True if a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> list[SaveResult]:
-        """Wait until no save is under way, or for `seconds`, then `poll`."""
+        """Wait until no save is in progress, or for `seconds`, then `poll`."""
         if seconds is None:
             self._join()
         elif self._thread is not None:
@@ -224,10 +229,10 @@ class Checkpointer:
         return self.poll()
 
     def close(self) -> None:
-        """Wait for the save under way and tidy up; without it the process may end in mid-save.
+        """Wait for the save in progress and clean up; without it the process may end in mid-save.
 
         Raises:
-            WanmaError: a save failed and nobody has taken its result.
+            WanmaError: a save failed and its result has not been taken.
         """
         self._join()
         try:
@@ -238,7 +243,7 @@ class Checkpointer:
             raise forgotten[0]
 
     def sweep(self) -> None:
-        """Remove what failed saves have left, as far as that can be done; rank 0 does."""
+        """Remove the remains of failed saves, as far as possible (rank 0)."""
         with contextlib.suppress(OSError):
             self._sweep()
 
@@ -257,7 +262,7 @@ class Checkpointer:
             self._thread = None
 
     def _take_failures(self) -> list[WanmaError]:
-        """Errors of ended saves that nobody has taken."""
+        """Take the errors of ended saves whose results have not been taken."""
         with self._lock:
             failed = [result.error for result in self._results if result.error is not None]
             self._results = [result for result in self._results if result.error is None]
@@ -266,7 +271,7 @@ class Checkpointer:
     # ------------------------------------------------------------ in the background
 
     def _finish(self, job: _Job, ticket: SaveTicket) -> None:
-        """Write, commit, and leave a result whatever happens."""
+        """Write, commit, and append a result in any case."""
         began = time.perf_counter()
         result = SaveResult(job.step, None, ticket.bytes, ticket.stall_seconds, 0.0, 0.0)
         final = self._folder / step_name(job.step)
@@ -288,13 +293,13 @@ class Checkpointer:
             )
             if self._rank == 0:
                 self._retention.prune(self._folder, job.step, job.metric, self._in_use())
-        except Exception as error:  # a thread has nobody to raise to: the result carries it
+        except Exception as error:  # the thread has no caller: the result carries it
             result = replace(result, error=self._failure(job, error, result.path))
         with self._lock:
             self._results.append(result)
 
     def _write(self, job: _Job) -> dict[str, Any]:
-        """Write this rank's file; returns its table."""
+        """Write this rank's file; return its rank manifest."""
         content = self._buffer.content
         name = data_file(self._rank)
         digest = write_file(job.partial / name, content) if content else ""
@@ -309,7 +314,7 @@ class Checkpointer:
         }
 
     def _failure(self, job: _Job, error: Exception, saved: Path | None) -> WanmaError:
-        """Make room, tell the other ranks, and say it in one message."""
+        """Free the space of a failed save, notify the other ranks, and return one error."""
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
         elif isinstance(error, FileNotFoundError) and not job.partial.exists():
@@ -336,7 +341,7 @@ class Checkpointer:
         return failure
 
     def _give_up(self, partial: Path, meeting: Meeting, cause: str) -> None:
-        """Remove this rank's part, and tell the other ranks."""
+        """Remove this rank's part, and notify the other ranks."""
         self._given_up.append(partial)
         (partial / data_file(self._rank)).unlink(missing_ok=True)
         meeting.leave()
@@ -346,7 +351,7 @@ class Checkpointer:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Rank 0: remove the folders of failed saves, which still tell the other ranks the reason."""
+        """Remove the folders of failed saves, which still tell the other ranks the reason (rank 0)."""
         while self._given_up:
             if self._rank == 0 and self._given_up[0].exists():
                 shutil.rmtree(self._given_up[0])
@@ -355,7 +360,7 @@ class Checkpointer:
 
 @dataclass(frozen=True)
 class _Job:
-    """One save, on its way to the background; tensors are in the buffer, state is already text."""
+    """Save on its way to the background thread; tensors are in the buffer, state is already text."""
 
     step: int
     state_json: str

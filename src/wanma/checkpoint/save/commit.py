@@ -1,4 +1,4 @@
-"""Rank 0's part of a save: all ranks' tables become one manifest, and the folder gets its name."""
+"""Commit of a save by rank 0: all rank manifests are merged into one, and the folder gets its final name."""
 
 from __future__ import annotations
 
@@ -31,16 +31,21 @@ def commit(
     state_json: str,
     still_mine: Callable[[], None] = lambda: None,
 ) -> tuple[Path, Manifest]:
-    """Wait for every rank's part, then make the checkpoint appear whole.
+    """Wait for every rank's part, then commit the checkpoint.
 
     Args:
+        partial: the folder being written.
+        meeting: the commit session of the ranks.
+        step: the saved step.
+        metric: value for the choice of the best checkpoint; None: none.
+        state_json: the training state as JSON.
         still_mine: raises when these ranks may no longer write into the run.
 
     Returns:
-        the committed folder, and what it says that it holds.
+        The committed folder and its manifest.
 
     Raises:
-        WanmaError: a rank failed or is late, or the parts do not make up the tensors.
+        WanmaError: a rank failed or is late, or the parts do not cover the tensors.
         OSError: the disk failed.
     """
     manifest = merge(meeting.collect(), step, metric, json.loads(state_json))
@@ -64,13 +69,17 @@ def merge(
     state: dict[str, Any],
     world_size: int | None = None,
 ) -> Manifest:
-    """One manifest from the tables of ranks.
+    """Merge rank manifests into one manifest.
 
     Args:
-        world_size: of the run, where tables are missing; it then holds what these ranks have.
+        tables: the rank manifests.
+        step: the saved step.
+        metric: value for the choice of the best checkpoint; None: none.
+        state: the training state.
+        world_size: of the run, where rank manifests are missing; the result then covers the given ranks only.
 
     Raises:
-        WanmaError: ranks disagree about a tensor, or together do not hold all of it.
+        WanmaError: ranks disagree about a tensor, or together do not cover it.
     """
     files: dict[str, FileEntry] = {}
     rank_state: dict[int, dict[str, Any]] = {}

@@ -1,9 +1,9 @@
-"""How the ranks of one save meet: by small JSON files in the folder being written.
+"""Commit session of the ranks of one save, by small JSON files in the folder being written.
 
-That works in a background thread, where a collective would run across the training's own, and on
-any file system that all ranks share. Each rank leaves a table of what it wrote; rank 0 waits for
-all of them and commits. Whoever fails leaves a note instead, and everybody who waits gives up with
-its text. The folder's end tells the others how it went: renamed away, it is committed.
+This works in a background thread, where a collective would interleave with the training's own, and on
+any file system that all ranks share. Each rank leaves a rank manifest of what it wrote; rank 0 waits for
+all of them and commits. A rank that fails leaves a note instead, and every waiting rank aborts with
+its text. The fate of the folder shows the outcome: renamed, it is committed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _NOTE_PAUSE_SECONDS = 0.2
 
 
 class Meeting:
-    """One save, as seen by one rank.
+    """Commit session of one save, on one rank.
 
     Args:
-        partial: the folder being written; its name is unlike that of any other save.
-        deadline_seconds: how long rank 0 waits for the tables of the others after its own.
+        partial: the folder being written, with a name unique among saves.
+        rank: this rank.
+        world_size: number of ranks.
+        deadline_seconds: how long rank 0 waits for the rank manifests of the others after its own.
     """
 
     def __init__(self, partial: Path, rank: int, world_size: int, deadline_seconds: float) -> None:
@@ -36,7 +38,7 @@ class Meeting:
         self._world_size = world_size
         self._deadline_seconds = deadline_seconds
         self._inode: int | None = None
-        """Of the folder, which keeps it when it is renamed; None until `open`."""
+        """Inode of the folder, which a rename keeps; None until `open`."""
 
     def open(self) -> None:
         """Make the folder, unless another rank has; only once, because it may be removed meanwhile."""
@@ -45,14 +47,14 @@ class Meeting:
             self._inode = self._partial.stat().st_ino
 
     def post(self, table: dict[str, Any]) -> None:
-        """Leave this rank's table where rank 0 finds it."""
+        """Write this rank's manifest where rank 0 finds it."""
         write_atomically(self._path("table", self._rank), to_json(table, "a checkpoint's table"))
 
     def fail(self, message: str) -> None:
-        """Tell everybody that this rank's part failed, unless rank 0 has removed the folder already.
+        """Notify all ranks that this rank's part failed, unless rank 0 has removed the folder already.
 
         Raises:
-            OSError: not even the note could be written; the others will find out by their deadline.
+            OSError: not even the note could be written; the others fail at their deadline.
         """
         for attempt in range(_NOTE_ATTEMPTS):
             if self._inode is not None and not self._partial.exists():
@@ -61,14 +63,14 @@ class Meeting:
                 self.open()
                 write_atomically(self._path("failed", self._rank), json.dumps({"message": message}))
                 return
-            except OSError:  # on a full disk, room for a note comes when the others drop their parts
+            except OSError:  # on a full disk, room for a note comes when the others remove their parts
                 if attempt == _NOTE_ATTEMPTS - 1:
                     self._path("failed", self._rank).touch()  # its name alone takes no room
                     return
                 time.sleep(_NOTE_PAUSE_SECONDS)
 
     def collect(self) -> list[dict[str, Any]]:
-        """Rank 0: wait for the tables of all ranks; returns them in the order of ranks.
+        """Wait on rank 0 for the manifests of all ranks; return them in the order of ranks.
 
         Raises:
             WanmaError: a rank failed, or some did not finish by the deadline.
@@ -88,7 +90,7 @@ class Meeting:
         )
 
     def follow(self, final: Path) -> None:
-        """The other ranks: wait until rank 0 has committed.
+        """Wait on the other ranks until rank 0 has committed.
 
         Raises:
             WanmaError: it did not.
@@ -105,17 +107,17 @@ class Meeting:
             raise WanmaError("rank 0 gave up the save", "see the log of rank 0 for the cause")
 
     def leave(self) -> None:
-        """Remove this rank's table."""
+        """Remove this rank's manifest."""
         self._path("table", self._rank).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Rank 0: remove all tables, once they are in the manifest."""
+        """Remove all rank manifests on rank 0, once they are merged."""
         for rank in range(self._world_size):
             self._path("table", rank).unlink()
 
     def _watch(self, seconds: float) -> Iterator[set[str]]:
-        """Yield the names in the folder again and again until the deadline, or until it is gone."""
-        # Two ranks look every 10 ms; thousands would wear out a shared file system that way.
+        """Yield the names in the folder repeatedly until the deadline, or until it is gone."""
+        # Two ranks poll every 10 ms; thousands would overload a shared file system that way.
         stop, pause, longest = time.monotonic() + seconds, 0.001, min(1.0, 0.01 + self._world_size / 4000)
         while True:
             try:
@@ -137,7 +139,7 @@ class Meeting:
 
 
 def _wordless(note: str) -> str:
-    """The message of a note for whose text there was no room."""
+    """Return the message of an empty note, for whose text there was no room."""
     return f"rank {int(note.removeprefix('failed-').removesuffix('.json'))}: No space left on device"
 
 

@@ -1,6 +1,6 @@
-"""Host memory that holds one rank's file exactly as it will lie on disk: header, then data.
+"""Host buffer of one rank's data file in its final form: header, then data.
 
-Saving is then one copy per tensor, straight to its final place, and one sequential write. The
+A save is then one copy per tensor, straight to its final place, and one sequential write. The
 memory is kept between saves and grows at most once per change of the model; for CUDA it is pinned.
 """
 
@@ -20,21 +20,23 @@ _REST_BYTES = 64 << 20
 
 
 class Room(Protocol):
-    """Memory from elsewhere than the process's own, such as mapped files."""
+    """Provider of memory outside the process's own, such as mapped files."""
 
     def empty(self, size: int) -> torch.Tensor:
-        """(size,) uint8."""
+        """Return uninitialized memory, (size,) uint8."""
 
     def rest(self) -> None:
-        """Let go of the process's memory behind it; called now and then while much is copied."""
+        """Release the process's memory behind it; called from time to time while much is copied."""
 
 
 class FileBuffer:
-    """The host memory of one rank.
+    """Host buffer of one rank.
 
     Args:
-        room: what the copy lies in; None: host memory.
-        among: ranks that share the writing of what they all hold; None: all. Others write it once more.
+        rank: this rank.
+        replicas: ranks that hold the same plain (not DTensor) tensors under the same names.
+        room: memory for the copy; None: host memory.
+        among: ranks that divide the writing of their common shards; None: all. Other ranks write them again.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class FileBuffer:
         self._layout: tuple[object, ...] | None = None
         self._views: dict[str, torch.Tensor] = {}
         self.pieces: list[Piece] = []
-        """What this rank writes of the tensors last copied."""
+        """Shards that this rank writes, of the tensors last copied."""
         self.content = memoryview(b"")
-        """The file, of the tensors last copied; empty when this rank writes nothing."""
+        """Content of the file, of the tensors last copied; empty when this rank writes nothing."""
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's share of `tensors`; they may change as soon as this returns.
@@ -77,8 +79,9 @@ class FileBuffer:
                 torch.cuda.current_stream(device).synchronize()
 
     def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """By name of what this rank writes: its place in the file, and what belongs there. In the file's
-        order, without gaps, behind the header, which is there already.
+        """Return, by name, (view of the file's data, local tensor to copy there) of this rank's share.
+
+        Views are in the file's order, without gaps, behind the header, which is already written.
 
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
@@ -91,7 +94,7 @@ class FileBuffer:
         return {name: (view, local_part(tensors[name])) for name, view in self._views.items()}
 
     def bytes_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Of this rank's share of `tensors`, without the header."""
+        """Return the bytes of this rank's share of `tensors`, without the header."""
         return sum(piece.bytes for piece in self._share(tensors))
 
     def _share(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -104,7 +107,7 @@ class FileBuffer:
         return assign(pieces, self._rank)
 
     def _arrange(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lay out the file for these tensors and make room for it."""
+        """Lay out the file for these tensors and allocate its memory."""
         self.pieces = self._share(tensors)
         header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.pieces})
         size = max((region.stop for region in regions.values()), default=0)

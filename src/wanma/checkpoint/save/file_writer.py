@@ -1,4 +1,4 @@
-"""Writing one file of a checkpoint: durable, and hashed meanwhile. Torch-free."""
+"""Writer of one file of a checkpoint: durable, and hashed concurrently. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from wanma.job.retry import Patience, retry
 
 _PATIENCE = Patience(tries=3, deadline_seconds=60.0)
-"""Other ranks wait for this one's file: not for as long as an upload may take."""
+"""Limits of the retries: other ranks wait for this file, so they are shorter than an upload's."""
 _WRITE_BYTES = 64 << 20
 
 
 def write_file(path: Path, *parts: memoryview) -> str:
-    """Write `parts` in turn, and fsync; returns the SHA-256, computed in another thread meanwhile.
+    """Write `parts` in turn, and fsync; return the SHA-256, computed concurrently in another thread.
 
-    Both leave the interpreter lock: with a core to spare, a save takes the longer of the two.
+    Both release the interpreter lock: with a spare core, a save takes the longer of the two.
 
     Raises:
         OSError: names the file.
@@ -30,7 +30,7 @@ def write_file(path: Path, *parts: memoryview) -> str:
 
 
 def _write(path: Path, parts: Sequence[memoryview]) -> None:
-    """From the beginning, also after a failed fsync, which leaves nobody knowing what is on the disk."""
+    """Write the file from the beginning: after a failed fsync the content on disk is unknown."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:

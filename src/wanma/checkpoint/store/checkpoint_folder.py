@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is committed in it, what is left over, what is no longer kept.
+"""Folder of checkpoints: committed, unfinished and removed ones, and the retention policy.
 
 Names tell the state, and each change of state is one rename:
 
@@ -26,25 +26,25 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(partial|replaced|removed)-.+)?")
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of every committed checkpoint, newest first; whether they are whole is not checked."""
+    """List step and path of every committed checkpoint, newest first; their content is not verified."""
     found: dict[int, Path] = {}
     for step, kind, path in _entries(folder):
-        # Killed between the two renames of a replacement: the older one still counts.
+        # A kill between the two renames of a replacement leaves the older one valid.
         if kind is None or (kind == "replaced" and step not in found):
             found[step] = path
     return sorted(found.items(), reverse=True)
 
 
 def unfinished(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of saves that are being written, or that killed runs left behind."""
+    """List step and path of saves that are being written, or that killed runs left behind."""
     return [(step, path) for step, kind, path in _entries(folder) if kind == "partial"]
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove what killed runs left behind. Call it while nobody saves into `folder`.
+    """Remove the remains of killed runs. Call it while no process saves into `folder`.
 
     Returns:
-        names of the unfinished saves that were removed.
+        Names of the unfinished saves that were removed.
     """
     complete = {step for step, kind, _ in _entries(folder) if kind is None}
     left = []
@@ -64,7 +64,7 @@ def set_aside(folder: Path) -> Path | None:
     """Move the checkpoints of an earlier run out of the way of a new one in the same place.
 
     Returns:
-        where they are now; None if there were none.
+        Their new folder; None if there were none.
     """
     if not committed(folder):
         return None
@@ -78,7 +78,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`.
+    """Read the manifest of the checkpoint at `path`.
 
     Raises:
         WanmaError: there is none, or it is damaged.
@@ -91,7 +91,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def publish(partial: Path, step: int) -> Path:
-    """Give a finished folder its final name, durably; an older checkpoint of that step makes way."""
+    """Give a finished folder its final name, durably; an older checkpoint of that step is replaced."""
     folder = partial.parent
     final = folder / step_name(step)
     older = folder / partial.name.replace(".partial-", ".replaced-")
@@ -107,10 +107,10 @@ def publish(partial: Path, step: int) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` once it is complete, or is removed.
+    """Yield a folder to write into, which becomes `folder` once it is complete, or is removed.
 
     Raises:
-        WanmaError: `folder` is there already and not empty, or cannot be written to.
+        WanmaError: `folder` exists and is not empty, or cannot be written to.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WanmaError(f"{folder} is there already", "choose a new folder", EXIT_USAGE)
@@ -143,18 +143,18 @@ def sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay."""
+    """Retention policy: rule that selects the checkpoints to keep."""
 
     newest: int = 3
-    """At least 1."""
+    """Number of newest checkpoints that stay, at least 1."""
     best: bool = True
-    """Also the one with the best metric."""
+    """Switch that also keeps the one with the best metric."""
     every_steps: int = 0
-    """Also those of every multiple of so many steps; 0: none."""
+    """Interval in steps whose multiples stay too; 0: none."""
     best_by: BestBy = field(default_factory=BestBy)
 
     def choose(self, scores: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay, of those given with their score by `best_by`."""
+        """Return the steps that stay, of those given with their score by `best_by`."""
         newest_first = sorted(scores, reverse=True)
         stay = set(newest_first[: self.newest])
         if self.every_steps:
@@ -165,9 +165,9 @@ class Keep:
 
 
 class Retention:
-    """Removes the checkpoints that no longer stay.
+    """Remover of checkpoints by a retention policy.
 
-    Only checkpoints up to the one just committed are counted and removed. Later ones are there when
+    Only checkpoints up to the one just committed are counted and removed. Later ones exist when
     a run went back past a damaged checkpoint: counting those could delete the only good one.
     """
 
@@ -176,10 +176,13 @@ class Retention:
         self._scores: dict[Path, float | None] = {}
 
     def prune(self, folder: Path, step: int, metric: float | None, in_use: Collection[Path] = ()) -> None:
-        """Remove what does not stay, now that `step` is committed with `metric`.
+        """Remove the checkpoints that the policy drops, now that `step` is committed with `metric`.
 
         Args:
-            in_use: checkpoints that somebody reads; they wait for the next call.
+            folder: the checkpoint folder.
+            step: the committed step.
+            metric: its value for the choice of the best; None: none.
+            in_use: checkpoints that are being read; they wait for the next call.
         """
         past = {at: path for at, path in committed(folder) if at <= step}
         self._scores[folder / step_name(step)] = self._keep.best_by.score(metric)
@@ -196,8 +199,10 @@ class Retention:
 
 
 def best(folder: Path) -> Path | None:
-    """The committed checkpoint with the best metric, as the newest one's run counts it; the newest of
-    equals; None if none has one."""
+    """Return the committed checkpoint with the best metric, by the rule of the newest one's run.
+
+    The newest of equals; None if none has one.
+    """
     found = dict(committed(folder))
     rules = [rule for path in found.values() if (rule := _rule(path)) is not None]
     lowest = best_step({step: read_score(path, rules[0]) for step, path in found.items()}) if rules else None
@@ -205,7 +210,7 @@ def best(folder: Path) -> Path | None:
 
 
 def read_score(path: Path, rule: BestBy) -> float | None:
-    """Score of the checkpoint at `path`; a damaged one has none: it is never the best."""
+    """Return the score of the checkpoint at `path`; None if it is damaged: it is never the best."""
     try:
         return rule.score_of(read_manifest(path))
     except WanmaError:
@@ -220,7 +225,7 @@ def _rule(path: Path) -> BestBy | None:
 
 
 def _entries(folder: Path) -> list[tuple[int, str | None, Path]]:
-    """Step, state (None: committed) and path of every checkpoint folder, committed ones first."""
+    """List step, state (None: committed) and path of every checkpoint folder, committed ones first."""
     entries = []
     if folder.is_dir():
         for path in folder.iterdir():

@@ -1,7 +1,7 @@
-"""Places for a checkpoint that its run's own folder has no room for, and the way back.
+"""Fallback folders for checkpoints that do not fit into the run's own folder, and their return to it.
 
-A refuge is a folder on this machine, private to this user, for one folder of checkpoints. It holds what was
-rescued of a run that failed there; the next start of that run takes it up, and moves it home.
+A fallback folder is on this node, private to this user, for one folder of checkpoints. It holds the flushed
+checkpoints of a run that failed there; the next start of that run loads them, and moves them back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEY_DIGITS = 12
 
 
 def refuges(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """The refuges of `folder`, the more lasting ones first; whether they exist is not checked."""
+    """List the fallback folders of `folder`, the more permanent ones first; they need not exist."""
     whole = folder.absolute().resolve()
     key = f"{whole.parent.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:_KEY_DIGITS]}"
     state = Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
@@ -30,7 +30,7 @@ def refuges(folder: Path, environment: Mapping[str, str] = os.environ) -> list[P
 
 
 def open_refuge(place: Path) -> None:
-    """Make the folder, for this user alone.
+    """Make a fallback folder, for this user alone.
 
     Raises:
         OSError: it cannot be made, or is another user's.
@@ -42,16 +42,16 @@ def open_refuge(place: Path) -> None:
 
 
 def rescued(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of the checkpoints in the refuges of `folder`, newest first."""
+    """List step and path of the checkpoints in the fallback folders of `folder`, newest first."""
     found = [one for place in refuges(folder) if is_mine(place) for one in committed(place)]
     return sorted(found, reverse=True)
 
 
 def bring_home(folder: Path) -> list[str]:
-    """Move what was rescued into `folder`, as far as it is newer than what is there and there is room now.
+    """Move flushed checkpoints that are newer back into `folder`, as far as there is room now.
 
     Returns:
-        what to tell the user.
+        Messages for the user.
     """
     told = []
     for step, path in rescued(folder):
@@ -63,18 +63,18 @@ def bring_home(folder: Path) -> list[str]:
             shutil.rmtree(path)
             path.parent.rmdir()
         except OSError:
-            continue  # it is taken up where it is
+            continue  # it is loaded from where it is
     return told
 
 
 def set_aside_rescued(folder: Path) -> None:
-    """A run that starts anew does not take up what was rescued of the one before."""
+    """Move flushed checkpoints of an earlier run aside, so that a run that starts anew does not load them."""
     for place in refuges(folder):
         if is_mine(place):
             number = 1
             while (aside := place.with_name(f"{place.name}-before-{number}")).exists():
                 number += 1
-            with contextlib.suppress(FileNotFoundError):  # machines may share the place
+            with contextlib.suppress(FileNotFoundError):  # nodes may share the place
                 place.rename(aside)
 
 
@@ -94,7 +94,7 @@ def _move(path: Path, partial: Path, step: int) -> str:
 
 
 def is_mine(place: Path) -> bool:
-    """A folder that somebody else may have made is not trusted."""
+    """Return True if `place` is a folder of this user: one that another user may have made is not trusted."""
     try:
         found = place.lstat()
     except OSError:
