@@ -1,4 +1,4 @@
-"""`wanma.Callback`: a user's code that is called as a run goes on, in the process that started it."""
+"""User callbacks of a run (`wanma.Callback`) and the events they receive, in the process that started it."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ class StopTraining(Exception):  # noqa: N818  # it asks for an end and tells of 
 
 @dataclass(frozen=True)
 class RunStart:
-    """The ranks have taken up a state and begin."""
+    """Event: all ranks have loaded a state and begin training."""
 
     run: Path
-    """The run directory."""
+    """Path of the run directory."""
     step: int
-    """Optimizer steps done; the steps after it are repeated where they were done before a failure."""
+    """Optimizer steps done; later steps are repeated if they were done before a failure."""
     steps: int
     """Optimizer steps of the job."""
     ranks: int
     plan: str
     is_recovery: bool
-    """The ranks were started again after a failure, or with other machines."""
+    """True if the ranks were restarted after a failure, or with another number of nodes."""
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """An optimizer step is finished."""
+    """Event: an optimizer step is finished."""
 
     step: int
     loss: float
-    """Mean over the global batch's targets."""
+    """Mean loss over all targets of the global batch."""
     gradient_norm: float
-    """Before clipping."""
+    """Global L2 norm of the gradient before clipping."""
     learning_rate: float
     samples: int
-    """Consumed since the start of the run."""
+    """Samples consumed since the start of the run."""
     seconds: float
     layer_gradient_norms: Mapping[str, float] = field(default_factory=dict)
-    """By layer; empty but for the steps of `observe.gradient_norms_every_steps`."""
+    """Gradient norm of each layer; empty except at steps of `observe.gradient_norms_every_steps`."""
 
 
 @dataclass(frozen=True)
 class ValidationEnd:
-    """The validation after `step` is finished."""
+    """Event: the validation after `step` is finished."""
 
     step: int
     loss: float
     metrics: Mapping[str, float]
-    """By name: perplexity or accuracy, and the user's own."""
+    """Value of each metric by name: perplexity or accuracy, and the user's own."""
 
 
 @dataclass(frozen=True)
 class CheckpointEnd:
-    """The checkpoint of `step` is on disk, whole."""
+    """Event: the complete checkpoint of `step` is on disk."""
 
     step: int
     path: Path
@@ -76,35 +76,35 @@ class CheckpointEnd:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The run is over; nothing is called afterwards."""
+    """Event: the run has ended; no callback follows it."""
 
     step: int
     """Optimizer steps done."""
     outcome: Outcome
     error: str = ""
-    """Message of a failed run."""
+    """Error message of a failed run; empty otherwise."""
 
 
 class Callback:
-    """Methods that are called as a run goes on; override those that you want.
+    """Base class of user callbacks; override the methods that you need.
 
-    They run on no rank, but in the process that called `wanma.train` (of several machines: on that of rank
-    0), one after the other in a thread of their own. So they may take their time, keep what they like, and
-    change nothing of the training: they have the run's records, not its tensors. Those of a `wanma.session`
-    run in the process of rank 0.
+    Callbacks run on no rank, but in the process that called `wanma.train` (on several nodes: in the one that
+    holds rank 0), one after another in a separate thread. They may block and keep state, and they cannot
+    change the training: they see the run's records, not its tensors. Callbacks of a `wanma.session` run in
+    the process of rank 0.
     """
 
     def on_start(self, event: RunStart) -> None:
-        """The ranks begin; once more after a recovery."""
+        """Handle the start of the ranks; called again after each recovery."""
 
     def on_step(self, event: StepEnd) -> None:
-        """A step is finished."""
+        """Handle the end of an optimizer step."""
 
     def on_validation(self, event: ValidationEnd) -> None:
-        """A validation is finished."""
+        """Handle the end of a validation."""
 
     def on_checkpoint(self, event: CheckpointEnd) -> None:
-        """A checkpoint is on disk."""
+        """Handle a checkpoint that is complete on disk."""
 
     def on_end(self, event: RunEnd) -> None:
-        """The run is over, however it ended."""
+        """Handle the end of the run, successful or not."""

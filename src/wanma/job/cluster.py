@@ -1,8 +1,8 @@
-"""The machines as pure data: what devices there are, how they are connected, what they draw.
+"""Description of a cluster as pure data: devices, nodes, interconnect, power and price.
 
-A `Node` stands for `count` equal machines, so that 100,000 GPUs are a handful of objects; a cluster
-of unlike machines has several. Bandwidths are in bytes per second, in one direction, of one device
-while all devices use the link at once; latencies are what a message costs beside its bytes.
+A node group stands for `count` equal nodes, so that 100,000 GPUs are a handful of objects; a heterogeneous
+cluster has several groups. Bandwidths are in bytes per second, per device and direction, while all devices
+use the link at once. Latencies are the seconds of a message beyond its transfer time.
 """
 
 from __future__ import annotations
@@ -15,69 +15,72 @@ from typing import Any, Literal
 from wanma.job.errors import JobError
 
 DeviceClass = Literal["cpu", "cuda", "other"]
-"""`other`: an accelerator that can be planned for, and on which wanma does not run."""
+"""Device class; `other` is an accelerator that can be planned for and on which wanma does not run."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device. For a CPU, one "device" is one rank's share of the machine."""
+    """Device type with its memory, peak rates and power.
+
+    For a CPU, one device is one rank's share of the node.
+    """
 
     kind: DeviceClass
     name: str
     memory_bytes: int
     peak_flops_per_second: dict[str, float] = field(hash=False)
-    """Dense peak by precision ("fp32", "bf16", "fp16"); empty when unknown."""
+    """Dense peak FLOP/s by precision ("fp32", "bf16", "fp16"); empty when unknown."""
     bandwidth_bytes_per_second: float | None = None
-    """Of its memory; None when unknown."""
+    """Memory bandwidth in bytes per second; None when unknown."""
     power_watts: float | None = None
-    """What it may draw at most; None when unknown."""
+    """Maximum power draw in watts; None when unknown."""
     host_bytes_per_second: float | None = None
-    """Between it and its host's memory, in one direction, as its link promises; None when unknown."""
+    """Nominal bandwidth to host memory, in bytes per second and direction; None when unknown."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the interconnect: domains of `size` members that reach each other at this speed."""
+    """Interconnect level: domains of `size` members that reach each other at one bandwidth and latency."""
 
     name: str
-    """'NVLink 4', 'rail', 'rack', 'spine'."""
+    """Name of the level, such as 'NVLink 4', 'rail', 'rack', 'spine'."""
     bandwidth_bytes_per_second: float
-    """Of one device (without accelerators: of one node) and direction, all sending at once."""
+    """Bytes per second per device (without accelerators: per node) and direction, all sending at once."""
     latency_seconds: float
     size: int | None = None
-    """Devices (inside a node) or nodes (between nodes) in one domain; None: all there are."""
+    """Devices (inside a node) or nodes (between nodes) in one domain; None: all."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine, or `count` equal ones."""
+    """Node group: one node, or `count` equal nodes."""
 
     name: str
     cores: int
     memory_bytes: int
     devices: tuple[Device, ...]
-    """Accelerators of one machine; empty where there are only CPUs."""
+    """Accelerators of one node; empty if it has only CPUs."""
     count: int = 1
     inside: tuple[Level, ...] = ()
-    """Between the devices of one machine, nearest first; empty when unknown."""
+    """Interconnect levels between the devices of one node, nearest first; empty when unknown."""
     network: tuple[Level, ...] = ()
-    """Between these machines, nearest first; empty when unknown."""
+    """Interconnect levels between these nodes, nearest first; empty when unknown."""
     nics: int = 0
-    """Network cards of one machine that the run may use; 0 when unknown."""
+    """Network cards of one node that the run may use; 0 when unknown."""
     nic_bytes_per_second: float | None = None
-    """Of one card, in one direction; None when unknown."""
+    """Bandwidth of one network card, in bytes per second and direction; None when unknown."""
     cpu: Device | None = None
-    """The processors of one machine taken together; None when unknown."""
+    """All processors of one node as one device; None when unknown."""
     power_watts: float | None = None
-    """Of one whole machine at full load, devices included; None when unknown."""
+    """Power of one node at full load in watts, devices included; None when unknown."""
     price_per_hour: float | None = None
-    """Of one machine, in whatever currency its file uses; None when unknown."""
+    """Price of one node per hour, in the currency of the cluster file; None when unknown."""
     disk_bytes_per_second: float | None = None
-    """At which one machine's own disks are written, and read no slower; None when unknown."""
+    """Write bandwidth of one node's disks in bytes per second (reads are no slower); None when unknown."""
     days_between_failures: float | None = None
-    """Of one machine with its share of the network, on average; None when unknown."""
+    """Mean days between failures of one node, with its share of the network; None when unknown."""
     hosts: tuple[str, ...] = ()
-    """Their names, those near each other in the network next to each other; empty when unknown."""
+    """Host names, network neighbours adjacent; empty when unknown."""
 
     def __post_init__(self) -> None:
         for what in ("count", "cores", "memory_bytes"):
@@ -94,15 +97,15 @@ class Node:
 
     @property
     def device_count(self) -> int:
-        """Accelerators of all `count` machines."""
+        """Accelerators of all `count` nodes."""
         return self.count * len(self.devices)
 
     def level_inside(self, devices: int) -> Level | None:
-        """The level over which `devices` neighbours in one machine reach each other; None when unknown."""
+        """Return the level that connects `devices` neighbours in one node; None when unknown."""
         return _reaching(self.inside, devices)
 
     def level_between(self, nodes: int) -> Level | None:
-        """The level over which `nodes` neighbouring machines reach each other; None when unknown."""
+        """Return the level that connects `nodes` neighbouring nodes; None when unknown."""
         return _reaching(self.network, nodes)
 
     def __str__(self) -> str:
@@ -116,7 +119,7 @@ class Node:
 
     @property
     def network_text(self) -> str:
-        """'8 × 400G': the cards of one machine and their Gbit/s; empty when unknown."""
+        """Network cards of one node and their Gbit/s, such as '8 × 400G'; empty when unknown."""
         if not self.nics or self.nic_bytes_per_second is None:
             return ""
         return f"{self.nics} × {8 * self.nic_bytes_per_second / 1e9:.12g}G"
@@ -124,12 +127,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All machines of a run."""
+    """Cluster of a run: all node groups and the link between them."""
 
     nodes: tuple[Node, ...]
-    """Kinds of machines; how many there are of each, its `count` says."""
+    """Node groups; each holds the `count` of its equal nodes."""
     between: Level | None = None
-    """Between machines of different kinds; None: as fast as the slower of the two."""
+    """Level between nodes of different groups; None: as fast as the slower of the two."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -141,11 +144,11 @@ class Cluster:
 
     @property
     def device_count(self) -> int:
-        """Accelerators in all."""
+        """Accelerators of all nodes."""
         return sum(node.device_count for node in self.nodes)
 
     def level_across(self) -> Level | None:
-        """The level that joins machines of different kinds; None when unknown."""
+        """Return the level between nodes of different groups; None when unknown."""
         outermost = [node.network[-1] for node in self.nodes if node.network]
         if self.between is not None or len(outermost) < len(self.nodes):
             return self.between
@@ -154,7 +157,7 @@ class Cluster:
         return Level(slowest.name, slowest.bandwidth_bytes_per_second, farthest)
 
     def __str__(self) -> str:
-        """'8 nodes of 8 × H100 SXM + 16 nodes of 8 × A100 SXM 40 GB, 4 × 100G'."""
+        """Return a text such as '8 nodes of 8 × H100 SXM + 16 nodes of 8 × A100 SXM 40 GB, 4 × 100G'."""
         networks = [node.network_text for node in self.nodes]
         if len(set(networks)) == 1:
             shared = f", {networks[0]}" if networks[0] else ""
@@ -167,7 +170,7 @@ class Cluster:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Cluster:
-        """The inverse of `to_json`; keys that are absent take their defaults.
+        """Build a cluster from the result of `to_json`; absent keys take their defaults.
 
         Raises:
             ValueError: an unknown key.

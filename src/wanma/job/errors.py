@@ -1,7 +1,7 @@
-"""One error type for everything a user can mend: it says what is wrong and what to do.
+"""Exceptions for errors that a user can correct: a message with the cause and a hint with the way out.
 
-Every room raises `WanmaError` for bad input or a failed environment. The command line prints it
-as one message and exits with its code; nothing else in the system turns errors into text.
+Every room raises `WanmaError` for bad input or a failed environment. The command line prints it as one
+message and exits with its code; nothing else in the system turns errors into text.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from functools import partial
 from typing import Any
 
 EXIT_FAILED = 1
-"""A rank, a save or the training itself failed."""
+"""Exit code: a rank, a save or the training itself failed."""
 EXIT_USAGE = 2
-"""The job file, an override or the command line is wrong; nothing was started."""
+"""Exit code: the job file, an override or the command line is wrong; nothing was started."""
 EXIT_INTERRUPTED = 130
-"""The user asked to stop (Ctrl-C); the run can be carried on with the same command."""
+"""Exit code: the user asked to stop (Ctrl-C); the same command continues the run."""
 
 
 class WanmaError(Exception):
-    """Something the user can act on.
+    """Error that a user can correct.
 
     Args:
-        message: what is wrong, naming the key, file or rank.
+        message: the fault, naming the key, file or rank.
         hint: the way out, as one sentence; printed on a line of its own.
-        exit_code: what the process should exit with.
+        exit_code: exit code of the process.
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = EXIT_FAILED) -> None:
@@ -42,11 +42,11 @@ class WanmaError(Exception):
 
 
 class AgreedError(WanmaError):
-    """What all ranks have found together: each raises the same, so who is heard first is not to blame.
+    """Error on which all ranks have agreed: each raises the same, so no single rank is blamed.
 
     Args:
-        retry_step: the optimizer step, counted from 1, that is to be made again; None: none in particular.
-        odd: those that differ from all others, in words such as 'rank 1 (HOST)'.
+        retry_step: optimizer step, counted from 1, that is to be repeated; None: no particular one.
+        odd: ranks that differ from all others, in texts such as 'rank 1 (HOST)'.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class AgreedError(WanmaError):
 
 
 class ScriptExitError(WanmaError):
-    """A user's script has ended its own process.
+    """Exit of a user's script with a code other than 0.
 
     Args:
-        left_with: its exit code; not 0.
+        left_with: exit code of the script; not 0.
     """
 
     def __init__(self, message: str, left_with: int) -> None:
@@ -76,18 +76,18 @@ class ScriptExitError(WanmaError):
 
 
 class UnfitError(WanmaError):
-    """This machine has failed a health check: the run goes on without it, where others can."""
+    """Failed health check of this node: the run continues without the node if others can carry it."""
 
 
 class JobError(WanmaError):
-    """The job as written cannot be run: found before anything starts."""
+    """Invalid job, found before anything starts."""
 
     def __init__(self, message: str, hint: str = "", exit_code: int = EXIT_USAGE) -> None:
         super().__init__(message, hint, exit_code)
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> WanmaError:
-    """The one sentence for an optional dependency that is not installed."""
+    """Return the error for an optional dependency that is not installed."""
     return WanmaError(
         f"{purpose} needs the package `{package}`, which is not installed.",
         f"pip install 'wanma[{extra}]'",
@@ -96,6 +96,6 @@ def missing_extra(package: str, extra: str, purpose: str) -> WanmaError:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or nothing when no choice is close."""
+    """Return ` Did you mean 'x'?` for the closest choice; empty if no choice is close."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""

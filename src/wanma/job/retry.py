@@ -1,8 +1,8 @@
-"""Trying again, where that is right: storage and network operations that may work a moment later.
+"""Retry policy with exponential backoff, for storage and network operations that may fail for a moment.
 
     retry(lambda: storage.put(file), Patience(deadline_seconds=60))
 
-Bounded in tries and in time; what no second try mends is raised at once.
+Retries are bounded in number and time; a permanent error is raised at once.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _PERMANENT_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errn
 
 @dataclass(frozen=True)
 class Patience:
-    """How often and how long to try."""
+    """Retry policy: number of tries, deadline and pauses."""
 
     tries: int = 6
     deadline_seconds: float = 120.0
-    """From the first try on; no later one begins after it."""
+    """Seconds from the first try; no later try begins after them."""
     first_pause_seconds: float = 0.5
     longest_pause_seconds: float = 20.0
 
 
 PATIENCE = Patience()
-"""For storage that training can do without for a while."""
+"""Retry policy for storage that training can do without for a while."""
 
 
 def retry(
@@ -58,13 +58,13 @@ def retry(
     *,
     stop: threading.Event | None = None,
 ) -> Result:
-    """The result of `operation`, which is called again after a failure that may pass.
+    """Call `operation` until it succeeds, and return its result; permanent errors are raised at once.
 
     Args:
-        stop: once set, nothing is tried again, and a pause ends at once.
+        stop: once set, nothing is retried, and a pause ends at once.
 
     Raises:
-        Exception: that of the last try, with a note of how many there were.
+        Exception: the error of the last try, with a note of the number of tries.
     """
     began = time.monotonic()
     for number, pause in enumerate(pauses(patience, random.SystemRandom()), 1):
@@ -80,16 +80,16 @@ def retry(
 
 
 class RetriedFile:
-    """A file to read from: after a failure that may pass it is opened again, and read on from where it was.
+    """Readable file that is reopened after a passing failure, and continued at its position.
 
-    As a context it closes what is open.
+    As a context manager it closes the open file.
 
     Args:
-        open_file: gives the file from its beginning; the first time, too.
+        open_file: opens the file at its beginning; used for the first open too.
         stop: as for `retry`.
 
     Raises:
-        Exception: by each method: that of the last try.
+        Exception: by each method: the error of the last try.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RetriedFile:
         retry(self._opened, patience, stop=stop)
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer, or none, at the end."""
+        """Return the next `size` bytes; fewer, or none, at the end."""
 
         def once() -> bytes:
             try:
@@ -140,7 +140,7 @@ class RetriedFile:
 
 
 def _stopped_in(seconds: float, stop: threading.Event | None) -> bool:
-    """Pause, unless or until somebody says stop; whether somebody did."""
+    """Pause for `seconds` or until `stop` is set; return True if it was set."""
     if stop is None:
         time.sleep(seconds)
         return False
@@ -148,16 +148,18 @@ def _stopped_in(seconds: float, stop: threading.Event | None) -> bool:
 
 
 def is_permanent(error: Exception) -> bool:
-    """Whether another try would fail in the same way: what is missing or forbidden, a full disk, a bug."""
+    """Return True if a retry would fail in the same way: missing or forbidden files, a full disk, a bug."""
     return isinstance(error, _PERMANENT) or getattr(error, "errno", None) in _PERMANENT_NUMBERS
 
 
 def pauses(patience: Patience, draw: random.Random) -> Iterator[float | None]:
-    """Seconds after each try, None after the last: doubling, each between half of it and all of it, so that
-    many who failed together do not come back together (Brooker 2015, "Exponential backoff and jitter").
+    """Yield the seconds to wait after each try, and None after the last one.
+
+    Pauses double, and each is drawn between half of its value and all of it, so that many clients that failed
+    together do not return together (Brooker 2015, "Exponential backoff and jitter").
 
     Args:
-        draw: not the process's own generator, whose state belongs to the user's training.
+        draw: random generator; not the process's own, whose state belongs to the user's training.
     """
     pause = patience.first_pause_seconds
     for _ in range(patience.tries - 1):

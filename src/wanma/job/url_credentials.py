@@ -1,4 +1,4 @@
-"""URLs of storage: credentials belong into the environment, and never into a file or a message of ours."""
+"""Detection and redaction of credentials in storage URLs, which belong into the environment."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a password or a signature may be part of `url`, which is kept and shown."""
+    """Return True if `url`, which is stored and displayed, may hold a password or a signature."""
     return without_credentials(url) != url
 
 
 def without_credentials(text: str) -> str:
-    """`text`, such as the message of a storage library, with what is secret in its URLs left out."""
+    """Return `text`, such as the message of a storage library, with the secrets in its URLs redacted."""
     return _QUERY.sub(r"\1?***", _USER.sub(r"\1***@", text))

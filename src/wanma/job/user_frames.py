@@ -1,4 +1,4 @@
-"""Which line of the user's own code an exception came from."""
+"""Location of the user's own code in a traceback."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def users_line(error: BaseException, *, or_library: bool = True) -> str:
-    """'FILE:LINE in FUNCTION: SOURCE' of the innermost frame that is neither wanma's nor a library's.
+    """Return 'FILE:LINE in FUNCTION: SOURCE' of the innermost frame outside wanma and libraries.
 
-    Where every frame is a library's (a factory may be an installed package's), it is the outermost of
-    those: what was called; not so without `or_library`. Empty when there is no such Python frame.
+    If every frame is a library's (a factory may be an installed package's), it is the outermost of those: the
+    called function; not so without `or_library`. Empty if there is no such Python frame.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
@@ -30,15 +30,20 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    """Python's own, an installed package's, or code without a file ('<frozen importlib>')."""
+    """Return True for Python's own files, those of installed packages, and code without a file.
+
+    The last kind has names such as '<frozen importlib>'.
+    """
     path = Path(file)
     installed = any(name in path.parts for name in _INSTALLED)
     return installed or file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def calling_line() -> str:
-    """'FILE:LINE in FUNCTION: SOURCE' of the innermost frame on the stack that is neither wanma's nor a
-    library's; empty where there is none."""
+    """Return 'FILE:LINE in FUNCTION: SOURCE' of the innermost stack frame outside wanma and libraries.
+
+    Empty if there is none.
+    """
     frames = [frame for frame in traceback.extract_stack() if not _is_ours(frame.filename)]
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
     if not theirs:

@@ -1,4 +1,4 @@
-"""Objects that a job names by import path: model factories, data factories, losses."""
+"""Import of user objects that a job names by import path: model factories, data factories, losses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wanma.job.errors import JobError, did_you_mean
 
 
 def import_object(path: str, key: str) -> Any:
-    """The object that `path` names, e.g. 'package.module:function' or 'package.module:Class.method'.
+    """Return the object named by `path`, such as 'package.module:function' or 'package.module:Class.method'.
 
     The current working directory is searched first, as with `python -m`.
 
     Args:
-        path: what the job says.
-        key: the job key that says it, e.g. "model.factory"; only for messages.
+        path: import path from the job.
+        key: job key that holds it, such as "model.factory"; only for messages.
 
     Raises:
         JobError: the path is malformed, the module or the attribute is missing, or the module fails
@@ -68,8 +68,8 @@ def _import_module(name: str, path: str, key: str) -> Any:
 def _working_directory_first() -> Iterator[None]:
     """Search the working directory first during one import and last afterwards.
 
-    Last, and not nowhere, so that the imported code can import its siblings later; not first, so
-    that a user's `profile.py` never replaces the standard library's for everyone else.
+    It stays last in the path, so that the imported code can import its siblings later; it does not stay
+    first, so that a user's `profile.py` never replaces the standard library's for other imports.
     """
     here = str(Path.cwd())
     known = here in sys.path

@@ -1,7 +1,7 @@
-"""On which line a key of a job file stands, so that an error can point at it.
+"""Line numbers of the keys of a job file, so that an error can point at a line.
 
-Neither `tomllib` nor PyYAML's plain loader keeps lines. The TOML scanner here reads text that
-`tomllib` has already accepted, so it only follows structure and judges nothing.
+Neither `tomllib` nor PyYAML's plain loader keeps lines. The TOML scanner reads text that `tomllib` has
+already accepted, so it follows structure and validates nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
-"""Keys and list positions from the root: ('data', 'sources', 0, 'weight')."""
+"""Path of a key: names and list positions from the root, such as ('data', 'sources', 0, 'weight')."""
 
 
 def toml_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every key, table and list element of valid TOML."""
+    """Return the line (from 1) of every key, table and list element of valid TOML."""
     return _Scanner(text).lines()
 
 
 def yaml_lines(node: Any) -> dict[KeyPath, int]:
-    """The same for a composed YAML node (`yaml.compose`)."""
+    """Return the line (from 1) of every key and list element of a composed YAML node (`yaml.compose`)."""
     found: dict[KeyPath, int] = {}
     for path, line in _yaml_walk(node, (), ()):
         found.setdefault(path, line)
@@ -49,7 +49,7 @@ class _Scanner:
         self.line = 1
         self.found: dict[KeyPath, int] = {}
         self.elements: dict[KeyPath, int] = {}
-        """Elements seen so far of each array of tables."""
+        """Elements found so far in each array of tables."""
 
     def lines(self) -> dict[KeyPath, int]:
         table: KeyPath = ()
@@ -85,7 +85,7 @@ class _Scanner:
         self._value(path)
 
     def _key(self, end: str) -> list[str]:
-        """The parts of a dotted key, up to (not over) `end`."""
+        """Read the parts of a dotted key, up to (not past) `end`."""
         parts = []
         while True:
             self._skip_spaces()
@@ -136,7 +136,7 @@ class _Scanner:
         self._advance(1)
 
     def _string(self) -> str:
-        """Over one string; returns it as written, quotes included."""
+        """Skip one string; return it as written, quotes included."""
         start = self.at
         quote = self._peek()
         mark = quote * 3 if self.text.startswith(quote * 3, self.at) else quote
@@ -163,7 +163,7 @@ class _Scanner:
             self._advance(1)
 
     def _skip_blank(self) -> bool:
-        """Over spaces, line ends and comments; false at the end of the text."""
+        """Skip spaces, line ends and comments; return False at the end of the text."""
         while self.at < len(self.text):
             if self._peek() == "#":
                 end = self.text.find("\n", self.at)

@@ -1,4 +1,4 @@
-"""From a job file and overrides to a validated `Job`, or to one error that lists every mistake.
+"""Loading of a job: file and overrides to a validated `Job`, or to one error that lists every mistake.
 
     job = load_job(Path("gpt.toml"), ["train.steps=500", "parallel=auto"])
 
@@ -32,12 +32,12 @@ _OVERRIDE = re.compile(r"([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\s*=(.*)", re.DOTA
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """The job of a TOML or YAML file with `overrides` ('train.steps=500') applied in order.
+    """Load the job of a TOML or YAML file and apply `overrides` ('train.steps=500') in order.
 
-    A run without a name of its own takes the file's.
+    A run without a name takes the name of the file.
 
     Raises:
-        JobError: the file cannot be read or parsed, or says something that is not allowed.
+        JobError: the file cannot be read or parsed, or holds an invalid key or value.
     """
     path = Path(path)
     tables, lines = read_tables(path)
@@ -55,13 +55,13 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 def job_from(
     value: Job | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), told_by: str | None = None
 ) -> Job:
-    """A `Job` from what the Python API takes: a job, its sections as nested mappings, or a file's path.
+    """Build a `Job` from a value of the Python API: a job, nested mappings of its sections, or a path.
 
     Args:
-        told_by: what errors call the place of the overrides, where it is not the command line's end.
+        told_by: source of the overrides as errors name it, if it is not the end of the command line.
 
     Raises:
-        JobError: as `load_job`.
+        JobError: same causes as `load_job`.
     """
     if isinstance(value, str | Path):
         return load_job(Path(value), overrides)
@@ -79,7 +79,7 @@ def job_from(
 
 @dataclass(frozen=True)
 class Override:
-    """One `KEY=VALUE`. `unset` returns the key to its default."""
+    """Parsed `KEY=VALUE` of the command line; `unset` returns the key to its default."""
 
     path: tuple[str, ...]
     value: Any
@@ -87,12 +87,12 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Read 'train.steps=500': the value as a TOML literal, otherwise as text; empty unsets the key.
+    """Parse 'train.steps=500': the value as a TOML literal, otherwise as text; empty unsets the key.
 
-    `[a, b]` is a list of texts too, because shells take the quotes away from `["a", "b"]`.
+    A value `[a, b]` is a list of texts too, because shells remove the quotes of `["a", "b"]`.
 
     Raises:
-        JobError: it has no `KEY=`.
+        JobError: the text has no `KEY=`.
     """
     match = _OVERRIDE.fullmatch(text.strip())
     if match is None:
@@ -175,9 +175,9 @@ def _apply(
 
 
 def plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
-    """`value` at `path` as JSON knows it; what JSON has no form for is added to `mistakes`.
+    """Return `value` at `path` as JSON types; add values without a JSON form to `mistakes`.
 
-    File contents and Python values take the same way.
+    File contents and Python values are converted alike.
     """
     if len(path) > _DEEPEST:
         mistakes.append(Mistake(path[:2], f"{dotted(path[:2])} is nested too deeply"))

@@ -1,4 +1,4 @@
-"""A job file as nested tables, and the line of each key; what is wrong with the file itself is said here."""
+"""Parser of TOML and YAML files: nested tables and the line of each key, or an error that names the line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STARTER = "`wanma job --toml` prints one to start from"
 def read_tables(
     path: Path, what: str = "job file", starter: str | None = None
 ) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """The tables of a TOML or (.yaml, .yml) YAML file.
+    """Read the tables of a TOML or (.yaml, .yml) YAML file, and the line of each key.
 
     Args:
-        what: kind of file, as errors call it.
-        starter: how to get one, where there is none; default: the job files nearby.
+        what: kind of file, as errors name it.
+        starter: hint for a missing file; default: the job files nearby.
 
     Raises:
-        JobError: it cannot be read or is not valid; names the line, and other files when it is absent.
+        JobError: the file cannot be read or is not valid; names the line, or similar files if it is absent.
     """
     text = _read(path, what, starter)
     try:
@@ -51,7 +51,7 @@ def _read(path: Path, what: str, starter: str | None) -> str:
 
 
 def _similar(path: Path) -> str:
-    """The closest name among the job files nearby; that all end alike makes none of them close."""
+    """Return a hint with the closest name among the job files nearby, compared without the common suffix."""
     near = {file.stem: file for file in reversed(_job_files(path))}
     names = dict.fromkeys((path.stem, path.name))
     close = [name for one in names for name in difflib.get_close_matches(one, near, n=1, cutoff=0.6)]
@@ -69,7 +69,7 @@ def _nearby(path: Path, starter: str | None) -> str:
 
 
 def _job_files(path: Path) -> list[Path]:
-    """TOML files beside `path`, here and in ./examples; Python's own are no jobs."""
+    """List the TOML files beside `path`, in the working directory and in ./examples, except Python's own."""
     folders = dict.fromkeys([path.parent, Path(), Path("examples")])
     found = [file for folder in folders for file in sorted(folder.glob("*.toml"))]
     return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml"]
@@ -106,7 +106,7 @@ def _yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise missing_extra("pyyaml", "yaml", f"reading {path}") from None
 
     class Loader(yaml.SafeLoader):
-        """Safe, reads 1e-3 as a number (YAML 1.1 wants 1.0e-3) and refuses a key given twice."""
+        """YAML loader: safe, reads 1e-3 as a number (YAML 1.1 wants 1.0e-3), refuses a repeated key."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()

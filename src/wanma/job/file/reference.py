@@ -1,4 +1,4 @@
-"""The whole job file in words: as a commented file to start from, and as the page of the guide."""
+"""Generated reference of the job file: a commented starter file, and `docs/job-file.md`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from wanma.job.file.schema import Key, Table, tables
 from wanma.job.file.serialization import toml_value
 
 STARTER = {"model.preset": "gpt-10m", "data.text": ["stdlib"]}
-"""What the starter file sets: enough to train on any machine that has Python."""
+"""Keys that the starter file sets: enough to train on any machine that has Python."""
 
 
 def default_text(key: Key) -> str:
-    """The default as written in TOML; 'required' or 'unset' where there is none."""
+    """Return the default as written in TOML; 'required' or 'unset' if there is none."""
     if key.required:
         return "required"
     return "unset" if key.default is None else toml_value(key.default, key.path)
 
 
 def starter_toml() -> str:
-    """A job file that runs as it is, with every other key commented out at its default."""
+    """Return a job file that runs as it is, with every other key commented out at its default."""
     blocks = [
         "# Every key of a job file. Those commented out show their default.\n"
         "# On the command line: wanma train FILE train.steps=500\n"
@@ -39,12 +39,12 @@ def _starter_line(key: Key) -> str:
 
 
 def markdown() -> str:
-    """`docs/job-file.md`."""
+    """Return the text of `docs/job-file.md`."""
     return _INTRODUCTION + "\n".join(markdown_table(table) for table in tables())
 
 
 def markdown_table(table: Table) -> str:
-    """A table of keys as a chapter of the guide."""
+    """Return a table of keys as a chapter of the guide."""
     rows = [
         f"| `{key.name}` | {_cell(key.allowed)} | {_cell(f'`{default_text(key)}`')} | {_cell(key.help)} |"
         for key in table.keys

@@ -1,7 +1,7 @@
-"""The job file's schema as data: every table and key with its type, bounds, default and help.
+"""Schema of the job file as data: every table and key with its type, bounds, default and help.
 
-Read off the typed sections, so that errors, `wanma job`, the documentation and completion cannot
-disagree with what is accepted.
+It is derived from the typed sections, so that errors, `wanma job`, the documentation and completion cannot
+disagree with the accepted input.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _BOUNDS: tuple[tuple[type, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the job file."""
+    """Schema of one key of the job file."""
 
     path: str
-    """Dotted, without list positions: 'train.steps', 'data.sources.weight'."""
+    """Dotted path without list positions, such as 'train.steps' or 'data.sources.weight'."""
     allowed: str
-    """Values that may be written, after "must be": 'a number >= 0 and < 1'."""
+    """Allowed values as text, to follow "must be": 'a number >= 0 and < 1'."""
     choices: tuple[str, ...]
-    """The values of an enumeration, as written on the command line; empty for anything else."""
+    """Values of an enumeration, as written on the command line; empty for any other type."""
     text: bool
-    """Takes one text (and so an override for it is never read as a number)."""
+    """True if the value is one text, so that an override for it is never read as a number."""
     required: bool
     default: Any
     help: str
@@ -50,7 +50,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Table:
-    """One table: a section `[train]`, or a repeated one `[[data.sources]]`."""
+    """Schema of one table: a section `[train]`, or a repeated table `[[data.sources]]`."""
 
     path: str
     repeated: bool
@@ -64,7 +64,7 @@ class Table:
 
 @functools.cache
 def tables(root: type[Section] = Job) -> tuple[Table, ...]:
-    """Every table in the order of the file that `root` describes; a repeated one follows what holds it."""
+    """Return every table that `root` describes, in file order; a repeated table follows its section."""
     hints = get_type_hints(root)
     lists = {name: _repeated_section(hints[name]) for name in root.model_fields}
     return tuple(
@@ -76,7 +76,7 @@ def tables(root: type[Section] = Job) -> tuple[Table, ...]:
 
 @functools.cache
 def keys(root: type[Section] = Job) -> dict[str, Key]:
-    """Every key by its path."""
+    """Return every key that `root` describes, by its dotted path."""
     return {key.path: key for table in tables(root) for key in table.keys}
 
 
@@ -110,13 +110,13 @@ def _key(path: str, hint: Any, field: FieldInfo) -> Key:
 
 
 def _without_none(hint: Any) -> Any:
-    """The type inside an optional one."""
+    """Return the type inside an optional type."""
     inner = [one for one in _union(hint) if one is not type(None)]
     return inner[0] if len(inner) == 1 else hint
 
 
 def _union(hint: Any) -> tuple[Any, ...]:
-    """The types that it is one of."""
+    """Return the members of a union type; empty for any other type."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
 
 
@@ -163,7 +163,7 @@ def _number(bound: float) -> str:
 
 
 def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
-    """One type of a union, and what is said of it."""
+    """Return the type of one union member and its field with bounds."""
     field = FieldInfo.from_annotation(hint)
     return field.annotation, field
 

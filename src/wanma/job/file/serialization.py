@@ -1,4 +1,4 @@
-"""A job as TOML, and as a hash: what the run directory keeps and what tells two jobs apart."""
+"""Serialization of a job to TOML, its hash, and the differences between two jobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(job: Job) -> str:
-    """The whole job, defaults included; `load_job` of it gives an equal job. Unset keys are left out, and of
-    `[parallel]` what `auto` leaves open: a size that is written is a size that is kept.
+    """Return the complete job as TOML, defaults included; `load_job` of it gives an equal job.
+
+    Unset keys are left out, and so are keys of `[parallel]` that `auto` leaves open: a size that is written
+    is a size that is fixed.
 
     Raises:
         JobError: a value in `arguments` has no TOML form.
@@ -42,10 +44,10 @@ def to_toml(job: Job) -> str:
 
 
 def toml_value(value: Any, key: str = "") -> str:
-    """One value as a TOML literal on one line.
+    """Return one value as a TOML literal on one line.
 
     Raises:
-        JobError: it has none; the message names `key`.
+        JobError: the value has no TOML form; the message names `key`.
     """
     match value:
         case bool():
@@ -70,12 +72,12 @@ def toml_value(value: Any, key: str = "") -> str:
 
 
 def job_hash(job: Job) -> str:
-    """Equal for equal jobs, whatever machine or process computes it: 16 hexadecimal digits."""
+    """Return the hash of a job, 16 hexadecimal digits: equal for equal jobs on every machine."""
     return _digest(job.model_dump(mode="json"))
 
 
 def differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:
-    """(key, value in `old`, value in `new`) of every key that differs, in the order of the job file."""
+    """Return (key, value in `old`, value in `new`) of each key that differs, in the order of the job file."""
     return [
         (f"{section}.{key}", getattr(getattr(old, section), key), getattr(getattr(new, section), key))
         for section in Job.model_fields
@@ -99,7 +101,7 @@ def _name(name: Any, key: str) -> str:
 
 
 def _string(value: str, key: str) -> str:
-    """JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
+    """Return a TOML string: JSON's escapes are TOML's, except that TOML also requires DEL to be escaped."""
     try:
         value.encode()
     except UnicodeEncodeError as error:

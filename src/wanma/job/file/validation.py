@@ -1,4 +1,4 @@
-"""What is wrong with a job, said once: each mistake with its place, what was given and what is allowed."""
+"""Validation errors of a job: each mistake with its location, the given value and the allowed values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from wanma.job.sections.job import Job
 
 @dataclass
 class Places:
-    """Where each key of a job was written: a file's line, or an override."""
+    """Source location of each key of a job: a line of a file, or an override."""
 
     file: str = ""
     lines: dict[KeyPath, int] = field(default_factory=dict)
     overrides: dict[KeyPath, str] = field(default_factory=dict)
 
     def of(self, path: KeyPath) -> tuple[int, str]:
-        """(sort key, 'gpt.toml:7' or 'override 1 on the command line') of `path` or what holds it."""
+        """Return (sort key, place) of `path` or its nearest parent.
+
+        A place is 'gpt.toml:7' or 'override 1 on the command line'.
+        """
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 place = self.overrides[path[:length]]
@@ -42,13 +45,13 @@ class Places:
         return 0, self.file
 
     def _order(self, override: str) -> int:
-        """Overrides come after every line of the file."""
+        """Return the sort key of an override: after every line of the file."""
         return 1_000_000_000 + list(self.overrides.values()).index(override)
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing to mend."""
+    """One validation error: key path, text, and hint."""
 
     path: KeyPath
     text: str
@@ -61,7 +64,7 @@ def refuse(
     what: str = "the job",
     hint: str = "`wanma job` lists every key with what it allows",
 ) -> JobError:
-    """All mistakes as one error, in the order of the file and then of the command line."""
+    """Return all mistakes as one error, in the order of the file and then of the command line."""
     # A wrong element of a list is reported once, for the whole list.
     told = sorted(dict.fromkeys(mistakes), key=lambda mistake: places.of(mistake.path)[0])
     lines = [f"{place}: {m.text}" if (place := places.of(m.path)[1]) else m.text for m in told]
@@ -73,13 +76,13 @@ def refuse(
 
 
 def from_pydantic(error: ValidationError, given: dict[str, Any], root: type[Section] = Job) -> list[Mistake]:
-    """The mistakes that validation found in the tables `given` of a file that `root` describes."""
+    """Return the mistakes that validation found in the tables `given` of a file that `root` describes."""
     found = error.errors(include_url=False)
     return [_mistake(one["type"], one["loc"], one["msg"], given, root) for one in found]
 
 
 def shown(value: Any) -> str:
-    """A value as the user would write it, cut to a readable length."""
+    """Return a value as the user would write it, cut to 60 characters."""
     try:
         text = "null" if value is None else toml_value(value)
     except JobError:
@@ -88,7 +91,7 @@ def shown(value: Any) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """'data.sources[0].weight'."""
+    """Return a key path as text, such as 'data.sources[0].weight'."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -120,7 +123,7 @@ def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any], root
 
 
 def _named(path: KeyPath, message: str, given: dict[str, Any]) -> KeyPath:
-    """Path of the first key in section `path` that `message` names and the job gives; else the section's."""
+    """Return the path of the first key in `path` that `message` names and the job sets; else `path`."""
     named = ((*path, word) for word in re.findall(r"[a-z_]+", message))
     return next((key for key in named if _value(given, key) is not _ABSENT), path)
 
@@ -165,12 +168,12 @@ def _table(path: str, root: type[Section]) -> Table | None:
 
 
 def _depth(names: tuple[str, ...], root: type[Section]) -> int:
-    """How many of `names` name a key: what follows lies inside a free table such as `arguments`."""
+    """Return the number of leading `names` that form a key; the rest lies in a free table (`arguments`)."""
     return next(depth for depth in range(len(names), 0, -1) if ".".join(names[:depth]) in keys(root))
 
 
 def _key_length(path: KeyPath, names: int) -> int:
-    """Length of the start of `path` that holds `names` names: drops list positions inside a value."""
+    """Return the length of the prefix of `path` that holds `names` names: drops list positions in a value."""
     seen = 0
     for length, part in enumerate(path, 1):
         seen += isinstance(part, str)

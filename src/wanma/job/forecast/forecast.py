@@ -1,4 +1,4 @@
-"""What the planner sees of a model and what it promises about a plan, as pure data."""
+"""Workload of a model (input of the cost model) and forecast of a plan (its output), as pure data."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from wanma.job.forecast.operators import Operator
 
 @dataclass(frozen=True)
 class Layer:
-    """One line of a `Workload`: `count` identical layers."""
+    """Workload of `count` identical layers."""
 
     name: str
     count: int
     parameters: int
-    """Of one layer."""
+    """Parameters of one layer."""
     flops_per_sample: float
-    """Forward multiply-adds × 2 of one layer for one sample; backward is twice that."""
+    """Forward FLOPs (multiply-adds × 2) of one layer for one sample; backward takes twice as many."""
     activation_elements_per_sample: float
-    """Elements that one layer keeps for backward, for one sample, without recompute."""
+    """Elements that one layer saves for backward, for one sample, without recompute."""
     input_elements_per_sample: float | None = None
-    """Of them those that full recompute keeps: the layer's inputs; None where nobody counted."""
+    """Saved elements under full recompute: the layer's inputs, for one sample; None when not counted."""
     costly_elements_per_sample: float | None = None
-    """What selective recompute keeps beside the inputs (`models.costly`); None likewise."""
+    """Elements that selective recompute saves beside the inputs (`models.costly`); None when not counted."""
     expert_parameters: int = 0
-    """Of the parameters, those of routed experts, which `ep` spreads."""
+    """Parameters of routed experts, which `ep` distributes; part of `parameters`."""
     idle_parameters: int = 0
-    """Of them, those of experts that a token is not sent to."""
+    """Parameters of experts to which a token is not routed; part of `expert_parameters`."""
     trained_parameters: float | None = None
-    """Of the parameters, those that are trained, by gradients that are not sparse; None: all. The mean over
-    the `count` layers, where these differ."""
+    """Parameters that are trained by dense gradients, part of `parameters`; None: all.
+
+    The mean over the `count` layers if they differ."""
     unreached: int = 0
-    """Of the `count` layers, those that backward does not come to: nothing in them or before them is
-    trained."""
+    """Layers, of `count`, that backward does not reach: nothing in them or before them is trained."""
     is_block: bool = False
-    """One of the model's repeated blocks, also where it is the only one of its kind."""
+    """True if the layers are repeated blocks of the model, also if there is only one of its kind."""
     operators: tuple[Operator, ...] = ()
-    """What one layer runs for one micro-batch, forward and backward; empty where nobody looked. Of decoders,
-    whose operators follow from their dimensions, those of adapters."""
+    """Operators of one layer for one micro-batch, forward and backward; empty when not recorded.
+
+    Decoders derive their operators from their dimensions; theirs are only those of adapters."""
 
     @property
     def reached_share(self) -> float:
-        """Of the layers, those that backward comes to."""
+        """Share of the layers that backward reaches, 0 .. 1."""
         return 1 - self.unreached / self.count
 
     @property
     def trained_share(self) -> float:
-        """Of the parameters, those that are trained; one where there are none."""
+        """Share of the parameters that are trained, 0 .. 1; 1 if the layer has none."""
         if self.trained_parameters is None or not self.parameters:
             return 1.0
         return self.trained_parameters / self.parameters
@@ -58,17 +59,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Workload:
-    """The model as the planner sees it."""
+    """Workload of a model, input of the cost model: parameters, FLOPs and saved elements by layer."""
 
     layers: tuple[Layer, ...]
     tokens_per_sample: int
     """Targets of one sample: the sequence length of text, 1 for a labelled image."""
     output_elements_per_sample: float | None = None
-    """That the loss is computed from; None where nobody counted."""
+    """Elements of one sample from which the loss is computed; None when not counted."""
     samples_together: int = 1
-    """Of one micro-batch, because modules that were read define something over so many (statistics)."""
+    """Samples that a micro-batch must hold together for modules with batch statistics."""
     input_elements_per_sample: float | None = None
-    """Numbers of one sample as it is loaded; None: its tokens."""
+    """Input elements of one sample as it is loaded; None: its tokens."""
 
     @property
     def parameters(self) -> int:
@@ -76,21 +77,21 @@ class Workload:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token passes: all but the experts that it is not sent to."""
+        """Parameters that a token uses: all except those of experts to which it is not routed."""
         return self.parameters - sum(layer.count * layer.idle_parameters for layer in self.layers)
 
     @property
     def trained_share(self) -> float:
-        """Of the parameters, those that are trained."""
+        """Share of the parameters that are trained, 0 .. 1."""
         trained = (layer.count * layer.parameters * layer.trained_share for layer in self.layers)
         return sum(trained) / max(self.parameters, 1)
 
     @property
     def flops_per_sample(self) -> float:
-        """Forward and backward, without recompute: what MFU counts.
+        """FLOPs of forward and backward for one sample, without recompute; the basis of MFU.
 
-        Backward is a product for the gradient of a layer's input, and one for that of its weights, which
-        those that are not trained do without; layers before all that is trained have no backward.
+        Backward computes one product for the gradient of a layer's input, and one for that of its weights,
+        which frozen weights omit; layers before all trained ones have no backward.
         """
         return sum(
             layer.count * layer.flops_per_sample * (1 + layer.reached_share + layer.trained_share)
@@ -111,41 +112,41 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step by kind, in seconds; the kinds add up to `seconds`."""
+    """Forecast time of one optimizer step by kind, in seconds; the kinds add up to `seconds`."""
 
     seconds: float
     compute: float
-    """Of the rank that computes longest, with what runs again."""
+    """Compute time of the slowest rank, recompute included."""
     tensor: float = 0.0
-    """Exposed communication by axis, of that rank."""
+    """Exposed tensor-parallel communication of that rank; the next two are those of `cp` and `ep`."""
     context: float = 0.0
     expert: float = 0.0
     data: float = 0.0
-    """Reduction of gradients, and gathers of sharded parameters."""
+    """Exposed reduction of gradients and gathering of sharded parameters."""
     moving: float = 0.0
-    """Waiting, in forward and backward, for what is kept in the host's memory or on disk."""
+    """Exposed transfers of offloaded tensors from host memory or disk, in forward and backward."""
     bubble: float = 0.0
-    """Waiting for other stages, and for what they send."""
+    """Idle time of pipeline stages, with exposed transfers between them."""
     optimizer: float = 0.0
     loading: float = 0.0
-    """Waiting for data."""
+    """Exposed time of data loading."""
     checkpoint: float = 0.0
-    """A step's share of what saving costs."""
+    """Time of saving checkpoints, per step."""
     uncertainty: float = 0.0
-    """Half of the 90 % interval, as a share of `seconds`."""
+    """Half the width of the 90 % interval, as a share of `seconds`."""
 
 
 @dataclass(frozen=True)
 class UsefulTime:
-    """What of a long run's time is work that counts."""
+    """Forecast of goodput: share of a long run's time that advances training."""
 
     share: float
     copying_share: float
-    """Waiting for copies of the state in memory; those on disk are part of a step."""
+    """Share of the time spent on in-memory checkpoints; checkpoints on disk are part of a step."""
     seconds_between_failures: float
-    """The mean."""
+    """Mean time between failures."""
     seconds_per_failure: float
-    """That one costs: until training goes on, and work that is done again."""
+    """Mean time lost to one failure: recovery, and work that is repeated."""
 
     @property
     def failing_share(self) -> float:
@@ -154,16 +155,16 @@ class UsefulTime:
 
 @dataclass(frozen=True)
 class RunCost:
-    """What the whole run takes."""
+    """Forecast cost of the complete run: time, energy, price."""
 
     seconds: float
-    """With what failures and copies of the state take, as `useful` says."""
+    """Duration of the run, with failures and in-memory checkpoints if `useful` is given."""
     energy_joules: float | None
-    """At the wall; None where nobody says what the machines draw."""
+    """Energy at the wall; None when the nodes' power is unknown."""
     price: float | None = None
-    """In the cluster file's currency; None where it names no price."""
+    """Price in the cluster file's currency; None if it gives no price."""
     useful: UsefulTime | None = None
-    """None: `seconds` are of a run in which nothing fails."""
+    """Goodput on which `seconds` is based; None: `seconds` assumes that nothing fails."""
 
 
 MEMORY_KINDS = MappingProxyType(
@@ -178,21 +179,21 @@ MEMORY_KINDS = MappingProxyType(
         "runtime_bytes": "torch and its libraries",
     }
 )
-"""Fields of a forecast that add up to its memory, and what plans and reports call them."""
+"""Fields of a forecast that add up to its memory, with their names in plans and reports."""
 
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """What one rank of a pipeline holds."""
+    """Memory of one rank of a pipeline."""
 
     memory_bytes: int
     tensor_bytes: int
-    """As of `Forecast`."""
+    """Memory that torch allocates, as in `Forecast`."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan will cost, on its fullest rank."""
+    """Forecast of a plan: memory of its fullest rank, step time, MFU and cost of the run."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -200,37 +201,37 @@ class Forecast:
     activations_bytes: int
     logits_bytes: int
     runtime_bytes: int = 0
-    """Before the first tensor: Python, torch and its libraries; on a GPU CUDA and NCCL."""
+    """Memory before the first tensor: Python, torch and its libraries; on a GPU CUDA and NCCL."""
     host_bytes: int = 0
-    """What waits in the host's memory, not on the device (parallel.offload_*)."""
+    """Offloaded tensors in host memory instead of on the device (parallel.offload_*)."""
     snapshots_bytes: int = 0
-    """Copies of the state for recovery, likewise (checkpoint.snapshots)."""
+    """In-memory checkpoints for recovery, in host memory (checkpoint.snapshots)."""
     disk_bytes: int = 0
-    """What waits on disk."""
+    """Offloaded tensors on disk."""
     buffers_bytes: int = 0
-    """Of communication, beside the gradients' own."""
+    """Communication buffers, beside those of the gradients."""
     fragmentation_bytes: int = 0
-    """What the allocator holds and nobody uses."""
+    """Memory that the allocator reserves and no tensor uses."""
     reasons: tuple[str, ...] = ()
     step: StepTime | None = None
-    """None where the machine's rates are unknown, or the model cannot be read."""
+    """Forecast step time; None if the rates of the hardware are unknown, or the model cannot be analysed."""
     samples_per_second: float | None = None
     model_flops_utilisation: float | None = None
-    """Model FLOPs without recompute over the devices' peak in the plan's precision."""
+    """Model FLOPs without recompute divided by the devices' peak in the plan's precision, 0 .. 1."""
     run: RunCost | None = None
     pipeline_ranks: tuple[PipelineRank, ...] = ()
-    """All ranks of a pipeline, which hold other stages; empty where every rank holds as much as the fullest,
-    and while a search compares plans."""
+    """Memory of each rank of a pipeline, whose stages differ; empty if every rank holds as much as the
+    fullest, and while a search compares plans."""
 
     @cached_property
     def memory_bytes(self) -> int:
-        """On the device."""
+        """Memory on the device, in bytes."""
         whole: int = sum(getattr(self, kind) for kind in MEMORY_KINDS)
         return whole
 
     @property
     def tensor_bytes(self) -> int:
-        """Of `memory_bytes` what torch allocates: what a recorder counts on a GPU."""
+        """Part of `memory_bytes` that torch allocates: the memory that a recorder measures on a GPU."""
         return self.memory_bytes - self.runtime_bytes - self.fragmentation_bytes
 
     def to_json(self) -> dict[str, Any]:

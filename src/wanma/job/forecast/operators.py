@@ -1,7 +1,7 @@
-"""What a layer computes, operator by operator, as pure data: forecasts of time are made of it.
+"""Operators of a layer with their sizes, as pure data: the basis of time forecasts.
 
-Extents that grow with the samples of a micro-batch are given for one sample; elements are counted in those
-of the precision that the model computes in, so that one of twice the size counts twice.
+Sizes that grow with the samples of a micro-batch are given for one sample. Elements are counted in those of
+the model's compute precision, so that an element of twice the size counts twice.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from typing import Any, Literal
 Kind = Literal[
     "product", "convolution", "attention", "normalisation", "reduction", "elementwise", "gather", "lookup"
 ]
-"""The first three compute, and say of which sizes; the others only stream through memory. 'lookup' reads and
-writes rows of a table; 'gather' moves single elements about."""
+"""Kind of operator: the first three compute and carry their sizes; the others only stream through memory.
+
+A 'lookup' reads and writes rows of a table; a 'gather' moves single elements."""
 
 Phase = Literal["forward", "inputs", "weights"]
-"""Of the backward, what gives the gradients of a layer's inputs and of its weights."""
+"""Pass in which an operator runs; backward is split into gradients of inputs and of weights."""
 
 When = Literal["always", "eager", "compiled"]
-"""A compiler fuses what streams: such operators come twice, each for one way to run them."""
+"""Execution mode in which an operator runs; a compiler fuses streaming operators, so they come twice."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """(m, k) × (k, n), `count` of them at once. A convolution is the product that it is computed as."""
+    """Batched matrix product (m, k) × (k, n), `count` at once.
+
+    A convolution is the product as which it is computed.
+    """
 
     m: float
     n: float
     k: float
     count: float = 1.0
     grows: Literal["m", "n", "k", "count", "nothing"] = "nothing"
-    """The size that is a sample's share, and as often as large as there are samples."""
+    """Size that is given for one sample, and that grows in proportion to the samples."""
 
     def sized(self, samples: float) -> Product:
-        """Of a micro-batch of `samples`."""
+        """Return the product for a micro-batch of `samples`."""
         sizes = {name: getattr(self, name) for name in ("m", "n", "k", "count")}
         if self.grows != "nothing":
             sizes[self.grows] *= samples
@@ -43,13 +47,13 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Multiply-adds × 2; of one sample, where something grows."""
+        """FLOPs (multiply-adds × 2), for one sample if a size grows."""
         return 2.0 * self.m * self.n * self.k * self.count
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Fused attention of one sample's sequences."""
+    """Sizes of fused attention over one sample's sequences."""
 
     sequences: float
     queries: float
@@ -62,7 +66,7 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """Of the forward, for one sample; a causal model needs half of the scores."""
+        """FLOPs of the forward for one sample; a causal model needs half of the scores."""
         pairs = self.sequences * self.heads * self.queries * self.keys * (0.5 if self.causal else 1.0)
         return 2.0 * pairs * (self.head_width + self.value_width)
 
@@ -75,21 +79,24 @@ class Operator:
     phase: Phase
     kernels: int = 1
     elements_per_sample: float = 0.0
-    """That all of them together read and write, for one sample."""
+    """Elements that all kernels together read and write, for one sample."""
     elements_fixed: float = 0.0
-    """And however many samples there are: weights, and gradients of weights."""
+    """Elements that do not depend on the samples: weights, and gradients of weights."""
     product: Product | None = None
-    """Of one kernel."""
+    """Matrix product of one kernel."""
     attention: Attention | None = None
     row_elements: float | None = None
-    """Of a lookup: elements that lie together."""
+    """Elements of one row of a lookup, contiguous in memory."""
     is_kept: bool = False
-    """Selective recompute keeps the result (`models.costly`)."""
+    """True if selective recompute saves the result (`models.costly`)."""
     when: When = "always"
 
     @property
     def flops_per_sample(self) -> float:
-        """Backward's attention has five products, forward's two (Dao et al. 2022, section 3.1)."""
+        """FLOPs for one sample; backward's attention has five products, forward's two.
+
+        Source: Dao et al. 2022, section 3.1.
+        """
         if self.product is not None:
             return 0.0 if self.product.grows == "nothing" else self.kernels * self.product.flops
         if self.attention is not None:

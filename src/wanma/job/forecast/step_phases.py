@@ -1,4 +1,4 @@
-"""A forecast step in the phases that a run's recorder measures, so that one can be set beside the other."""
+"""Mapping from a forecast step to the step phases of a recorder, so that both can be compared."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from wanma.job.plan.plan import Plan
 
 
 def phases_of(step: StepTime, plan: Plan) -> dict[str, float]:
-    """Seconds by phase of `observe.phases`, those that a forecast knows.
+    """Return the forecast seconds by phase of `observe.phases`, as far as a forecast knows them.
 
-    Communication of tensors, context and experts is inside forward and backward, for the recorder as for the
-    model. That of data-parallel ranks is apart only where it can be: on a GPU it runs beside computing, and
-    a pipeline's ranks wait in it for each other.
+    Communication over `tp`, `cp` and `ep` is part of forward and backward, for the recorder as for the cost
+    model. Data-parallel communication is a phase of its own only if it can be measured: on a GPU it overlaps
+    with computation, and the ranks of a pipeline wait in it for each other.
     """
     inside = step.compute + step.tensor + step.context + step.expert + step.moving + step.bubble
     apart = is_communication_apart(plan)
@@ -25,7 +25,7 @@ def phases_of(step: StepTime, plan: Plan) -> dict[str, float]:
 
 
 def measured_phases(phases: dict[str, float], plan: Plan) -> dict[str, float]:
-    """The recorder's phases, put together as `phases_of` has them; validation is no part of a step."""
+    """Return the recorder's seconds, merged into the phases of `phases_of`; validation is left out."""
     told = {name: seconds for name, seconds in phases.items() if name != "validation"}
     if not is_communication_apart(plan):
         told["forward_backward"] = told.get("forward_backward", 0.0) + told.pop("communication", 0.0)
@@ -33,5 +33,5 @@ def measured_phases(phases: dict[str, float], plan: Plan) -> dict[str, float]:
 
 
 def is_communication_apart(plan: Plan) -> bool:
-    """Whether the recorder tells data-parallel communication from computing."""
+    """Return True if the recorder separates data-parallel communication from computation."""
     return plan.device == "cpu" and plan.pp == 1

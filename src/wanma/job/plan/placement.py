@@ -1,4 +1,4 @@
-"""Where the replicas of a plan on mixed hardware are placed, as pure data."""
+"""Placement of replicas and their pipeline stages on heterogeneous nodes, as pure data."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ from wanma.job.sections.parallel import Recompute
 
 @dataclass(frozen=True)
 class Place:
-    """One pipeline stage of a replica: `tp` devices of one machine."""
+    """Placement of one pipeline stage of a replica: `tp` devices of one node."""
 
     node: int
-    """Kind of machine: index into `Cluster.nodes`."""
+    """Node group: index into `Cluster.nodes`."""
     blocks: int
-    """Of the model, those that this stage holds; the first one also holds what comes before the blocks, and
-    the last one what comes after them."""
+    """Blocks of the model in this stage.
+
+    The first stage also holds the layers before the blocks, the last one those after them."""
     tp: int = 1
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Equal replicas of the model. Between steps they need nothing of others, so that unlike ones may have
-    stages, micro-batches and recompute of their own."""
+    """Equal replicas of the model, with the placement of their stages.
+
+    Replicas need nothing of each other between steps, so that replicas on unlike nodes may have stages,
+    micro-batches and recompute of their own.
+    """
 
     count: int
     places: tuple[Place, ...]
-    """Stages in the model's order."""
+    """Placement of each stage, in the model's order."""
     micro_batch: int = 1
-    """As `Plan.micro_batch`."""
+    """Maximum samples of a micro-batch, as in `Plan.micro_batch`."""
     recompute: Recompute = "none"
-    """As `Plan.recompute`, of all blocks."""
+    """Recompute of all blocks, as in `Plan.recompute`."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.micro_batch < 1 or not self.places:
@@ -41,19 +45,19 @@ class Replicas:
 
     @property
     def devices(self) -> int:
-        """Of all of them."""
+        """Devices of all replicas."""
         return self.count * sum(place.tp for place in self.places)
 
     @property
     def stage_cuts(self) -> tuple[int, ...]:
-        """As `Plan.stage_cuts`."""
+        """First block of every stage but the first, as in `Plan.stage_cuts`."""
         cuts: list[int] = []
         for place in self.places[:-1]:
             cuts.append((cuts[-1] if cuts else 0) + place.blocks)
         return tuple(cuts)
 
     def devices_on(self, node: int) -> int:
-        """Of them, those of one kind of machine."""
+        """Return the number of devices on one node group."""
         return self.count * sum(place.tp for place in self.places if place.node == node)
 
     @classmethod

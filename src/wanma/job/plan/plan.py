@@ -1,8 +1,7 @@
-"""How a job runs, as pure data: the sizes of the axes and everything the runtime must obey.
+"""Execution plan as pure data: sizes of the mesh dimensions and everything the runtime must obey.
 
-`Plan` also answers the three questions every room asks of it: who am I in the grid
-(`coordinates`), which rows of the global batch are mine (`rows`), and in which micro-batches
-(`micro_batches`). They are functions of the plan alone, so that tests need no processes.
+`Plan` also gives a rank's coordinates in the mesh (`coordinates`), its rows of the global batch (`rows`), and
+their micro-batches (`micro_batches`). These are functions of the plan alone, so that tests need no processes.
 """
 
 from __future__ import annotations
@@ -20,23 +19,28 @@ from wanma.job.sections.job import Precision
 from wanma.job.sections.parallel import Compression, ContextKind, Offload, Recompute, Schedule, Shard
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
+"""Mesh dimensions, outermost first: the one that communicates most stays on the fastest links."""
 
 UPDATED_TOGETHER = 1 << 23
-"""Parameters whose optimizer state is on the device at once, where it otherwise waits elsewhere."""
+"""Parameters per chunk of an offloaded optimizer state that is on the device at once."""
 
 REDUCED_TOGETHER_BYTES = 25 << 20
-"""Of whole gradients that are summed over replicas in one message, at most, as DDP's: many small ones cost
-more switches between ranks than the copy saves, and one of all would be a second copy of them all."""
+"""Maximum bytes of unsharded gradients in one all-reduce, as in DDP.
+
+Many small messages cost more switches between ranks than the copy saves, and a single message would be a
+second copy of all gradients."""
 LEAST_TOGETHER_BYTES = 1 << 20
-"""At least, likewise."""
+"""Minimum bytes of unsharded gradients in one all-reduce."""
 
 _NO_COMPRESSIONS: frozenset[Compression] = frozenset()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of a run. `ep` subdivides the data axes and so is no factor of `world_size`."""
+    """Execution plan of a run.
+
+    `ep` subdivides the data-parallel dimensions, so it is no factor of `world_size`.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -46,11 +50,11 @@ class Plan:
     ep: int = 1
     shard: Shard = "nothing"
     sequence: bool = False
-    """Between the matrices that `tp` splits, each of its ranks holds a part of the sequence."""
+    """Sequence parallelism: activations between split matrices are sharded along the sequence over `tp`."""
     context: ContextKind = "ring"
-    """How attention sees the whole sequence when `cp` splits it."""
+    """Context-parallel method: the way in which attention sees the complete sequence over `cp`."""
     micro_batch: int = 1
-    """Most samples in one forward pass of one data rank."""
+    """Maximum samples in one forward pass of one data rank."""
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     """Pipeline stages per rank."""
@@ -58,7 +62,7 @@ class Plan:
     """First block of every pipeline stage but the first; `pp` × `virtual_stages` − 1 of them."""
     recompute: Recompute = "none"
     recompute_share: float = 1.0
-    """Share of the blocks that recompute, spread evenly over each stage."""
+    """Share of the blocks that recompute, spread evenly over each stage; 0 .. 1."""
     offload_parameters: Offload = "nothing"
     offload_optimizer: Offload = "nothing"
     offload_activations: Offload = "nothing"
@@ -66,34 +70,38 @@ class Plan:
     precision: Precision = "fp32"
     fp8: bool = False
     compression: Compression = "nothing"
-    """What ranks exchange of gradients (`collectives.compression`)."""
+    """Gradient compression (`collectives.compression`)."""
     compression_share: float = 0.01
-    """topk: of each tensor's elements."""
+    """Share of each tensor's elements that top-k compression sends; 0 .. 1."""
     compression_rank: int = 4
-    """powersgd: of the matrices."""
+    """Rank of the matrices of PowerSGD."""
     compression_from_step: int = 0
-    """Optimizer steps before it begins."""
+    """Optimizer steps before compression begins."""
     compression_groups: tuple[tuple[str, Compression], ...] = ()
-    """(pattern of parameter names, compression); the first that matches counts instead of `compression`."""
+    """Compression by parameter: (pattern of names, method); the first match replaces `compression`."""
     overlap: bool = True
-    """Replicas sum their gradients, and shards gather parameters ahead of use, while backward goes on."""
+    """Overlap of gradient reduction and parameter gathering with backward."""
     bucket_bytes: int = REDUCED_TOGETHER_BYTES
-    """Of gradients that replicas sum in one message; a larger tensor goes alone."""
+    """Maximum bytes of gradients that replicas reduce in one message; a larger tensor is sent alone."""
     hierarchical: bool = False
-    """Replicas sum their gradients within each node, then between nodes, of which each rank has a part."""
+    """Hierarchical all-reduce: within each node, then between nodes with one part per rank."""
     device: str = "cpu"
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()
-    """Names of what changes the mathematics; empty for an exact plan."""
+    """Approximations that change the mathematics; empty for an exact plan."""
     batch_shares: tuple[int, ...] = ()
-    """Samples of each data rank in every sum of them; empty: as even as can be."""
+    """Integer weight of each data rank in the global batch; empty: as equal as possible."""
     placement: tuple[Replicas, ...] = ()
-    """On mixed hardware: replicas by kind, in the order of their data ranks. Such a plan is no grid: `pp` and
-    `tp` are those of its deepest and widest replica, `dp_replicate` counts all of them, and each has its own
-    micro-batch and recompute. Its `shard` is over equal replicas, and `batch_shares` says what each does."""
+    """Replica placement on heterogeneous nodes, in the order of the data ranks; empty for a regular mesh.
+
+    With a placement, `pp` and `tp` are those of the deepest and widest replica, `dp_replicate` counts all
+    replicas, and each has its own micro-batch and recompute. Its `shard` is over equal replicas, and
+    `batch_shares` gives the share of each."""
     synchronization: Synchronization | None = None
-    """What groups of replicas do instead of agreeing at every step. They are then outermost in the order of
-    the ranks, before `pp`: what is within one stays on its links."""
+    """Cross-site synchronization instead of a gradient sum at every step; None: all replicas sum.
+
+    Sites are the outermost dimension of the rank order, before `pp`: traffic within a site stays on its
+    links."""
 
     def __post_init__(self) -> None:
         if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):
@@ -117,11 +125,13 @@ class Plan:
             )
 
     def but(self, **changes: Any) -> Plan:
-        """As `dataclasses.replace`, in a fraction of its time: searches make plans by the ten thousand.
+        """Return a copy with changed fields, as `dataclasses.replace`, in a fraction of its time.
+
+        Searches build plans by the ten thousand.
 
         Raises:
-            TypeError: a plan has no field of such a name.
-            ValueError: the changed plan is none.
+            TypeError: a plan has no field of that name.
+            ValueError: the changed plan is invalid.
         """
         values = {**self.__dict__, **changes}
         if len(values) != len(self.__dict__):
@@ -140,27 +150,27 @@ class Plan:
 
     @property
     def sites(self) -> int:
-        """Groups of replicas that do not agree at every step."""
+        """Groups of replicas that do not synchronize at every step; 1 without synchronization."""
         return 1 if self.synchronization is None else self.synchronization.sites
 
     @property
     def site_ranks(self) -> int:
-        """Ranks of one site: all, where there is one."""
+        """Ranks of one site; all ranks if there is one site."""
         return self.world_size // self.sites
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one site that hold one pipeline rank's stages: so far are they from the next one's."""
+        """Ranks of one site that hold the stages of one pipeline rank: the stride between pipeline ranks."""
         return self.world_size // self.sites // self.pp
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples: the two data-parallel axes."""
+        """Data-parallel size: ranks that read different samples, over both data-parallel dimensions."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that share one copy of the state: those of `cp` take part in what `dp_shard` shards."""
+        """Ranks that share one copy of the state: those of `dp_shard`, and of `cp` too."""
         return 1 if self.shard == "nothing" else self.dp_shard * self.cp
 
     @property
@@ -170,7 +180,7 @@ class Plan:
 
     @property
     def computes_with_state(self) -> bool:
-        """Whether what computes is what the optimizer updates: neither gathered nor cast."""
+        """True if ranks compute on the tensors that the optimizer updates, neither gathered nor cast."""
         return (
             self.device == "cpu"
             and self.shard_ranks == 1
@@ -181,31 +191,31 @@ class Plan:
 
     @property
     def reshards(self) -> bool:
-        """Return whether ranks gather parameters for each use of a block, and let go of them after it."""
+        """True if ranks gather parameters for each use of a block, and free them after it."""
         # A pipeline's schedule says itself when a stage's parameters are gathered and let go.
         return (self.shard == "parameters" or self.offload_parameters != "nothing") and self.pp == 1
 
     @property
     def compressions(self) -> frozenset[Compression]:
-        """The ways in which gradients are made smaller; empty where they are exchanged as they are."""
+        """Compression methods of the gradients; empty if all are exchanged uncompressed."""
         if self.compression == "nothing" and not self.compression_groups:
             return _NO_COMPRESSIONS
         methods = {self.compression, *(method for _, method in self.compression_groups)}
         return frozenset(methods - {"nothing"})
 
     def compression_of(self, parameter: str) -> Compression:
-        """What ranks exchange of the gradient of the parameter of this full name."""
+        """Return the compression method for the gradient of the parameter with this full name."""
         groups = (method for pattern, method in self.compression_groups if fnmatchcase(parameter, pattern))
         return next(groups, self.compression)
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
-        """(replicate, shard) of the experts' own state: what `ep` leaves of `replicas` and `shard_ranks`.
+        """Sizes (replicate, shard) of the groups that hold the experts' state.
 
-        `ep` takes the innermost data ranks.
+        `ep` divides them out of `replicas` and `shard_ranks`, innermost data ranks first.
 
         Raises:
-            ValueError: it divides neither; `allowed_ep` names the sizes that do.
+            ValueError: `ep` divides neither; `allowed_ep` names the valid sizes.
         """
         if self.ep not in self.allowed_ep():
             raise ValueError(f"ep = {self.ep} does not divide the data ranks; possible: {self.allowed_ep()}")
@@ -214,7 +224,7 @@ class Plan:
         return self.replicas * self.shard_ranks // self.ep, 1
 
     def allowed_ep(self) -> list[int]:
-        """Sizes of `ep` that this plan's data axes can be cut into."""
+        """Return the sizes of `ep` that divide this plan's data-parallel dimensions."""
         inner, outer = self.shard_ranks, self.replicas
         within = [size for size in range(1, inner + 1) if inner % size == 0]
         beyond = [inner * size for size in range(2, outer + 1) if outer % size == 0]
@@ -222,41 +232,44 @@ class Plan:
 
     @property
     def sequence_unit(self) -> int:
-        """What sequences must be a multiple of: each context rank of a ring holds two pieces, and under
-        sequence parallelism `tp` cuts its part evenly."""
+        """Number of tokens that must divide a sequence length.
+
+        Each context rank of a ring holds two pieces, and under sequence parallelism `tp` splits its part
+        evenly.
+        """
         pieces = 2 if self.cp > 1 and self.context == "ring" else 1
         return self.cp * math.lcm(pieces, self.tp if self.sequence else 1)
 
     @property
     def is_v_shaped(self) -> bool:
-        """Whether the stages go down the ranks and up again, so that the first rank holds the last one."""
+        """True if stages go down the ranks and up again, so that the first rank holds the last stage."""
         return self.schedule in ("zbv", "dualpipev")
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Numbers of the pipeline stages that `pp_rank` holds, in the model's order."""
+        """Return the indices of the pipeline stages that `pp_rank` holds, in the model's order."""
         if self.is_v_shaped:
             return pp_rank, 2 * self.pp - 1 - pp_rank
         return tuple(range(pp_rank, self.stages, self.pp))
 
     def holds_loss(self, rank: int) -> bool:
-        """Whether `rank` holds the last stage, where losses are computed."""
+        """Return True if `rank` holds the last stage, where losses are computed."""
         return self.stages - 1 in self.stages_of(self.coordinates(rank)["pp"])
 
     @property
     def stages(self) -> int:
-        """Pipeline stages of the whole model."""
+        """Pipeline stages of the complete model."""
         return self.pp * self.virtual_stages
 
     def recomputed(self, blocks: int) -> list[int]:
-        """Which of a stage's `blocks` recompute: at least the share that the plan asks, spread evenly."""
+        """Return the indices of a stage's recomputed blocks: at least the plan's share, spread evenly."""
         count = 0 if self.recompute == "none" else math.ceil(round(blocks * self.recompute_share, 9))
         return [index for index in range(blocks) if (index + 1) * count // blocks > index * count // blocks]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis of `AXES`.
+        """Return the position of `rank` in every dimension of `AXES`.
 
         Raises:
-            ValueError: there is no such rank, or the plan is placed on mixed hardware and so is no grid.
+            ValueError: there is no such rank, or the plan has a placement and so no regular mesh.
         """
         if self.placement:
             raise ValueError("a plan that is placed on mixed hardware is no grid of ranks")
@@ -275,7 +288,7 @@ class Plan:
         return rank // self.site_ranks
 
     def stage_group(self, rank: int) -> list[int]:
-        """Ranks of all sites that hold the same pipeline stages as `rank`."""
+        """Return the ranks of all sites that hold the same pipeline stages as `rank`."""
         first = rank % self.site_ranks // self.stage_ranks * self.stage_ranks
         return [
             start + place
@@ -288,8 +301,7 @@ class Plan:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def rows(self, global_batch: int, data_rank: int) -> range:
-        """Rows of the global batch that `data_rank` computes: contiguous, and as many as its share of them
-        to within one."""
+        """Return the rows of the global batch of `data_rank`: contiguous, its share of them to within one."""
         if self.batch_shares:
             first = starts(self.batch_shares, global_batch)
             return range(first[data_rank], first[data_rank + 1])
@@ -298,30 +310,32 @@ class Plan:
         return range(start, start + base + (data_rank < extra))
 
     def sizes(self, global_batch: int) -> list[int]:
-        """Rows of every data rank."""
+        """Return the number of rows of every data rank."""
         if self.batch_shares:
             return [stop - start for start, stop in pairwise(starts(self.batch_shares, global_batch))]
         base, extra = divmod(global_batch, self.data_ranks)
         return [base + (rank < extra) for rank in range(self.data_ranks)]
 
     def most_rows(self, global_batch: int) -> int:
-        """Of one data rank."""
+        """Return the maximum number of rows of one data rank."""
         return max(self.sizes(global_batch)) if self.batch_shares else -(-global_batch // self.data_ranks)
 
     @property
     def counts_apart(self) -> bool:
-        """Whether each data rank has as many micro-batches as its own rows need: its share is unlike others',
-        and nothing that data ranks do together happens within a micro-batch."""
+        """True if each data rank has as many micro-batches as its own rows need.
+
+        Shares are then unequal, and data ranks do nothing together within a micro-batch.
+        """
         return bool(self.batch_shares) and why_equal_counts(self) is None
 
     def accumulation(self, global_batch: int) -> int:
-        """Micro-batches per step: of the data rank that has most of them, where they differ (`counts`)."""
+        """Return the micro-batches per step, of the data rank with the most if they differ (`counts`)."""
         if not self.placement:
             return max(math.ceil(self.most_rows(global_batch) / self.micro_batch), 1)
         return max(self.counts(global_batch))
 
     def counts(self, global_batch: int) -> list[int]:
-        """Micro-batches of every data rank in a step."""
+        """Return the number of micro-batches of every data rank in a step."""
         if not (self.placement or self.counts_apart):
             return [self.accumulation(global_batch)] * self.data_ranks
         return [
@@ -330,7 +344,7 @@ class Plan:
         ]
 
     def micro_batches(self, global_batch: int, data_rank: int) -> list[range]:
-        """This data rank's rows in as many runs as `counts` says; the last ones may be empty."""
+        """Split the rows of a data rank into as many ranges as `counts` gives; the last ones may be empty."""
         mine = self.rows(global_batch, data_rank)
         if self.placement or self.counts_apart:
             count = max(math.ceil(len(mine) / self._micro_batch_of(data_rank)), 1)
@@ -348,7 +362,7 @@ class Plan:
         return self.replicas_of(data_rank).micro_batch if self.placement else self.micro_batch
 
     def replicas_of(self, data_rank: int) -> Replicas:
-        """Those of `placement` that `data_rank` is one of."""
+        """Return the placement entry that contains `data_rank`."""
         for replicas in self.placement:
             if data_rank < replicas.count:
                 return replicas

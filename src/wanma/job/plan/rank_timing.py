@@ -1,5 +1,4 @@
-"""Unlike shares of the global batch: where each begins, whether their micro-batches may differ in number, and
-whether they can follow the ranks' times."""
+"""Unequal shares of the global batch: row offsets, equal micro-batch counts, and timing of ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +11,16 @@ if TYPE_CHECKING:
 
 
 def starts(shares: Sequence[int], global_batch: int) -> list[int]:
-    """First row of every data rank, and the end."""
+    """Return the first row of every data rank, and the total number of rows."""
     whole = sum(shares)
     return [global_batch * before // whole for before in accumulate(shares, initial=0)]
 
 
 def why_equal_counts(plan: Plan) -> str | None:
-    """Why every data rank needs as many micro-batches as the others, whatever its share; None where it does
-    not.
+    """Return the reason why all data ranks need equally many micro-batches; None if they may differ.
 
-    Their sizes may differ in any case. Where what data ranks do together is done once per step, a rank with
-    a third of the rows runs a third of the micro-batches; where it is done within each, as many smaller ones.
+    Their sizes may differ in any case. If data ranks communicate once per step, a rank with a third of the
+    rows runs a third of the micro-batches; if they communicate within each, it runs as many smaller ones.
     """
     if plan.ep > 1:
         return "tokens visit the experts of other data ranks within every micro-batch (ep)"
@@ -41,10 +39,10 @@ def why_equal_counts(plan: Plan) -> str | None:
 
 
 def why_not_timed(plan: Plan) -> str | None:
-    """Why a rank's own work cannot be told from its waiting for other data ranks; None where it can.
+    """Return the reason why a rank's work cannot be told from waiting for data ranks; None if it can.
 
-    A processor's clock runs while a rank waits and so the waiting is measured and left out. A GPU waits
-    within what is queued on it, and only a forward without exchanges between data ranks tells its pace.
+    A processor's clock runs while a rank waits, so the waiting is measured and subtracted. A GPU waits within
+    its queue, and only a forward without exchanges between data ranks shows its speed.
     """
     if plan.device == "cpu":
         return None

@@ -1,14 +1,14 @@
-"""How seldom groups of replicas, here called sites, hear of each other: pure data, and its calendar.
+"""Cross-site synchronization as pure data: method and schedule of exchanges between groups of replicas.
 
-Within a site ranks agree at every step, exactly. Between sites there are slow links, and three ways to use
-them less, none of which computes what a step that everybody agrees on would:
+Within a site, ranks synchronize at every step, exactly. Sites are joined by slow links, and three methods use
+them less; none computes the same as a synchronous step:
 
-    local_sgd   each site goes on by itself, and every so many steps all take the mean of their weights
-                (Stich 2018; after some steps that all take together: Lin et al. 2018)
-    diloco      likewise, but what the sites have moved on average is a gradient to an outer optimizer
-                (Douillard et al. 2023); fragments of the model in turn, and beside the next steps
+    local_sgd   each site trains alone, and every so many steps all take the mean of their weights
+                (Stich 2018; after some synchronous steps: Lin et al. 2018)
+    diloco      the same, but the sites' mean change is a pseudo-gradient of an outer optimizer
+                (Douillard et al. 2023); fragments of the model in turn, overlapped with the next steps
                 (Douillard et al. 2025)
-    stale       gradients are summed over the sites beside the next steps, and applied so many steps late
+    stale       delayed gradients: summed over the sites during the next steps, and applied that much later
                 (Ho et al. 2013, with every delay at its bound, so that a run repeats)
 """
 
@@ -21,35 +21,35 @@ from dataclasses import dataclass
 from wanma.job.sections.parallel import OuterCompression, OuterPlace, SiteKind
 
 _BLOCK = re.compile(r"^(?:\w+\.)*?\d+(?=\.)")
-"""'layers.3' of 'layers.3.attention.query.weight'."""
+"""Pattern of a block's path: 'layers.3' of 'layers.3.attention.query.weight'."""
 
 
 @dataclass(frozen=True)
 class Synchronization:
-    """What sites do instead of summing gradients at every step."""
+    """Synchronization between sites instead of a sum of gradients at every step."""
 
     kind: SiteKind
     sites: int = 1
     every: int = 1
-    """Steps from one synchronisation of a fragment to the next (H of DiLoCo)."""
+    """Steps between two synchronizations of a fragment (H of DiLoCo)."""
     synchronous_steps: int = 0
-    """First steps, whose gradients are summed over the sites."""
+    """First steps of the run, in which gradients are summed over the sites."""
     rate: float = 1.0
-    """Of the outer update; 1 with no momentum is the mean of the sites' weights."""
+    """Learning rate of the outer optimizer; 1 with no momentum gives the mean of the sites' weights."""
     momentum: float = 0.0
-    """Of the outer update, after Nesterov."""
+    """Nesterov momentum of the outer optimizer."""
     fragments: int = 1
-    """Parts of the model, which are synchronised in turn."""
+    """Parts of the model that are synchronized in turn."""
     overlap_steps: int = 0
-    """That a fragment's exchange may take, beside them (τ of Streaming DiLoCo)."""
+    """Steps during which a fragment's exchange runs in the background (τ of Streaming DiLoCo)."""
     mix: float = 0.0
-    """What a site keeps of its own weights where an exchange has come back beside its steps (α)."""
+    """Share of its own weights that a site keeps when a background exchange arrives (α), 0 .. 1."""
     staleness: int = 0
-    """Steps by which gradients are late."""
+    """Steps by which delayed gradients are applied late."""
     compression: OuterCompression = "nothing"
-    """Of what travels between sites."""
+    """Compression of the tensors exchanged between sites."""
     offload: OuterPlace = "nothing"
-    """Where the outer weights and their momentum wait."""
+    """Offload target of the outer weights and their momentum."""
 
     def __post_init__(self) -> None:
         if min(self.sites, self.every, self.fragments) < 1:
@@ -65,17 +65,18 @@ class Synchronization:
 
     @property
     def is_local(self) -> bool:
-        """Whether sites have weights of their own between synchronisations."""
+        """True if sites have weights of their own between synchronizations."""
         return self.kind != "stale"
 
     def is_synchronous(self, step: int) -> bool:
-        """Whether all sites take `step`, counted from 1, together."""
+        """Return True if all sites take `step`, counted from 1, together."""
         return self.is_local and step <= self.synchronous_steps
 
     def due(self, step: int) -> list[int]:
-        """Fragments whose exchange begins after `step`, counted from 1.
+        """Return the fragments whose exchange begins after `step`, counted from 1.
 
-        Each every so many steps, as far from each other as can be (Douillard et al. 2025, section 2.2).
+        Each fragment is exchanged every so many steps, as far from the others as possible (Douillard et al.
+        2025, section 2.2).
         """
         since = step - self.synchronous_steps
         if since < 1:
@@ -84,12 +85,13 @@ class Synchronization:
         return [fragment for fragment, offset in offsets if (since + offset) % self.every == 0]
 
     def fragment_by_name(self, names: Iterable[str]) -> dict[str, int]:
-        """Which fragment each parameter belongs to: units in turn, so that each fragment has some from every
-        depth (the strided pattern of Douillard et al. 2025, section 3).
+        """Return the fragment of each parameter: units in turn, so that a fragment has some of every depth.
+
+        This is the strided pattern of Douillard et al. 2025, section 3.
 
         Args:
-            names: of the whole model's parameters, in its order. A unit is a block, or what neighbours
-                between blocks: the embedding, the head.
+            names: names of all parameters of the model, in its order. A unit is a block, or the consecutive
+                parameters between blocks: the embedding, the head.
         """
         found: dict[str, int] = {}
         unit, before = -1, None
@@ -101,7 +103,7 @@ class Synchronization:
         return found
 
     def __str__(self) -> str:
-        """'diloco between 2 sites every 100 steps'."""
+        """Return a text such as 'diloco between 2 sites every 100 steps'."""
         sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
         if not self.is_local:
             late = f"{self.staleness} step" + ("" if self.staleness == 1 else "s")

@@ -1,13 +1,13 @@
-"""Who may write into a run directory: each start of ranks on several machines claims its number there.
+"""Claims of generations (fencing tokens) in a run directory: each start of ranks claims its number.
 
-    generations/7           created exclusively by the coordinator of start 7, before any of its ranks lives
+    generations/7           created exclusively by the coordinator of generation 7, before its ranks start
     generations/7.lost.2    node 2 no longer hears that coordinator, and has ended its ranks
 
-One line of a claim says where the run meets; another one closes it: another has followed, or the run has
-ended. All are appended, because what closes a claim may come before a slow writer's own line. Ranks look at
-their own claim before they commit or record anything (`Fence`). Files are opened anew for every look, which
-is what network file systems keep consistent: a name that was missing may stay so in their caches for a
-while. Times are never compared between machines.
+The first line of a claim holds the rendezvous endpoint; another line closes it: a newer generation exists, or
+the run has ended. Lines are only appended, because a closing line may arrive before a slow writer's own one.
+Ranks check their own claim before they commit or record anything (`Fence`). Files are opened anew for every
+check, which is what network file systems keep consistent: a missing name may stay missing in their caches for
+a while. Times are never compared between nodes.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ FOLDER = "generations"
 
 @dataclass(frozen=True)
 class Claim:
-    """One start of the run's ranks, or the intention to."""
+    """Claim of one generation: one start of the run's ranks, or the intention to start them."""
 
     generation: int
     place: str
-    """HOST:PORT of the coordinator; empty: the claim is being written, or its writer died over it."""
+    """Rendezvous endpoint HOST:PORT; empty: the claim is being written, or its writer died over it."""
     coordinator: str
-    """A name that no other process has."""
+    """Identity of the coordinator, unique among processes."""
     host: str
-    """The coordinator's machine, for people."""
+    """Host name of the coordinator, for people."""
     node: int | None = None
-    """The coordinator's node; None where that is not decided yet."""
+    """Node rank of the coordinator; None while it is undecided."""
     followed: bool = False
     ended: int | None = None
-    """The run's exit code."""
+    """Exit code of the run; None while it runs."""
 
 
 def make(run: Path, claim: Claim) -> bool:
-    """Claim a generation; what is older is closed before this returns. False: another has it.
+    """Claim a generation and close the older ones; return False if another coordinator has it.
 
     Raises:
         WanmaError: the run directory cannot be written to.
@@ -69,7 +69,7 @@ def make(run: Path, claim: Claim) -> bool:
 
 
 def read(run: Path, generation: int) -> Claim | None:
-    """The claim of that number; None: there is none, or not in what this machine has as run directory."""
+    """Return the claim of `generation`; None if this node's run directory has none."""
     try:
         lines = _path(run, generation).read_bytes().splitlines()
     except FileNotFoundError:
@@ -85,23 +85,23 @@ def read(run: Path, generation: int) -> Claim | None:
 
 
 def newest(run: Path) -> Claim | None:
-    """The claim with the highest number; None: nobody has claimed any."""
+    """Return the claim with the highest number; None if there is none."""
     generations = _generations(run)
     return read(run, generations[-1]) if generations else None
 
 
 def end(run: Path, generation: int, exit_code: int) -> None:
-    """Say that the run has ended, so that nobody looks for its coordinator. Raises `OSError`."""
+    """Record that the run has ended, so that no node looks for its coordinator. Raises `OSError`."""
     _append(_path(run, generation), {"ended": exit_code})
 
 
 def beat(run: Path, generation: int) -> None:
-    """A sign of life of the coordinator, for those whom the network keeps from it. Raises `OSError`."""
+    """Write the coordinator's heartbeat, for nodes that cannot reach it by network. Raises `OSError`."""
     os.utime(_path(run, generation))
 
 
 def pulse(run: Path, generation: int) -> int:
-    """A number that changes with every `beat`; -1: there is no such claim. Raises `OSError`."""
+    """Return a number that changes with every `beat`; -1: there is no such claim. Raises `OSError`."""
     try:
         descriptor = os.open(_path(run, generation), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -113,34 +113,34 @@ def pulse(run: Path, generation: int) -> int:
 
 
 def vote(run: Path, generation: int, node: int) -> None:
-    """Say that `node` has ended its ranks because it does not hear the coordinator. Raises `OSError`."""
+    """Record that `node` has ended its ranks because it lost the coordinator. Raises `OSError`."""
     _vote(run, generation, node).touch()
 
 
 def withdraw(run: Path, generation: int, node: int) -> None:
-    """It hears one again. Raises `OSError`."""
+    """Remove the vote of `node`, which hears the coordinator again. Raises `OSError`."""
     _vote(run, generation, node).unlink(missing_ok=True)
 
 
 def votes(run: Path, generation: int) -> frozenset[int]:
-    """The nodes that have said so."""
+    """Return the nodes that have recorded the loss of the coordinator."""
     names = (path.name.rpartition(".")[2] for path in (run / FOLDER).glob(f"{generation}.lost.*"))
     return frozenset(int(name) for name in names if name.isdecimal())
 
 
 @dataclass(frozen=True)
 class Fence:
-    """Keeps ranks of an older start from writing into the run of a newer one.
+    """Generation fence: prevents ranks of an older generation from writing into the run of a newer one.
 
-    Between a look and the write after it there remain microseconds. What is not there is no fence: on a
-    machine whose run directory is its own there is nothing to protect.
+    Microseconds remain between a check and the write after it. A missing claim is no fence: on a node whose
+    run directory is private there is nothing to protect.
     """
 
     run: Path
     generation: int
 
     def check(self) -> None:
-        """Raises `WanmaError` when another start has followed, `OSError` when that cannot be told."""
+        """Raise `WanmaError` if a newer generation exists, `OSError` if that cannot be read."""
         if not _closed(_path(self.run, self.generation)):
             return
         mine, theirs = read(self.run, self.generation), newest(self.run)
@@ -153,7 +153,7 @@ class Fence:
 
 
 def _still_open(run: Path, before: int) -> list[int]:
-    """The claims that the new one has to close, oldest first: so a kill leaves no open one below a closed."""
+    """Return the open claims below `before`, oldest first, so that a kill leaves none below a closed one."""
     found: list[int] = []
     for older in reversed([generation for generation in _generations(run) if generation < before]):
         if _closed(_path(run, older)):
@@ -163,14 +163,14 @@ def _still_open(run: Path, before: int) -> list[int]:
 
 
 def _closed(path: Path) -> bool:
-    """Has been appended to, whatever became of the line of whoever made it."""
+    """Return True if a line was appended to the claim, whatever became of its writer's own line."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes().count(b"\n") > 1
     return False
 
 
 def _append(path: Path, value: dict[str, object], new: int = 0) -> None:
-    """A line, after an empty one but in a `new` file: two ends of lines say that a claim is closed."""
+    """Append a line, preceded by an empty one unless the file is `new`: two line ends mark a closed claim."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | new, 0o644)
     try:
         os.write(descriptor, (b"" if new else b"\n") + json.dumps(value).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""The run directory: where every room finds and leaves a run's files. The layout is an interface.
+"""Layout of the run directory, in which every room finds and leaves a run's files; a public interface.
 
 runs/NAME/
     job.toml            the job as run, defaults and overrides included
-    script.json         of `wanma launch`: the script, its processes, how it ended
+    script.json         of `wanma launch`: the script, its processes, its end
     plan.json           the plan and its forecast
     environment.json    versions, host, devices, command line
     returned.json       fingerprint of the weights that `wanma.train` has given to the user's module
@@ -10,8 +10,8 @@ runs/NAME/
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank
     checkpoints/        step-00000100/ ...; see docs/checkpoints.md
-    generations/        which start of the ranks was hosted where; see `claims`
-    scratch/            what is offloaded to disk, while the run lasts
+    generations/        claims of the starts of the ranks; see `claims`
+    scratch/            tensors offloaded to disk, while the run lasts
     report.html         self-contained
 """
 
@@ -28,7 +28,7 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run."""
+    """Paths of the files of one run."""
 
     path: Path
 
@@ -67,7 +67,7 @@ class RunDirectory:
 
     @property
     def scratch(self) -> Path:
-        """What the plan offloads to disk, while the run lasts."""
+        """Folder of tensors that the plan offloads to disk, while the run lasts."""
         return self.path / "scratch"
 
     @property
@@ -82,10 +82,10 @@ class RunDirectory:
         return self.path / "logs" / f"rank-{rank}.log"
 
     def create(self) -> None:
-        """Make the folders.
+        """Create the folders.
 
         Raises:
-            WanmaError: the place cannot be written to.
+            WanmaError: the folder cannot be written to.
         """
         try:
             for folder in (self.path, self.path / "logs", self.checkpoints):
@@ -97,10 +97,10 @@ class RunDirectory:
             raise self._unwritable(error.strerror or str(error)) from error
 
     def check(self) -> None:
-        """Refuse a place that `create` could not write to; changes nothing.
+        """Refuse a folder that `create` could not write to; changes nothing.
 
         Raises:
-            WanmaError: the place cannot be written to.
+            WanmaError: the folder cannot be written to.
         """
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not there.is_dir():
@@ -117,19 +117,19 @@ class RunDirectory:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` whole or not at all."""
+    """Replace `path` by `text` completely or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomically`, as indented JSON."""
+    """Write `value` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def list_runs(folder: Path) -> list[RunDirectory]:
-    """Runs below `folder`, newest first."""
+    """List the runs below `folder`, newest first."""
     if not folder.is_dir():
         return []
     found = [RunDirectory(path) for path in folder.iterdir() if is_run(path)]
@@ -137,10 +137,10 @@ def list_runs(folder: Path) -> list[RunDirectory]:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a training, or a script of `wanma launch`, has run in folder `path`."""
+    """Return True if a training, or a script of `wanma launch`, has run in folder `path`."""
     return any(file.is_file() for file in (RunDirectory(path).job, RunDirectory(path).script))
 
 
 def _begun(run: RunDirectory) -> float:
-    """Unix time at which the newest job or script was written down here, in seconds."""
+    """Return the Unix time in seconds at which the newest job or script of the run was written."""
     return max(file.stat().st_mtime for file in (run.job, run.script) if file.is_file())

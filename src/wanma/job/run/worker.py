@@ -1,7 +1,7 @@
-"""What one rank knows about itself and how it talks to whoever supervises it.
+"""Worker context of one rank, and its interface to the supervisor.
 
-The training room takes a `Worker`; the elastic room makes one for a supervised process, and
-`Worker.alone` makes one for a plain Python process. So training never imports its supervisor.
+The training room takes a `Worker`; the elastic room makes one for a supervised process, and `Worker.alone`
+makes one for a plain Python process. So training never imports its supervisor.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from typing import Any, Protocol
 from wanma.job.run.generation_claims import Fence
 
 OUTSIDE = "the script's own code"
-"""Phase of a rank whose script has no session open: nobody can tell how long it may be silent."""
+"""Phase of a rank whose script has no session open: its silence has no known limit."""
 Event = dict[str, Any]
-"""One JSON-able record with a `kind`: start, recovery, step, validation, checkpoint, message, finish."""
+"""Record of one event, JSON-able, with a `kind`: start, recovery, step, validation, checkpoint, message,
+finish."""
 
 
 class Control(Protocol):
-    """The supervisor, as seen by the loop."""
+    """Supervisor interface, as the training loop uses it."""
 
     def progress(self, step: int, phase: str) -> None:
-        """Note where this rank stands; feeds the hang report. Cheap: called a few times per step."""
+        """Report the step and phase of this rank, for the hang report. Cheap: called a few times per step."""
 
     def step_done(self, step: int) -> None:
-        """Note that optimizer step `step` is finished: only new ones count as progress after a failure."""
+        """Report that optimizer step `step` is finished: only new steps count as progress after a failure."""
 
     def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
-        """Note what this rank took for itself in the step just finished, whatever it waited for others.
+        """Report this rank's own work time in the step just finished, without waits for other ranks.
 
         Args:
-            group: ranks of the same number have the same to do.
-            data_seconds: waiting for data.
-            compute_seconds: forward and backward; 0 where waiting cannot be told from it.
+            group: ranks with the same number have equal work.
+            data_seconds: time of waiting for data.
+            compute_seconds: time of forward and backward; 0 if it cannot be separated from waiting.
         """
 
     def event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
 
     def stop_requested(self) -> bool:
-        """The user or the engine asked for an orderly end at the next step boundary."""
+        """Return True if the user or the engine asked for a drain: an orderly stop after this step."""
 
     def pause_requested(self) -> bool:
-        """The ranks are to leave at the next step boundary, for others take up their state at once."""
+        """Return True if ranks should suspend: leave after this step, for others that load their state."""
 
     def pausing(self) -> None:
-        """Note that this rank leaves for that reason, and not because its work is done."""
+        """Report that this rank leaves to suspend, and not because its work is done."""
 
     def stop_until(self) -> float | None:
-        """When, on the monotonic clock, the process will be killed by who asked for that; None: unknown."""
+        """Return the monotonic time in seconds at which the process will be killed; None: unknown."""
 
     def leaving(self, step: int) -> None:
-        """Note that all ranks have agreed to stop after `step`: this one saves, and ends."""
+        """Report that all ranks have agreed to stop after `step`: this one saves, and exits."""
 
 
 class Unsupervised:
-    """A `Control` for a process that nobody watches."""
+    """Supervisor client of a process without a supervisor."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._on_event = on_event
@@ -95,13 +96,14 @@ class Unsupervised:
 
 @dataclass(frozen=True)
 class Images:
-    """Where a rank leaves copies of its state: files in memory that its supervisor holds, and so outlive it.
+    """In-memory checkpoints of a rank: files that its supervisor holds, and that so outlive the rank.
 
     Attributes:
         mine: two paths, written in turn; the files are empty at first.
-        found: of each rank of the generation before, the images of it that are on this node.
-        restore_step: step of the images that all ranks are to take up; None: start from disk.
-        guests: of ranks of another node whose images this rank takes: two paths each, written in turn.
+        found: for each rank of the previous generation, its in-memory checkpoints on this node.
+        restore_step: step of the in-memory checkpoints that all ranks load; None: start from disk.
+        guests: for ranks of the partner node whose checkpoints this rank receives: two paths each, written
+            in turn.
     """
 
     mine: tuple[str, str]
@@ -112,14 +114,14 @@ class Images:
 
 @dataclass(frozen=True)
 class Change:
-    """That a run goes on with other machines, or under another plan.
+    """Resize: change of the number of nodes, or of the plan, between two generations.
 
     Attributes:
-        machines: that it uses now.
-        machines_before: that it used before.
-        most_machines: that it may use.
-        plan_before, plan: in words.
-        reason: why this plan, with what the change was forecast to cost.
+        machines: nodes that the run uses now.
+        machines_before: nodes that it used before.
+        most_machines: maximum nodes that it may use.
+        plan_before, plan: old and new plan, as text.
+        reason: reason for this plan, with the forecast cost of the change.
     """
 
     machines: int
@@ -132,17 +134,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Restart:
-    """Why ranks were started again in the middle of a run.
+    """Restart of the ranks in the middle of a run, with its cause.
 
     Attributes:
-        failure: what failed, in words; nothing, where the run grows.
-        failed_at: when this node's supervisor heard of it, on the machine's monotonic clock.
-        reached_step: newest step that was finished before it.
-        attempt: counts from 1 the recoveries since the last new step.
-        retried_steps: optimizer steps, counted from 1, that went wrong before and are to be made again.
-        change: of machines or plan; None: all is as it was.
-        kept_step: step of copies in memory that are not taken up, but stay as they are until that step has
-            been made again; None: there are none.
+        failure: the failure as text; empty if the run grows.
+        failed_at: time of its report to this node's supervisor, on the monotonic clock, in seconds.
+        reached_step: newest step finished before it.
+        attempt: recoveries since the last new step, counted from 1.
+        retried_steps: optimizer steps, counted from 1, that went wrong before and are to be repeated.
+        change: change of nodes or plan; None: unchanged.
+        kept_step: step of in-memory checkpoints that are not loaded, but kept until that step has been
+            repeated; None: there are none.
     """
 
     failure: str
@@ -156,7 +158,10 @@ class Restart:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's place in the run. `store` is the address of the rendezvous store of this generation."""
+    """Worker context: rank, world size, node, run directory and supervisor of one rank.
+
+    `store_host` and `store_port` are the endpoint of this generation's rendezvous store.
+    """
 
     rank: int
     local_rank: int
@@ -168,19 +173,19 @@ class Worker:
     store_host: str = "127.0.0.1"
     store_port: int = 0
     store: Any = None
-    """The rendezvous store itself, where this process already holds it (rank 0 serves it)."""
+    """Rendezvous store, if this process already holds it (rank 0 serves it)."""
     control: Control = field(default_factory=Unsupervised)
     images: Images | None = None
-    """None: nobody would keep them, or the job wants none."""
+    """In-memory checkpoints; None: no supervisor would keep them, or the job disables them."""
     restart: Restart | None = None
-    """None: these are the first ranks of the command."""
+    """Cause of the restart; None for the first ranks of the command."""
     ranks_by_node: tuple[int, ...] = ()
-    """How many ranks each node has; empty where nobody has said so, on one node."""
+    """Number of ranks of each node; empty if unknown, on one node."""
     fence: Fence | None = None
-    """Looked at before anything is written into the run directory; None: nobody else could follow."""
+    """Generation fence, checked before each write to the run directory; None: no other could follow."""
 
     def still_mine(self) -> None:
-        """Raises `WanmaError` when other ranks have taken the run over."""
+        """Raise `WanmaError` if ranks of a newer generation have taken over the run."""
         if self.fence is not None:
             self.fence.check()
 
@@ -192,13 +197,13 @@ class Worker:
 
     @classmethod
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:
-        """The only rank of a run in the current process."""
+        """Return the context of a run with a single rank, in the current process."""
         return cls(0, 0, 1, 1, 0, os.getpid(), run_directory, control=control or Unsupervised())
 
 
 current_worker: ContextVar[Worker | None] = ContextVar("current_worker", default=None)
-"""Set in processes that `wanma launch` started, for the script that runs in them."""
+"""Worker context in processes that `wanma launch` started, for the script that runs in them."""
 launched_cluster: ContextVar[Mapping[str, Any] | None] = ContextVar("launched_cluster", default=None)
-"""Set in processes that `wanma launch` started: the keys of `[cluster]` that the command was given."""
+"""Keys of `[cluster]` given to `wanma launch`, in the processes that it started."""
 in_session: ContextVar[bool] = ContextVar("in_session", default=False)
-"""True if this process has a session open, or has left one by an exception that nobody caught."""
+"""True if this process has a session open, or has left one by an uncaught exception."""

@@ -1,4 +1,4 @@
-"""What every section of a job file has in common."""
+"""Base model of all sections of a job file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[data]` of a job file."""
+"""Section `[data]` of a job file: training data, tokenizer and loader."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pydantic import BeforeValidator, Field, model_validator
 from wanma.job.sections.base import Section
 
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list of text; one text alone is a list of one."""
+"""List of texts; a single text is a list of one."""
 
 
 class SourceSection(Section):
     """One source of a weighted mixture."""
 
     name: str = Field(description="name in reports")
-    text: Texts = Field(min_length=1, description="files, folders, globs, URLs; 'stdlib'")
+    text: Texts = Field(
+        min_length=1, description="files, folders, globs or URLs of plain text; 'stdlib': Python's own source"
+    )
     weight: float = Field(1.0, gt=0, le=1e12, description="share of samples, relative to the other sources")
 
 
@@ -25,18 +27,24 @@ class DataSection(Section):
 
     text: Texts = Field(
         default_factory=list,
-        description="plain text: files, folders, globs, fsspec URLs; 'stdlib' is Python's own source",
+        description="plain text: files, folders, globs, fsspec URLs; 'stdlib': Python's own source",
     )
-    sources: list[SourceSection] = Field(default_factory=list, description="weighted mixture of texts")
-    images: str | None = Field(None, description="folder or file: MNIST IDX, CIFAR-10 binary, or .npz")
+    sources: list[SourceSection] = Field(default_factory=list, description="weighted mixture of text sources")
+    images: str | None = Field(
+        None, description="folder or file of images: MNIST IDX, CIFAR-10 binary, or .npz"
+    )
     factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
-    tokenizer: str = Field("bytes", description="'bytes' or the path of a Hugging Face tokenizer.json")
+    tokenizer: str = Field("bytes", description="'bytes', or the path of a Hugging Face tokenizer.json")
     sequence_length: int = Field(256, gt=0, le=1_000_000_000, description="tokens per sample")
-    document_masks: bool = Field(False, description="attention stays within a document; positions restart")
+    document_masks: bool = Field(
+        False, description="mask attention between documents, and restart positions at each"
+    )
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents kept for validation")
     cache: str | None = Field(None, description="folder of token files; default: the user's cache folder")
-    prefetch: int = Field(4, ge=1, le=10_000, description="steps loaded ahead of the training loop")
+    prefetch: int = Field(
+        4, ge=1, le=10_000, description="optimizer steps whose data are loaded ahead of the training loop"
+    )
     workers: int = Field(1, ge=1, le=1_024, description="loader threads per rank")
 
     @model_validator(mode="after")

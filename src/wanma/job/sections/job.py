@@ -1,7 +1,7 @@
-"""What the user writes: one typed section per room, with defaults and one-line help; no behaviour.
+"""Typed sections of the job file, with defaults and one-line help; no behaviour.
 
-`wanma job` prints this file's content. Cross-field rules that need only the job are here as
-validators; what needs the machine or the model belongs to the planner.
+`wanma job` prints this file's content. Cross-field rules that need only the job are validators here; rules
+that need the nodes or the model belong to the planner.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 class ModelSection(Section):
-    """Which model: a preset, a family with dimensions, a Hugging Face config, or one's own factory."""
+    """Model: a preset, a family with dimensions, a Hugging Face config, or one's own factory."""
 
-    preset: str | None = Field(None, description="a named model, e.g. 'gpt-10m', 'llama-3-8b', 'resnet-18'")
-    family: Literal["decoder", "convnet", "resnet"] | None = Field(None, description="build from dimensions")
+    preset: str | None = Field(None, description="named model, e.g. 'gpt-10m', 'llama-3-8b', 'resnet-18'")
+    family: Literal["decoder", "convnet", "resnet"] | None = Field(
+        None, description="model family, built from the dimensions below"
+    )
     factory: str | None = Field(None, description="'package.module:function' returning an nn.Module")
     huggingface: str | None = Field(
         None, description="config.json of a transformers causal model, or the folder that holds it"
     )
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the factory; or the config's keys to replace"
+        default_factory=dict, description="keyword arguments of the factory; or keys of the config to replace"
     )
     loss: str | None = Field(
         None,
@@ -47,75 +49,85 @@ class ModelSection(Section):
         None,
         gt=0,
         le=100_000_000,
-        description="decoder: inner width of the feed-forward network; default: 8/3 hidden, or 4 with 'gelu'",
+        description="decoder: inner width of the feed-forward network; default: 8/3 × hidden, or 4 × with "
+        "'gelu'",
     )
     activation_function: Literal["swiglu", "gelu"] | None = Field(
         None,
-        description="decoder: 'swiglu' (default), a feed-forward network of three matrices; 'gelu', of two",
+        description="decoder: feed-forward network of three matrices ('swiglu', default) or of two ('gelu')",
     )
     vocabulary: int | None = Field(
-        None, gt=0, le=1_000_000_000, description="decoder: default: the tokenizer's, rounded up to 64"
+        None,
+        gt=0,
+        le=1_000_000_000,
+        description="decoder: number of tokens; default: the tokenizer's, rounded up to 64",
     )
     rope_theta: float | None = Field(
         None, gt=0, le=1e12, description="decoder: base of the rotary frequencies"
     )
-    tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
-    dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
+    tie_embeddings: bool | None = Field(
+        None, description="decoder: share input and output embeddings (weight tying)"
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="decoder: probability of residual dropout, keyed by sample"
+    )
     experts: int | None = Field(
-        None, gt=1, le=100_000, description="decoder: routed experts per block; default: dense"
+        None, gt=1, le=100_000, description="decoder: routed experts per block; default: none (dense)"
     )
     experts_per_token: int | None = Field(
-        None, gt=0, le=100_000, description="decoder: experts per token; default: 2"
+        None, gt=0, le=100_000, description="decoder: routed experts per token; default: 2"
     )
     shared_experts: int | None = Field(
-        None, ge=0, le=100_000, description="decoder: experts that every token passes"
+        None, ge=0, le=100_000, description="decoder: experts that every token uses"
     )
     expert_feed_forward: int | None = Field(
         None, gt=0, le=100_000_000, description="decoder: inner width of one expert; default: feed_forward"
     )
     dense_layers: int | None = Field(
-        None, ge=0, le=1_024, description="decoder: first blocks without experts"
+        None, ge=0, le=1_024, description="decoder: number of first blocks without experts"
     )
     router: Literal["softmax", "sigmoid"] | None = Field(
-        None, description="decoder: how router scores become weights; default: softmax"
+        None, description="decoder: function from router scores to weights; default: softmax"
     )
     balance: Literal["none", "bias", "loss"] | None = Field(
         None,
-        description="decoder: even use of experts by a bias that follows the load (default), or by a loss",
+        description="decoder: load balancing of experts by a bias that follows the load (default), or by "
+        "a loss",
     )
     balance_rate: float | None = Field(
         None,
         gt=0,
         le=1_000,
-        description="decoder: step of the bias, or weight of the loss; default: 1e-3, 1e-2",
+        description="decoder: step of the bias (default: 1e-3), or weight of the loss (default: 1e-2)",
     )
     balance_group: int = Field(
         1,
         gt=0,
         le=1_000_000_000,
-        description="decoder: samples over which a balancing loss and capacity count",
+        description="decoder: samples over which a balancing loss and the expert capacity are counted",
     )
     capacity: float = Field(
         0.0,
         ge=0,
         le=1_000_000,
-        description="decoder: tokens an expert takes, times an even share; 0: no token dropped",
+        description="decoder: expert capacity in tokens, as a multiple of an even share; 0: no token is "
+        "dropped",
     )
     lora_rank: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="train low-rank adapters of this inner dimension only (LoRA); 0: everything",
+        description="inner dimension of low-rank adapters (LoRA), then the only trained parameters; 0: none",
     )
     lora_alpha: float = Field(
-        16.0, gt=0, le=1_000_000, description="an adapter's output is scaled by lora_alpha / lora_rank"
+        16.0, gt=0, le=1_000_000, description="scale of an adapter's output: lora_alpha / lora_rank"
     )
     lora_targets: list[str] = Field(
         default_factory=lambda: ["*.attention.*", "*.self_attn.*_proj", "*.attn.c_*"],
         min_length=1,
         description="shell patterns on the paths of the linear layers that get an adapter",
     )
-    depth: Literal[18, 50] | None = Field(None, description="resnet: 18 or 50")
+    depth: Literal[18, 50] | None = Field(None, description="resnet: number of layers")
     classes: int | None = Field(
         None, gt=1, le=1_000_000_000, description="vision: number of classes; default: the data's"
     )
@@ -123,13 +135,13 @@ class ModelSection(Section):
         None, gt=0, le=1_000_000, description="vision: input channels; default: the data's"
     )
     image_size: int | None = Field(
-        None, gt=0, le=1_000_000, description="vision: height and width; default: the data's"
+        None, gt=0, le=1_000_000, description="vision: height and width in pixels; default: the data's"
     )
     statistics_group: int = Field(
         32,
         gt=0,
         le=1_000_000_000,
-        description="samples that share one batch-normalisation statistic, whatever the layout",
+        description="samples that share one batch-normalization statistic, whatever the layout",
     )
 
     @model_validator(mode="after")
@@ -144,80 +156,100 @@ class ModelSection(Section):
 
 
 class ParameterGroupSection(Section):
-    """Parameters whose name matches get their own rate, decay, or are frozen."""
+    """Parameters, selected by name, with their own learning rate or weight decay, or frozen."""
 
     match: str = Field(description="shell pattern on the full parameter name, e.g. 'layers.0.*'")
     learning_rate_scale: float = Field(1.0, ge=0, le=1_000_000, description="factor on the learning rate")
-    weight_decay: float | None = Field(None, ge=0, le=1_000, description="instead of train.weight_decay")
-    frozen: bool = Field(False, description="not trained")
+    weight_decay: float | None = Field(
+        None, ge=0, le=1_000, description="weight decay of these parameters, instead of train.weight_decay"
+    )
+    frozen: bool = Field(False, description="exclude these parameters from training")
     muon: bool | None = Field(
-        None, description="with train.optimizer = 'muon': updated by it or by AdamW; unset: by its role"
+        None,
+        description="with train.optimizer = 'muon': update by Muon (true) or AdamW (false); default: by role",
     )
 
 
 class TrainSection(Section):
-    """The mathematics of the run: nothing here may depend on the machine."""
+    """Mathematics of the run; no key here may depend on the hardware."""
 
-    steps: int = Field(300, gt=0, le=1_000_000_000_000, description="optimizer steps")
+    steps: int = Field(300, gt=0, le=1_000_000_000_000, description="optimizer steps of the run")
     global_batch: int = Field(32, gt=0, le=1_000_000_000, description="samples per optimizer step")
     batch_ramp: list[tuple[int, int]] = Field(
-        default_factory=list, description="[[step, global_batch], ...]: batch size from that step on"
+        default_factory=list,
+        description="[[step, global_batch], ...]: batch size in samples from that step on",
     )
     precision: Precision = Field(
-        "fp32", description="compute precision; master weights stay fp32 (fp64: proofs)"
+        "fp32", description="compute precision; master weights stay fp32 (fp64: for exact comparisons)"
     )
     fp8: bool = Field(
-        False, description="the blocks' matrix products in fp8 (torchao; GPUs from compute capability 8.9 on)"
+        False,
+        description="run the blocks' matrix products in fp8 (torchao; GPUs from compute capability 8.9 on)",
     )
-    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="update rule")
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="optimizer")
     optimizer_factory: str | None = Field(
         None,
-        description="instead: 'package.module:Class' or function of parameter groups: 'torch.optim:RAdam'",
+        description="'package.module:Class' or function of parameter groups, instead of optimizer: "
+        "'torch.optim:RAdam'",
     )
     optimizer_arguments: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of optimizer_factory"
     )
     learning_rate: float = Field(1e-3, gt=0, le=1_000, description="peak learning rate")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after warm-up")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="decay of the learning rate after warm-up"
+    )
     schedule_factory: str | None = Field(
         None,
-        description="instead: 'package.module:function' (step) or (step, steps) -> share of learning_rate",
+        description="'package.module:function' (step) or (step, steps) -> share of learning_rate, instead "
+        "of schedule",
     )
-    warmup_steps: int = Field(0, ge=0, le=1_000_000_000_000, description="linear warm-up")
+    warmup_steps: int = Field(
+        0, ge=0, le=1_000_000_000_000, description="steps of linear warm-up of the learning rate"
+    )
     final_learning_rate_share: float = Field(
-        0.1, ge=0, le=1, description="rate at the end, share of the peak"
+        0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak"
     )
     weight_decay: float = Field(
-        0.1, ge=0, le=1_000, description="decoupled (sgd: coupled); not of norms and biases"
+        0.1,
+        ge=0,
+        le=1_000,
+        description="weight decay, decoupled (sgd: coupled); not applied to norms and biases",
     )
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
-    epsilon: float = Field(1e-8, gt=0, le=1_000, description="AdamW denominator")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon momentum")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="decay rates of AdamW's first and second moments"
+    )
+    epsilon: float = Field(1e-8, gt=0, le=1_000, description="term added to AdamW's denominator")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD and Muon")
     parameter_groups: list[ParameterGroupSection] = Field(
-        default_factory=list, description="first match wins"
+        default_factory=list, description="parameter groups; the first match applies"
     )
     weight_average: float = Field(
-        0.0, ge=0, lt=1, description="decay of an averaged copy of the weights; 0: off"
+        0.0, ge=0, lt=1, description="decay of an exponential moving average of the weights; 0: off"
     )
     gradient_clip: float = Field(
         1.0, ge=0, le=1_000_000_000_000, description="maximum global gradient norm; 0: off"
     )
     non_finite: Literal["stop", "skip", "retry"] = Field(
         "stop",
-        description="what a NaN or infinite gradient does; skip: leave that step's update out; retry: go "
-        "back, make the step again, and leave it out if it comes back",
+        description="action on a NaN or infinite gradient; skip: leave the update of the step out; retry: "
+        "go back, repeat the step, and skip it if the gradient is bad again",
     )
     spike: Literal["ignore", "stop", "skip", "retry"] = Field(
-        "ignore", description="what a loss or gradient norm far above the last 64 steps' does, likewise"
+        "ignore",
+        description="action on a loss or gradient norm far above those of the last 64 steps, as for "
+        "non_finite",
     )
     spike_deviations: float = Field(
         10.0,
         gt=0,
         le=1_000_000,
-        description="how far: robust standard deviations (from the median absolute deviation)",
+        description="distance of a spike in robust standard deviations (from the median absolute deviation)",
     )
     loss_scale: float = Field(16384.0, gt=0, le=2**60, description="fp16: initial loss scale")
-    validate_every_steps: int = Field(0, ge=0, le=1_000_000_000_000, description="0: only at the end")
+    validate_every_steps: int = Field(
+        0, ge=0, le=1_000_000_000_000, description="steps between validations; 0: only at the end"
+    )
     validation_samples: int = Field(
         256, gt=0, le=1_000_000_000_000, description="samples per validation, fixed by the seed"
     )
@@ -225,22 +257,27 @@ class TrainSection(Section):
         0,
         ge=0,
         le=1_000_000_000,
-        description="end the run after so many validations without improvement; 0: never",
+        description="validations without improvement after which the run ends (early stopping); 0: never",
     )
-    stop_metric: str = Field("loss", description="stop_patience: the metric of validation that counts")
-    stop_mode: Literal["min", "max"] = Field("min", description="stop_patience: lower or higher is better")
+    stop_metric: str = Field("loss", description="stop_patience: name of the validation metric that decides")
+    stop_mode: Literal["min", "max"] = Field(
+        "min", description="stop_patience: whether a lower or a higher metric is better"
+    )
     stop_min_delta: float = Field(
-        0.0, ge=0, le=1_000_000_000, description="stop_patience: the least change that is an improvement"
+        0.0,
+        ge=0,
+        le=1_000_000_000,
+        description="stop_patience: least change of the metric that is an improvement",
     )
     metrics: dict[str, str] = Field(
         default_factory=dict,
-        description="of validation: name = 'package.module:function' (output, targets) -> value per sample "
-        "or target, or (sum, count)",
+        description="validation metrics: name = 'package.module:function' (output, targets) -> value per "
+        "sample or target, or (sum, count)",
     )
     seed: int = Field(
-        1, ge=0, le=2**63 - 1, description="of initialisation, data order and every random draw"
+        1, ge=0, le=2**63 - 1, description="seed of initialization, data order and every random draw"
     )
-    deterministic: bool = Field(False, description="bitwise repeatable, at some cost in speed")
+    deterministic: bool = Field(False, description="make results bitwise repeatable, at some cost in speed")
 
     @model_validator(mode="after")
     def _in_range(self) -> TrainSection:
@@ -263,87 +300,92 @@ class TrainSection(Section):
 
 
 class ClusterSection(Section):
-    """Where it runs."""
+    """Nodes, devices, rendezvous, deadlines and recovery of the run."""
 
-    engine: Literal["local"] = Field("local", description="what starts the processes")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when present")
+    engine: Literal["local"] = Field("local", description="launcher of the processes")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device type; auto: cuda when present")
     file: str | None = Field(
-        None, description="cluster file, or a line such as '8x8 H100 SXM, 4x100G'; default: what is here"
+        None,
+        description="cluster file, or a line such as '8x8 H100 SXM, 4x100G'; default: the detected hardware",
     )
     nodes: int = Field(
         1,
         ge=1,
         le=1_000_000,
-        description="machines; each runs the same command; '2..8': at least 2, at most 8",
+        description="number of nodes; each runs the same command; '2..8': at least 2, at most 8",
     )
     min_nodes: int | None = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
+        description="minimum number of nodes with which the run continues, as in nodes = '2..8'; default: "
+        "all",
     )
     node_rank: int | None = Field(
-        None, ge=0, le=1_000_000, description="this machine's number; default: by place, then arrival"
+        None, ge=0, le=1_000_000, description="rank of this node; default: by network position, then arrival"
     )
-    rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
-    interface: str | None = Field(None, description="network interface for collectives; default: by route")
+    rendezvous: str | None = Field(None, description="HOST:PORT at which the nodes meet")
+    interface: str | None = Field(None, description="network interface of collectives; default: by route")
     place: str | None = Field(
         None,
-        description="where this machine is in the network, outermost first: 'rack-3/switch-1'; near machines "
-        "get neighbouring numbers; default: the cluster file's hosts, or Slurm's topology",
+        description="network position of this node, outermost first: 'rack-3/switch-1'; near nodes get "
+        "adjacent ranks; default: the cluster file's hosts, or Slurm's topology",
     )
     threads_per_rank: int | None = Field(
-        None, gt=0, le=4_096, description="CPU threads; default: cores / ranks"
+        None, gt=0, le=4_096, description="CPU threads per rank; default: cores / ranks"
     )
     scratch: str | None = Field(
-        None, description="folder on each machine for what is offloaded to disk; default: the run directory's"
+        None, description="folder on each node for tensors offloaded to disk; default: the run directory's"
     )
-    allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
+    allocator: Literal["tuned", "system"] = Field(
+        "tuned", description="settings of the host memory allocator in the workers"
+    )
     start_seconds: float = Field(
-        300.0, ge=0.1, le=31_536_000, description="deadline from launch to the first step"
+        300.0, ge=0.1, le=31_536_000, description="timeout in seconds from launch to the first step"
     )
     join_seconds: float = Field(
         30.0,
         ge=0,
         le=31_536_000,
-        description="min_nodes: how long the start waits for more machines than those",
+        description="min_nodes: seconds for which the start waits for more nodes than those",
     )
     hang_seconds: float = Field(
-        300.0, ge=0.1, le=31_536_000, description="deadline from one step to the next"
+        300.0, ge=0.1, le=31_536_000, description="timeout in seconds from one step to the next"
     )
     retries: int = Field(
         3,
         ge=0,
         le=1_000_000,
-        description="recoveries from failures without a new step between them; 0: never recover",
+        description="maximum recoveries from failures without a new step between them; 0: never recover",
     )
     health_check: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="of devices and links, before ranks begin; auto: on several nodes, or after a failure",
+        description="check of devices and links before ranks begin; auto: on several nodes, or after a "
+        "failure",
     )
     slow_factor: float = Field(
         1.5,
         gt=1,
         le=1_000_000,
-        description="a rank that takes so many times its peers' time for its own work is told",
+        description="ratio of a rank's own work time to its peers' above which it is reported as slow",
     )
     grace_seconds: float = Field(
         30.0,
         ge=0.1,
         le=31_536_000,
-        description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then",
+        description="seconds from SIGTERM to SIGKILL, in which the run saves its state",
     )
     requeue_code: int = Field(
         143,
         ge=1,
         le=255,
-        description="exit code after SIGTERM, SIGUSR1 or SIGHUP, by which the scheduler requeues",
+        description="exit code after SIGTERM, SIGUSR1 or SIGHUP, by which the scheduler requeues the run",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _spell_out_nodes(cls, value: Any) -> Any:
-        """nodes = '2..8' is nodes = 8 with min_nodes = 2."""
+        """Replace nodes = '2..8' by nodes = 8 and min_nodes = 2."""
         nodes = value.get("nodes") if isinstance(value, dict) else None
         if (
             not isinstance(nodes, str)
@@ -376,7 +418,7 @@ def _spell_out_auto(value: Any) -> Any:
 
 
 class Job(Section):
-    """What the user wrote, validated."""
+    """Validated job: all sections of a job file."""
 
     model: ModelSection
     data: DataSection = Field(default_factory=DataSection)

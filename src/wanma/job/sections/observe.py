@@ -1,4 +1,4 @@
-"""`[observe]` of a job file."""
+"""Section `[observe]` of a job file: console and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from wanma.job.sections.base import Section
 
 LONGEST_NAME = 200
-"""Bytes of a run's name. File systems allow 255; files beside the run directory add to it."""
+"""Maximum bytes of a run's name; file systems allow 255, and files beside the run directory add to it."""
 
 
 class ObserveSection(Section):
@@ -17,16 +17,21 @@ class ObserveSection(Section):
 
     name: str | None = Field(None, description="run name; default: the job file's name")
     runs: str = Field("runs", description="folder of run directories")
-    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal")
+    console: Literal["auto", "live", "plain", "quiet"] = Field(
+        "auto", description="console style; auto: live on a terminal, else plain"
+    )
     log_every_steps: int = Field(
-        10, ge=1, le=1_000_000_000_000, description="plain console: a line every so many steps"
+        10, ge=1, le=1_000_000_000_000, description="plain console: steps between two lines"
     )
     gradient_norms_every_steps: int = Field(
-        0, ge=0, le=1_000_000_000_000, description="record the gradient norm of each layer so often; 0: never"
+        0,
+        ge=0,
+        le=1_000_000_000_000,
+        description="steps between records of each layer's gradient norm; 0: never",
     )
     callbacks: list[str] = Field(
         default_factory=list,
-        description="'package.module:Class' or an object of a wanma.Callback, called as the run goes on",
+        description="'package.module:Class' or object of a wanma.Callback, called during the run",
     )
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
@@ -38,7 +43,10 @@ class ObserveSection(Section):
 
 
 def why_no_name(name: str) -> str | None:
-    """Reason why `name` is no name of a run: one folder in `runs`, and an argument of commands; or None."""
+    """Return the reason why `name` is no valid run name, or None.
+
+    A name is one folder in `runs`, and an argument of commands.
+    """
     if not name.strip() or name != name.strip() or not name.isprintable():
         return f"must be text without blanks around it and without control characters (given: {name!r})"
     if name in (".", "..") or "/" in name:

@@ -1,4 +1,4 @@
-"""`[parallel]` of a job file."""
+"""Section `[parallel]` of a job file: sizes of the mesh dimensions and methods of parallelism."""
 
 from __future__ import annotations
 
@@ -23,94 +23,112 @@ Approximation = Literal["bf16", "fp8", "compression"]
 
 
 class CompressionGroupSection(Section):
-    """Parameters whose name matches have their gradients summed in another way."""
+    """Parameters, selected by name, whose gradients are compressed by another method."""
 
     match: str = Field(description="shell pattern on the full parameter name, e.g. '*embedding*'")
-    compression: Compression = Field(description="what ranks exchange of these gradients")
+    compression: Compression = Field(description="compression of these gradients")
 
 
 def _pair(value: Any) -> Any:
-    """A list is good for a tuple here too, where `parallel` may be a word and so is looked at beforehand."""
+    """Convert a list to a tuple; needed because `parallel` may be a word and is validated beforehand."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class ParallelSection(Section):
     """Layout over the ranks. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
-    auto: bool = Field(False, description='let wanma choose; also written `parallel = "auto"`')
-    allow: list[Approximation] = Field(
-        default_factory=list, description="auto: what it may choose that changes the numbers"
+    auto: bool = Field(
+        False, description='let the planner choose the layout; also written `parallel = "auto"`'
     )
-    pp: int = Field(1, ge=1, le=1_000_000, description="pipeline stages")
-    dp_replicate: int = Field(1, ge=1, le=1_000_000, description="replicas of the model")
+    allow: list[Approximation] = Field(
+        default_factory=list, description="auto: approximations that it may choose, which change the numbers"
+    )
+    pp: int = Field(1, ge=1, le=1_000_000, description="pipeline parallelism: ranks per pipeline")
+    dp_replicate: int = Field(1, ge=1, le=1_000_000, description="replicas of the model (data parallelism)")
     dp_shard: int = Field(1, ge=1, le=1_000_000, description="ranks that share one replica's state (ZeRO)")
-    cp: int = Field(1, ge=1, le=1_000_000, description="ranks that share one sequence")
-    tp: int = Field(1, ge=1, le=1_000_000, description="ranks that share each matrix (tensor parallel)")
-    ep: int = Field(1, ge=1, le=1_000_000, description="ranks that share the experts")
+    cp: int = Field(1, ge=1, le=1_000_000, description="context parallelism: ranks that share one sequence")
+    tp: int = Field(1, ge=1, le=1_000_000, description="tensor parallelism: ranks that share each matrix")
+    ep: int = Field(1, ge=1, le=1_000_000, description="expert parallelism: ranks that share the experts")
     shard: Shard | None = Field(
-        None, description="what dp_shard shards: ZeRO 0-3; default: parameters when dp_shard > 1"
+        None, description="state that dp_shard shards: ZeRO 0-3; default: parameters when dp_shard > 1"
     )
     micro_batch: int | None = Field(
-        None, gt=0, le=1_000_000_000, description="samples per forward pass and rank; default: planned"
+        None,
+        gt=0,
+        le=1_000_000_000,
+        description="maximum samples per forward pass and data rank; default: planned",
     )
     batch_shares: list[PositiveInt] = Field(
         default_factory=list,
-        description="samples of each data rank in every sum of them (unlike devices); default: equal",
+        description="integer weight of each data rank in the global batch (unlike devices); default: equal",
     )
     balance: Literal["auto", "off", "on"] = Field(
         "auto",
-        description="move shares of the batch while the run goes on, by how fast ranks are; auto: where the "
-        "planner gave unlike devices unlike shares, and not under train.deterministic",
+        description="adapt batch shares to the speed of the ranks during the run; auto: if the planner "
+        "gave unlike devices unequal shares, and not under train.deterministic",
     )
     share_moves: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
         default_factory=list,
-        description="[[step, batch_shares], ...]: other shares from that step on, as a run with balance told",
+        description="[[step, batch_shares], ...]: shares from that step on, as recorded by a run with "
+        "balance",
     )
     sequence: bool = Field(
-        True, description="tp: ranks also share the sequence between the split matrices (sequence parallel)"
+        True,
+        description="tp: shard activations along the sequence between split matrices (sequence parallelism)",
     )
-    context: ContextKind = Field("ring", description="cp: how attention sees the whole sequence")
+    context: ContextKind = Field(
+        "ring", description="cp: method by which attention sees the complete sequence"
+    )
     schedule: Schedule = Field("1f1b", description="pipeline schedule")
     virtual_stages: int | None = Field(
         None,
         gt=0,
         le=1_024,
-        description="pipeline stages per rank; default: what the schedule needs (1 or 2)",
+        description="pipeline stages per rank; default: as many as the schedule needs (1 or 2)",
     )
     stage_cuts: list[int] = Field(
-        default_factory=list, description="first block of every stage but the first; default: by cost"
+        default_factory=list,
+        description="first block of every pipeline stage but the first; default: by cost",
     )
     recompute: Literal["none", "selective", "full", "auto"] = Field(
-        "none", description="what backward computes again; auto: as little as fits in memory"
+        "none", description="activations that backward recomputes; auto: as few as fit in memory"
     )
     recompute_share: float = Field(1.0, gt=0, le=1, description="share of the blocks that recompute")
     overlap: bool = Field(
         True,
-        description="sum gradients and gather parameters while backward goes on; false: one after another",
+        description="reduce gradients and gather parameters during backward; false: one after another",
     )
     bucket_bytes: int | None = Field(
         None,
         gt=0,
         le=2**40,
-        description="dp_replicate: of gradients in one message; default: the fewest that fill the network",
+        description="dp_replicate: maximum bytes of gradients in one message; default: the fewest that "
+        "fill the network",
     )
     hierarchical: Literal["auto"] | bool = Field(
         "auto",
-        description="dp_replicate on several nodes: sum within each first, then between; auto: if faster",
+        description="dp_replicate on several nodes: reduce within each node first, then between nodes; "
+        "auto: if faster",
     )
-    offload_parameters: Offload = Field("nothing", description="where parameters wait: device, host, disk")
-    offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
-    offload_activations: Offload = Field("nothing", description="where activations wait for backward")
-    compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
+    offload_parameters: Offload = Field(
+        "nothing", description="memory that holds parameters while unused: device (nothing), host, disk"
+    )
+    offload_optimizer: Offload = Field(
+        "nothing", description="memory that holds optimizer state between steps: device (nothing), host, disk"
+    )
+    offload_activations: Offload = Field(
+        "nothing", description="memory that holds activations until backward: device (nothing), host, disk"
+    )
+    compile: bool = Field(False, description="apply torch.compile to each block; needs a C++ compiler on CPU")
     collectives: Collectives = Field(
         "auto",
-        description="on CPUs: over memory that the ranks of one machine share (shared), or TCP (gloo); "
-        "auto: shared where they are on one machine that has a C++ compiler",
+        description="transport of collectives on CPUs: memory shared by the ranks of one node (shared), "
+        "or TCP (gloo); auto: shared on one node that has a C++ compiler",
     )
     compression: Compression = Field(
         "nothing",
-        description="of gradients that ranks sum: rounded (bf16, fp16, int8), their largest elements (topk), "
-        "or thin matrices (powersgd); changes the numbers",
+        description="compression of gradients before the reduction: rounded (bf16, fp16, int8), largest "
+        "elements (topk), or low-rank matrices (powersgd); changes the numbers",
     )
     compression_share: float = Field(
         0.01, gt=0, le=1, description="topk: share of each tensor's elements that a rank sends"
@@ -120,36 +138,41 @@ class ParallelSection(Section):
         0,
         ge=0,
         le=1_000_000_000_000,
-        description="optimizer steps before it begins, whose gradients are summed whole",
+        description="first optimizer steps, whose gradients are reduced uncompressed",
     )
     compression_groups: list[CompressionGroupSection] = Field(
-        default_factory=list, description="first match wins; all others: compression"
+        default_factory=list,
+        description="compression by parameter; the first match applies, all others: compression",
     )
     synchronize: Literal["every_step", "local_sgd", "diloco", "stale"] = Field(
         "every_step",
-        description="between sites, groups of replicas with slow links between them: local_sgd and diloco "
-        "exchange weights every so many steps, stale has gradients come late; these change the numbers",
+        description="synchronization between sites, groups of replicas with slow links between them: "
+        "local_sgd and diloco exchange weights every so many steps, stale applies delayed "
+        "gradients; these change the numbers",
     )
     sites: int | None = Field(
-        None, ge=1, le=1_000_000, description="groups of replicas; default: dp_replicate"
+        None,
+        ge=1,
+        le=1_000_000,
+        description="groups of replicas with slow links between them; default: dp_replicate",
     )
     synchronize_every: int | None = Field(
         None,
         ge=1,
         le=1_000_000_000_000,
-        description="local_sgd, diloco: steps from one exchange to the next; default: 100",
+        description="local_sgd, diloco: steps between two exchanges of a fragment; default: 100",
     )
     synchronous_steps: int = Field(
         0,
         ge=0,
         le=1_000_000_000_000,
-        description="local_sgd, diloco: first steps, which all sites take together",
+        description="local_sgd, diloco: first steps of the run, which all sites take together",
     )
     outer_rate: float | None = Field(
-        None, gt=0, le=1_000, description="diloco: learning rate of the outer update; default: 0.7"
+        None, gt=0, le=1_000, description="diloco: learning rate of the outer optimizer; default: 0.7"
     )
     outer_momentum: float | None = Field(
-        None, ge=0, lt=1, description="diloco: Nesterov momentum of the outer update; default: 0.9"
+        None, ge=0, lt=1, description="diloco: Nesterov momentum of the outer optimizer; default: 0.9"
     )
     fragments: int = Field(
         1, ge=1, le=100_000, description="local_sgd, diloco: parts of the model that are exchanged in turn"
@@ -158,17 +181,23 @@ class ParallelSection(Section):
         0,
         ge=0,
         le=1_000_000_000_000,
-        description="local_sgd, diloco: steps beside which an exchange runs; 0: it is waited for",
+        description="local_sgd, diloco: steps during which an exchange runs in the background; 0: steps "
+        "wait for it",
     )
     overlap_mix: float | None = Field(
-        None, ge=0, lt=1, description="overlap_steps: what a site keeps of its own weights then; default: 0.5"
+        None,
+        ge=0,
+        lt=1,
+        description="overlap_steps: share of its own weights that a site keeps when an exchange arrives; "
+        "default: 0.5",
     )
     outer_compression: OuterCompression = Field(
-        "nothing", description="local_sgd, diloco: what is exchanged is rounded to"
+        "nothing", description="local_sgd, diloco: rounding of the exchanged tensors"
     )
     outer_offload: OuterPlace = Field(
-        "nothing", description="local_sgd, diloco: where outer weights and momentum wait: device, host"
+        "nothing",
+        description="local_sgd, diloco: memory that holds outer weights and momentum: device (nothing), host",
     )
     staleness: int | None = Field(
-        None, ge=0, le=1_000, description="stale: steps by which gradients are late; default: 1"
+        None, ge=0, le=1_000, description="stale: steps by which gradients are delayed; default: 1"
     )
