@@ -1,4 +1,4 @@
-"""What the data room hands to the training room: one micro-batch of samples as tensors."""
+"""Micro-batch of samples as tensors: the interface from the data room to the training room."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from wanma.job.errors import WanmaError
 
 IGNORED = -100
-"""Integer target that no loss counts."""
+"""Integer target that every loss ignores."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`rows` samples of one data rank.
+    """Micro-batch: `rows` samples of one data rank.
 
     A rank whose share of a micro-batch is empty gets one padding row (`real` false, integer targets
     `IGNORED`), because collectives inside the model need every rank to take part.
@@ -24,20 +24,22 @@ class Batch:
     inputs: tuple[Tensor, ...]
     """Positional arguments of the model; text: tokens (rows, sequence) int64."""
     targets: Tensor
-    """Text: (rows, sequence) int64; classes: (rows,) int64; otherwise as the dataset gives them."""
+    """Targets; text: (rows, sequence) int64; classes: (rows,) int64; otherwise as the dataset gives them."""
     samples: Tensor
-    """(rows,) int64: position of each row in the run's sample order; keys every random draw."""
+    """Sample index of each row in the run's order, (rows,) int64; keys every random draw."""
     real: Tensor
-    """(rows,) bool: false for padding rows."""
+    """Mask of real rows, (rows,) bool: false for padding rows."""
     keywords: dict[str, Tensor] = field(default_factory=dict)
     """Keyword arguments of the model; text with document masks: `documents`, `positions` (rows, sequence)."""
     target_key: str | None = None
-    """Key under which a dict sample gives the target."""
+    """Key under which a dict sample gives the target; None: samples are not dicts."""
     named_targets: dict[str, Tensor] | None = None
-    """Targets by name, of samples whose target is a dict; `targets` is the first of them then."""
+    """Targets by name, of samples whose target is a dict; `targets` is then the first of them."""
     class_range: tuple[int, int] | None = None
-    """Least and largest target that is not `IGNORED`, where targets are integers; None: not known, or none.
-    It is known on the host, so that a loss may look without waiting for a device."""
+    """Minimum and maximum target other than `IGNORED`, for integer targets; None: unknown, or no targets.
+
+    Stored on the host, so that a loss can check it without waiting for a device.
+    """
 
     @property
     def rows(self) -> int:
@@ -63,7 +65,7 @@ class Batch:
 
 
 def not_finite(batch: Batch) -> list[int]:
-    """Numbers of the real samples that have a NaN or infinity among their inputs or targets."""
+    """Return the indices of the real samples with a NaN or infinity among their inputs or targets."""
     wrong = torch.zeros(batch.rows, dtype=torch.bool, device=batch.samples.device)
     named = batch.named_targets or {}
     for tensor in (*batch.inputs, batch.targets, *batch.keywords.values(), *named.values()):
@@ -73,7 +75,7 @@ def not_finite(batch: Batch) -> list[int]:
 
 
 def stack_rows(batches: list[Batch], rows: int) -> Batch:
-    """Join `batches`, each filled up with padding rows to `rows`: for schedules that want equal sizes.
+    """Join `batches`, each padded to `rows` rows, for schedules that require equal sizes.
 
     Only for batches with integer targets.
 

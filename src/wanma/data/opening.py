@@ -1,4 +1,4 @@
-"""The front door: `prepare` once per machine, then `open_data` in every rank.
+"""Front door of the data room: `prepare` once per node, then `open_data` in every rank.
 
 `prepare` imports no torch and leaves no thread or process behind, so that it may run before workers are
 forked.
@@ -30,13 +30,14 @@ log = logging.getLogger("wanma.data")
 
 
 def prepare(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
-    """Do what need not be done by every rank: find the data, and build token files that are missing.
+    """Prepare the data once for all ranks of a node: find it, and build token files that are missing.
 
     Args:
+        section: the job's `[data]`.
         progress: called with (bytes done, bytes in all) while token files are built.
 
     Raises:
-        JobError: the data or the tokenizer is not there or not understood.
+        JobError: the data or the tokenizer does not exist or has an unknown format.
         WanmaError: it cannot be read, is damaged, or the cache cannot be written.
     """
     if section.images:
@@ -50,7 +51,7 @@ def prepare(section: DataSection, progress: Callable[[int, int], None] | None = 
 
 
 def build_token_files(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
-    """The work of `prepare` for text: token files, and whether they hold enough for the job's sequences."""
+    """Build the token files of text, and check that they hold enough for the job's sequences."""
     texts = _texts(section)
     tokenizer = load_tokenizer(section.tokenizer)
     files: list[TokenFile] = []
@@ -72,10 +73,12 @@ def build_token_files(section: DataSection, progress: Callable[[int, int], None]
 
 
 def open_data(section: DataSection, train: TrainSection, dataset: Any = None) -> Data:
-    """This rank's view of the data: the same on every rank.
+    """Open the data: the same view on every rank.
 
     Args:
-        dataset: one's own dataset, or a pair (training, validation); replaces what `section` names.
+        section: the job's `[data]`.
+        train: the job's `[train]`.
+        dataset: a user's dataset, or a pair (training, validation); replaces the data of `section`.
 
     Raises:
         JobError, WanmaError: as `prepare`; and too little data for one sample of training and validation.
@@ -100,7 +103,7 @@ def open_data(section: DataSection, train: TrainSection, dataset: Any = None) ->
 
 
 def _open_own(dataset: Any, section: DataSection, train: TrainSection, total: int) -> Data:
-    """A dataset, or a pair (training, validation), each of which may be one to iterate over."""
+    """Open a user's dataset, or a pair (training, validation), each map-style or iterable."""
     from wanma.data.datasets.map_dataset import check_dataset, open_dataset
     from wanma.data.datasets.seeded_draws import SeededDraws
     from wanma.data.datasets.stream_dataset import StreamData
@@ -116,7 +119,7 @@ def _open_own(dataset: Any, section: DataSection, train: TrainSection, total: in
 
 
 def cache_folder(section: DataSection) -> Path:
-    """Where token files are: `data.cache`, or wanma's folder in the user's cache."""
+    """Return the folder of token files: `data.cache`, or wanma's folder in the user's cache."""
     if section.cache is not None:
         return Path(section.cache).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
@@ -135,7 +138,7 @@ class _Text:
 
 
 def _texts(section: DataSection) -> list[_Text]:
-    """The sources of a job; one that names no data trains on the standard library's source."""
+    """Return the text sources of a job; without any, the standard library's source."""
     if section.sources:
         return [
             _Text(source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text"))
@@ -164,7 +167,7 @@ def _open_text(section: DataSection, train: TrainSection, tokenizer: Tokenizer, 
 
 
 def __getattr__(name: str) -> Any:
-    """`Data` on demand: it needs torch, which `prepare` must not import."""
+    """Import `Data` on demand: it needs torch, which `prepare` must not import."""
     if name == "Data":
         from wanma.data.datasets.dataset import Data
 

@@ -1,4 +1,4 @@
-"""Steps of a data rank, loaded ahead by threads while the model trains.
+"""Step loader of a data rank: threads load steps ahead while the model trains.
 
 Threads and not processes: a step of text is a few memory copies, which numpy makes without the interpreter's
 lock. At most `prefetch` steps exist ahead of the loop, loaded or being loaded.
@@ -23,16 +23,19 @@ from wanma.job.sections.job import TrainSection
 
 @dataclass(frozen=True)
 class Step:
-    """What one data rank computes in one optimizer step."""
+    """Data of one optimizer step on one data rank."""
 
     step: int
-    """Optimizer steps before it."""
+    """Number of optimizer steps before it."""
     samples_before: int
     """Samples consumed by the steps before it, over all ranks."""
     global_batch: int
     micro_batches: list[Batch]
-    """As many on every data rank, where they exchange something within each: a rank that has fewer rows then
-    gets padding rows at the end."""
+    """Micro-batches in order.
+
+    If data ranks communicate within each, all have the same number: a rank with fewer rows gets padding rows
+    at the end.
+    """
 
 
 class Loader:
@@ -49,10 +52,16 @@ class Loader:
         threads: int = 1,
         pin_memory: bool = False,
     ) -> None:
-        """
+        """Start the threads.
+
         Args:
-            prefetch: most steps in memory ahead of the loop.
-            threads: of them, how many are loaded at once; more than 1 calls one's own dataset concurrently.
+            data: the data set.
+            plan: the plan that divides the global batch.
+            train: the job's `[train]`.
+            data_rank: index of this rank among those that read different samples.
+            start_step: the first step to yield.
+            prefetch: maximum number of steps in memory ahead of the loop.
+            threads: number of steps loaded at once; more than 1 calls a user's dataset concurrently.
             pin_memory: page-locked tensors, which copy to a CUDA device without blocking.
         """
         self._data = data
@@ -69,10 +78,10 @@ class Loader:
         return self
 
     def __next__(self) -> Step:
-        """The next step.
+        """Return the next step.
 
         Raises:
-            StopIteration: the job's last step has been given.
+            StopIteration: the job's last step has been returned.
             Exception: whatever loading the step raised, with the traceback of the thread.
         """
         self._fill()
@@ -83,8 +92,10 @@ class Loader:
         return step
 
     def follow(self, plan: Plan) -> None:
-        """Give the steps that come next by another plan; those that were loaded ahead by the last one are
-        dropped, and loaded again."""
+        """Switch to another plan for the steps to come.
+
+        Steps that were loaded ahead by the last one are dropped, and loaded again.
+        """
         if plan is self._plan:
             return
         self._plan = plan
@@ -94,7 +105,7 @@ class Loader:
         self._ahead.clear()
 
     def load(self, step: int) -> Step:
-        """One step, in the calling thread: a pure function of the step's number."""
+        """Load one step in the calling thread: a pure function of the step's number."""
         size = global_batch(self._train, step)
         before = samples_before(self._train, step)
         micro_batches = [

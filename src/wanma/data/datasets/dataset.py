@@ -1,7 +1,7 @@
-"""`Data`: what training sees of any data set, text, images or one's own.
+"""Base class of the data sets that training reads: text, images or a user's own dataset.
 
-Its heart is `batch`: sample numbers in, tensors out, a pure function. The subclasses (`token_dataset.py`,
-`image_dataset.py`, `map_dataset.py`) read rows; what is the same for all is here.
+Its core is `batch`: sample indices in, tensors out, a pure function. The subclasses (`token_dataset.py`,
+`image_dataset.py`, `map_dataset.py`) read rows; the common part is here.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Data(ABC):
-    """A data set in the order of one seed."""
+    """Data set in the order of one seed."""
 
     kind: ClassVar[Kind]
     seed: int
     targets_per_sample: int
-    """Text: the sequence length; otherwise 1."""
+    """Number of targets of a sample; text: the sequence length; otherwise 1."""
     train_samples: int
-    """Of one epoch of every source."""
+    """Training samples in one epoch of every source."""
     validation_samples: int
-    """0: there is no validation data."""
+    """Validation samples; 0: there is no validation data."""
     fingerprint: str
-    """Hash of the content where it is known ("" for one's own data): equal on all ranks of a run."""
+    """Hash of the content, equal on all ranks of a run."""
     vocabulary: int | None = None
     image_shape: tuple[int, int, int] | None = None
-    """(channels, height, width)."""
+    """Shape of an image: (channels, height, width); None: no images."""
     classes: int | None = None
     tokenizer: Tokenizer | None = None
     padding_has_targets = False
-    """Padding rows keep a sample's targets: for losses that may know no `IGNORED`, and are masked anyway."""
+    """Switch that lets padding rows keep a sample's targets, for losses that may not know `IGNORED`.
+
+    The training masks such rows anyway.
+    """
 
     def batch(self, numbers: Sequence[int] | NDArray[Any]) -> Batch:
-        """The training samples with these numbers, counted from the start of the run over all epochs.
+        """Return the training samples with these indices, counted from the start of the run over all epochs.
 
-        An empty `numbers` gives one padding row, see `Batch`.
+        Empty `numbers` give one padding row, see `Batch`.
         """
         where = np.asarray(numbers, dtype=np.int64)
         return self._train_batch(where) if len(where) else self._padding()
 
     def validation_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """The validation samples with these indices in [0, validation_samples), shuffled once by the seed."""
+        """Return the validation samples with these indices in [0, validation_samples), shuffled by the seed."""
         where = np.asarray(indices, dtype=np.int64)
         if not len(where):
             return self._padding()
@@ -62,29 +65,29 @@ class Data(ABC):
         return self._validation_batch(where, rows)
 
     def sample_name(self, number: int) -> str:
-        """Words for the training sample with this number, by which its owner finds it."""
+        """Describe the training sample with this index in words by which its owner can find it."""
         return f"sample {number} of the run's order"
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Sizes for the report, as JSON-able values; `epochs` is how often the run reads each source."""
+        """Return sizes for the report, as JSON-able values; `epochs`: how often the run reads each source."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of `tokens`; only data of kind "tokens" can."""
+        """Decode `tokens` to text; only data of kind "tokens" can."""
         if self.tokenizer is None:
             raise TypeError(f"data of kind {self.kind!r} has no tokenizer")
         return self.tokenizer.decode(tokens)
 
     @abstractmethod
     def _train_batch(self, numbers: Numbers) -> Batch:
-        """`batch` for at least one number."""
+        """Read training samples, at least one."""
 
     @abstractmethod
     def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
-        """Validation samples at `rows`, which the caller knows as `numbers`."""
+        """Read the validation samples at `rows`, whose indices for the caller are `numbers`."""
 
     def _padding(self) -> Batch:
-        """One row that looks like a sample and counts for nothing."""
+        """Return a batch of one padding row, shaped like a sample."""
         model = self._train_batch(np.zeros(1, np.int64))
         return Batch(
             inputs=model.inputs,
@@ -99,14 +102,14 @@ class Data(ABC):
 def make_batch(
     inputs: tuple[Tensor, ...], targets: Tensor, numbers: Numbers, keywords: dict[str, Tensor] | None = None
 ) -> Batch:
-    """A batch of real rows."""
+    """Return a batch of real rows."""
     real = torch.ones(len(numbers), dtype=torch.bool)
     numbered = torch.from_numpy(numbers.copy())
     return Batch(inputs, targets, numbered, real, keywords or {}, class_range=class_range(targets))
 
 
 def class_range(targets: Tensor) -> tuple[int, int] | None:
-    """Least and largest of integer targets, `IGNORED` ones left out; None if there are none."""
+    """Return minimum and maximum of integer targets other than `IGNORED`; None if there are none."""
     if targets.dtype not in _INTEGERS or targets.numel() == 0:
         return None
     least, largest = (int(value) for value in torch.aminmax(targets))
@@ -117,7 +120,7 @@ def class_range(targets: Tensor) -> tuple[int, int] | None:
 
 
 def no_targets(targets: Tensor) -> Tensor:
-    """`IGNORED` for classes, 0 for what is measured: `Batch.real` tells a loss to leave the row out."""
+    """Return targets of padding rows: `IGNORED` for integers, 0 otherwise (`Batch.real` masks the row)."""
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return torch.zeros_like(targets)
     return torch.full_like(targets, IGNORED, dtype=torch.int64)  # bytes have no such number

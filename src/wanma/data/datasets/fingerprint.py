@@ -1,7 +1,7 @@
-"""Fingerprint of a dataset of one's own: its length, and a few samples if they do not change when read again.
+"""Fingerprint of a user's dataset: its length, and a few samples if they are the same when read again.
 
-Numbers are compared to some three digits, because what a dataset computes may differ in the last ones between
-machines; of large arrays a few elements.
+Numbers are compared to some three digits, because a dataset's computations may differ in the last ones
+between nodes; of large arrays a few elements are compared.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ELEMENTS = 16
 _DEPTH = 6
 
 ReadItem = Callable[[Any, int], Any]
-"""(dataset, row) -> item."""
+"""Function (dataset, row) -> item."""
 
 
 def dataset_fingerprint(dataset: Any, read: ReadItem) -> str:
-    """Hash of a map-style dataset: the same for the same dataset in another process.
+    """Return a hash of a map-style dataset: the same for the same dataset in another process.
 
-    Reads the first item twice, the middle one and the last. Of a dataset that draws, only the types and
-    shapes of its items count. One whose items cannot be read fails when it trains.
+    Reads the first item twice, the middle one and the last. If the dataset draws random numbers, only the
+    types and shapes of its items count. Items that cannot be read are left out: they fail in training.
     """
     size = len(dataset)
     with _generators_kept():
@@ -48,12 +48,12 @@ def _shown(dataset: Any, size: int, read: ReadItem) -> list[str]:
 
 
 def digest(*texts: str) -> str:
-    """Hash of texts, each apart from the next."""
+    """Return the hash of texts, with boundaries between them."""
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def sampled(tensor: Tensor) -> str:
-    """Shape, type and a few elements of a tensor, floats rounded to some three digits."""
+    """Describe a tensor by shape, type and a few elements, floats rounded to some three digits."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return _kind(tensor)
     flat = tensor.detach().reshape(-1)
@@ -88,7 +88,7 @@ def _value(value: Any) -> str:
 
 
 def _text(item: Any, leaf: Callable[[Any], str], depth: int = 0) -> str:
-    """An item with its nested containers, each leaf as `leaf` says."""
+    """Describe an item with its nested containers, each leaf by `leaf`."""
     if depth > _DEPTH:
         return "..."
     if isinstance(item, Mapping):
@@ -104,7 +104,7 @@ def _text(item: Any, leaf: Callable[[Any], str], depth: int = 0) -> str:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Leave the generators of torch, numpy and `random` as they are, whatever a dataset draws inside."""
+    """Restore the generators of torch, numpy and `random` after the block, whatever a dataset draws in it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

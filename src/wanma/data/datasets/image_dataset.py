@@ -1,4 +1,4 @@
-"""Labelled images as `Data`: kept as they are stored, normalised when a batch is made."""
+"""Data set of labelled images: kept as they are stored, normalized when a batch is made."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from wanma.data.sampling.permutation import Numbers, shuffled
 from wanma.job.errors import JobError
 
 _BLOCK = 4096
-"""Images looked at together, to bound the memory that statistics and hashes take."""
+"""Images processed at a time, which bounds the memory of statistics and hashes."""
 
 
 class ImageData(Data):
-    """Inputs are (rows, channels, height, width) float32, targets (rows,) int64."""
+    """Data set of images: inputs (rows, channels, height, width) float32, targets (rows,) int64."""
 
     kind: ClassVar[Kind] = "images"
     targets_per_sample = 1
@@ -79,7 +79,7 @@ class ImageData(Data):
 def _divide(
     whole: LabelledImages, digests: NDArray[np.uint64], fraction: float
 ) -> tuple[LabelledImages, LabelledImages]:
-    """A split by content, so that equal images are on the same side; at least one image on each."""
+    """Split images by content, so that equal ones are on the same side; at least one image on each."""
     chosen = digests < np.uint64(int(fraction * 2.0**64))
     if fraction and not chosen.any():
         chosen = digests == digests.min()
@@ -95,13 +95,13 @@ def _divide(
 
 
 def _digests(part: LabelledImages) -> NDArray[np.uint64]:
-    """A hash of each image, (images,)."""
+    """Return a hash of each image, (images,)."""
     digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in part.images]
     return np.frombuffer(b"".join(digests), dtype="<u8")
 
 
 def _statistics(images: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Mean and standard deviation of each channel, (1, channels, 1, 1); a constant channel divides by 1."""
+    """Return mean and standard deviation by channel, (1, channels, 1, 1); constant channels divide by 1."""
     total = np.zeros(images.shape[1])
     square = np.zeros(images.shape[1])
     for start in range(0, len(images), _BLOCK):

@@ -1,4 +1,4 @@
-"""Labelled images as published: MNIST's IDX, CIFAR-10's binary format (plain or gzip), or an .npz.
+"""Reader of labelled images: MNIST's IDX, CIFAR-10's binary format (plain or gzip), or an .npz.
 
 Everything is read as it is stored, uint8 where it is uint8, as (images, channels, height, width). No torch
 here.
@@ -27,7 +27,7 @@ _TEST_ARRAYS = (("x_test", "y_test"), ("test_images", "test_labels"))
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """One set: images (count, channels, height, width), labels (count,) int64."""
+    """Set of labelled images: images (count, channels, height, width), labels (count,) int64."""
 
     images: NDArray[Any]
     labels: NDArray[np.int64]
@@ -40,11 +40,11 @@ class LabelledImages:
 
 
 def read_images(path: str, key: str = "data.images") -> tuple[LabelledImages, LabelledImages | None]:
-    """The training set, and the test set where there is one.
+    """Read the training set, and the test set if there is one.
 
     Raises:
-        JobError: nothing there, or no format that is known.
-        WanmaError: a file that cannot be read or is damaged; names `key` and the file.
+        JobError: nothing is there, or the format is unknown.
+        WanmaError: a file cannot be read or is damaged; names `key` and the file.
     """
     files = find_images(path, key)
     train = _read(files.train, key)
@@ -57,7 +57,7 @@ def read_images(path: str, key: str = "data.images") -> tuple[LabelledImages, La
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Where the two sets are.
+    """Files of the training set and of the test set.
 
     IDX: the files of images and of labels; CIFAR-10: its batches; .npz: the file and the names of two arrays.
     """
@@ -67,12 +67,12 @@ class ImageFiles:
 
 
 def find_images(path: str, key: str = "data.images") -> ImageFiles:
-    """The files of both sets by their names, without reading them.
+    """Find the files of both sets by their names, without reading them.
 
-    A folder with only a test set is one that is not divided: its images are taken for training.
+    A single set in a folder, even one named as a test set, is taken for training.
 
     Raises:
-        JobError: nothing there, or no format that is known.
+        JobError: nothing is there, or the format is unknown.
     """
     place = Path(path).expanduser()
     if not place.exists():
@@ -94,7 +94,7 @@ def find_images(path: str, key: str = "data.images") -> ImageFiles:
 
 
 def _list(folder: Path, key: str) -> list[Path]:
-    """What is in `folder`, sorted; of a file and its compressed copy only the file."""
+    """List the files in `folder`, sorted; a compressed copy of a listed file is left out."""
     try:
         names = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -173,7 +173,7 @@ def _read_idx(images: Path, labels: Path) -> LabelledImages:
 
 
 def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """IDX (LeCun's MNIST page): 0, 0, type 8 (uint8), dimensions, big-endian sizes, then the values."""
+    """Parse IDX (LeCun's MNIST page): 0, 0, type 8 (uint8), dimensions, big-endian sizes, then the values."""
     content = _content(path)
     header = 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]):
@@ -187,7 +187,7 @@ def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 
 def _read_cifar(paths: Sequence[Path]) -> LabelledImages:
-    """CIFAR-10 binary (Krizhevsky's page): records of 1 label and 3 × 32 × 32 values, channels first."""
+    """Read CIFAR-10 binary (Krizhevsky's page): records of 1 label and 3 × 32 × 32 values, channels first."""
     batches = []
     for path in paths:
         content = _content(path)

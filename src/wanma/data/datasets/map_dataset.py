@@ -1,4 +1,4 @@
-"""One's own map-style dataset as `Data`: `__len__` and `__getitem__`, as PyTorch has them.
+"""Data set around a user's map-style dataset: `__len__` and `__getitem__`, as PyTorch has them.
 
 An item is `(input, ..., target)`, a `Sample`, or a dict with a target and the model's keyword arguments.
 Items are joined by torch's default collate.
@@ -27,14 +27,14 @@ from wanma.job.file.import_path import import_object
 from wanma.job.sections.data import DataSection
 
 _LABELS = ("label", "labels")
-"""Keys of targets that mean what a model of transformers makes of them."""
+"""Keys of targets whose meaning a transformers model defines."""
 _TARGETS = ("target", "targets", *_LABELS)
 _INPUTS = ("input", "inputs")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One item of a dataset, spelled out."""
+    """Item of a dataset in explicit form."""
 
     inputs: tuple[Any, ...]
     """Positional arguments of the model, without the batch dimension."""
@@ -44,12 +44,12 @@ class Sample:
 
 
 class CustomData(Data):
-    """A dataset in our order. Its own order, samplers and batching are not used."""
+    """Data set that reads a user's dataset in wanma's order, without its own samplers and batching."""
 
     kind: ClassVar[Kind] = "custom"
     targets_per_sample = 1
     read_labels: Callable[[Batch], Batch] | None = None
-    """Prepares batches of samples that give their targets as `labels`."""
+    """Function that prepares batches of samples that give their targets as `labels`; None: none."""
 
     def __init__(
         self,
@@ -61,10 +61,15 @@ class CustomData(Data):
         seed: int,
         total_samples: int,
     ) -> None:
-        """
+        """Open the dataset and divide it.
+
         Args:
+            train: the dataset.
             validation: dataset, or None to keep a share of `train`, by position, since content is unknown.
+            validation_fraction: that share; 0: none.
             one_at_a_time: let only one thread at a time into the datasets.
+            seed: the job's seed.
+            total_samples: samples of the whole run.
         """
         self._train = train
         self._validation = validation
@@ -111,7 +116,7 @@ class CustomData(Data):
         return self._read(self._train, self._own(rows + self.train_samples), numbers)
 
     def _own(self, rows: Numbers) -> Numbers:
-        """Row of the dataset: a fixed shuffle whose last rows are for validation, whatever the seed."""
+        """Map to rows of the dataset: a shuffle that no seed changes, whose last rows are for validation."""
         if self._validation is not None:
             return rows
         return permute(rows, self.train_samples + self.validation_samples, "validation split")
@@ -127,7 +132,7 @@ class CustomData(Data):
         return self._join(self._draws.read(read), type(dataset).__name__, rows, numbers)
 
     def _join(self, items: list[Any], name: str, rows: Numbers, numbers: Numbers) -> Batch:
-        """A batch of items, which were read from `rows` of the dataset of that name."""
+        """Join items, read from `rows` of the dataset of that name, into a batch."""
         samples = [_sample(item, name) for item in items]
         try:
             joined = [
@@ -176,7 +181,7 @@ class CustomData(Data):
 
 
 def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> CustomData:
-    """A dataset, or a pair (training, validation) of them, as `Data`.
+    """Open a dataset, or a pair (training, validation) of them.
 
     Raises:
         JobError: not a map-style dataset, or an empty one.
@@ -193,10 +198,10 @@ def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: i
 
 
 def check_dataset(dataset: Any) -> tuple[Any, Any]:
-    """(training, validation) of a dataset or of a pair of them.
+    """Return (training, validation) of a dataset or of a pair of them, checked.
 
     Raises:
-        JobError: neither a map-style dataset nor one to iterate over, or an empty one.
+        JobError: neither a map-style dataset nor an iterable one, or an empty one.
     """
     train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
     for part in (train, validation):
@@ -208,7 +213,7 @@ def check_dataset(dataset: Any) -> tuple[Any, Any]:
 
 
 def call_factory(section: DataSection) -> Any:
-    """What `data.factory` returns.
+    """Call `data.factory` and return its result.
 
     Raises:
         JobError: it cannot be imported, is no function, or fails.
@@ -280,12 +285,12 @@ def _target_key(item: Any) -> str | None:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Lists of numbers as tensors: the default collate would take a list's items apart."""
+    """Convert a list of numbers to a tensor: the default collate would take its items apart."""
     return torch.tensor(value) if isinstance(value, list) else value
 
 
 def _odd_one(samples: list[Sample], rows: Numbers) -> str:
-    """Words for the sample that has other shapes than the most; empty where that is not the reason."""
+    """Describe the sample whose shapes differ from most; empty if that is not the reason."""
     try:
         shapes = [
             [tuple(np.shape(value)) for value in (*sample.inputs, sample.target, *sample.keywords.values())]
@@ -307,7 +312,7 @@ def _odd_one(samples: list[Sample], rows: Numbers) -> str:
 
 
 def _as_tensors(target: Any) -> Any:
-    """`_as_tensor` of a target, or of each in a dict of them."""
+    """Convert a target, or each target in a dict of them, as `_as_tensor`."""
     if isinstance(target, Mapping):
         return {str(key): _as_tensor(value) for key, value in target.items()}
     return _as_tensor(target)

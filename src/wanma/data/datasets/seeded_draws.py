@@ -1,7 +1,7 @@
-"""Random numbers that a user's dataset draws for one sample: functions of (seed, sample) alone.
+"""Random numbers that a user's dataset draws for one sample, as functions of (seed, sample) alone.
 
-Numpy's and Python's global generators are seeded for each sample and put back after a batch, one batch at a
-time. Draws of torch get a generator of their own, because the training thread uses the global one meanwhile.
+Numpy's and Python's global generators are seeded for each sample and restored after a batch, one batch at a
+time. Draws of torch get a generator of their own, because the training thread uses the global one.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from torch.overrides import TorchFunctionMode
 
 Value = TypeVar("Value")
 Seed = Callable[[int], object]
-"""Seeds all generators for the sample of a number."""
+"""Function that seeds all generators for the sample with a given index."""
 
 
 class SeededDraws:
-    """Reads batches of datasets with generators that are seeded by sample.
+    """Reader of batches with random generators that are seeded by sample.
 
     Args:
         seed: the job's.
-        one_at_a_time: whether batches are read one after the other anyway. Otherwise they are until it is
-            seen that the datasets draw nothing from numpy and Python, which threads share.
+        one_at_a_time: True if batches are read one after the other anyway. Otherwise they are until it is
+            seen that the datasets draw nothing from numpy and Python, whose generators threads share.
     """
 
     def __init__(self, seed: int, one_at_a_time: bool) -> None:
         self._seed = seed
         self._alone = one_at_a_time
-        """True if a batch is read while no other is."""
+        """True if a batch must be read while no other is."""
         self._tried = False
         self._turn = threading.Condition()
         self._reading = 0
         self._is_taken = False
 
     def read(self, batch: Callable[[Seed], Value]) -> Value:
-        """Value of `batch`, which seeds before each sample; it is called again where its first call may
-        have been disturbed."""
+        """Return the value of `batch`, which seeds before each sample.
+
+        It is called again if another batch may have disturbed its first call.
+        """
         if not self._begin():
             before = _state()
             try:
@@ -64,7 +66,7 @@ class SeededDraws:
         return value
 
     def _begin(self) -> bool:
-        """Wait for a turn; whether it is of this batch alone."""
+        """Wait for a turn; return True if no other batch is read meanwhile."""
         with self._turn:
             self._turn.wait_for(lambda: not self._is_taken)
             if self._tried and not self._alone:
@@ -81,7 +83,7 @@ class SeededDraws:
             self._turn.notify_all()
 
     def _read_alone(self, batch: Callable[[Seed], Value], of_torch: torch.Generator) -> tuple[Value, bool]:
-        """The batch, and whether batches must be read one at a time."""
+        """Read the batch; return it, and True if batches must be read one at a time."""
         fresh: list[Any] = []
         drew = self._alone
 
@@ -98,14 +100,14 @@ class SeededDraws:
         return value, drew or (bool(fresh) and not _same(fresh[-1], _state()))
 
     def _seed_torch(self, of_torch: torch.Generator, number: int) -> list[int]:
-        """Seed torch's generator; four words of 32 bits for the sample."""
+        """Seed torch's generator; return four words of 32 bits for the sample."""
         keys = [_mix(_mix(self._seed) + 2 * number + place) for place in (0, 1)]
         of_torch.manual_seed(keys[0] >> 1)
         return [keys[0] >> 32, keys[0] & _WORD, keys[1] >> 32, keys[1] & _WORD]
 
 
 class _FromGenerator(TorchFunctionMode):
-    """Lets the draws of a thread come from one generator, where they name no other."""
+    """Mode in which a thread's draws come from one generator, where they name no other."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ _WORD = (1 << 32) - 1
 
 
 def _mix(x: int) -> int:
-    """Hash of 64 bits (SplitMix64, Steele et al. 2014)."""
+    """Return a hash of 64 bits (SplitMix64, Steele et al. 2014)."""
     mask = (1 << 64) - 1
     x = (x + 1) * 0x9E3779B97F4A7C15 & mask
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask

@@ -1,4 +1,4 @@
-"""A stream of one's own as `Data`; the order of its samples is the stream's."""
+"""Data set around a user's iterable dataset (a stream), in the stream's own order."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import TrainSection
 
 _KEPT = 64
-"""Samples that are kept at least."""
+"""Minimum number of samples that are kept for repeated reads."""
 
 
 class StreamData(CustomData):
-    """A stream, and a dataset for validation, if there is any."""
+    """Data set of a stream, with an optional dataset for validation."""
 
     def __init__(
         self, dataset: Any, validation: Any, section: DataSection, train: TrainSection, total_samples: int
     ) -> None:
-        """
+        """Open the stream.
+
         Raises:
-            JobError: the dataset gives batches, or can be read once only.
+            JobError: the dataset yields batches, or can be read only once.
         """
         if section.workers > 1:
             raise JobError(
@@ -37,7 +38,7 @@ class StreamData(CustomData):
         self._train, self._validation, self._total = dataset, validation, total_samples
         self._draws = SeededDraws(train.seed, one_at_a_time=True)
         self.reader = StreamReader(dataset, self._draws, train, max(_KEPT, 2 * train.global_batch))
-        self.train_samples = total_samples  # those that the run reads: an epoch's are not known
+        self.train_samples = total_samples  # the samples that the run reads: an epoch's number is unknown
         self.validation_samples = len(validation) if validation is not None else 0
 
     @cached_property

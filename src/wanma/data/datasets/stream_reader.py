@@ -1,8 +1,8 @@
-"""Datasets that can only be iterated over, as numbered samples: the n-th that iteration gives is sample n.
+"""Reader of iterable datasets as indexed samples: sample n is the n-th item of the iteration.
 
-Every rank iterates over the whole stream, in the stream's own order, and keeps what is its share: so the
-order is the same on any number of ranks. A run that carries on reads on to its position, or begins at a state
-that the dataset gave (`state_dict`, `load_state_dict`) if that is seen to work.
+Every rank iterates over the whole stream, in the stream's own order, and keeps its share: so the
+order is the same on any number of ranks. A resumed run reads on to its position, or begins at a state
+that the dataset gave (`state_dict`, `load_state_dict`) if a test shows that this works.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.job import TrainSection
 
 _LOOKED_AT = 4
-"""Samples from the beginning that tell one stream from another."""
+"""Number of samples from the beginning that identify a stream."""
 _STATES = 16
-"""States of the dataset that are kept at most: the loader is a few steps ahead of the loop."""
+"""Maximum number of the dataset's states that are kept: the loader is a few steps ahead of the loop."""
 _STATE_BYTES = 4 << 20
-"""Largest state that goes into checkpoints."""
+"""Maximum size in bytes of a state that goes into checkpoints."""
 _TELL = 1_000
-"""Samples between two signs of life while a stream is read on to its position."""
+"""Samples between two progress reports while a stream is read on to its position."""
 
 
 def is_stream(dataset: object) -> bool:
-    """Return whether a dataset can only be iterated over."""
+    """Return True if a dataset can only be iterated over."""
     if isinstance(dataset, torch.utils.data.IterableDataset | torch.utils.data.DataLoader):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 def check_stream(dataset: Any) -> None:
-    """Refuse what gives batches, or can be read once only.
+    """Reject a dataset that yields batches, or that can be read only once.
 
     Raises:
-        JobError: says which.
+        JobError: names the reason.
     """
     name = type(dataset).__name__
     if isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_size is not None:
@@ -62,7 +62,7 @@ def check_stream(dataset: Any) -> None:
 
 
 def first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any]:
-    """The first samples of a new iteration, fewer where there are no more.
+    """Read the first samples of a new iteration, fewer if the stream is shorter.
 
     Raises:
         WanmaError: the dataset fails, or is empty.
@@ -98,14 +98,17 @@ class _State:
     """Samples read, over all epochs."""
     epoch: int
     state: Any
-    """State of the dataset itself."""
+    """State of the dataset itself; None: its beginning."""
 
 
 class StreamReader:
-    """Numbered samples of a stream.
+    """Reader of indexed samples of a stream.
 
     Args:
-        keep: of the samples that were asked for, how many of the newest are kept, to be asked for again.
+        dataset: the iterable dataset.
+        draws: generators that are seeded by sample.
+        train: the job's `[train]`.
+        keep: number of the latest samples read that are kept for repeated reads.
     """
 
     def __init__(self, dataset: Any, draws: SeededDraws, train: TrainSection, keep: int) -> None:
@@ -114,10 +117,10 @@ class StreamReader:
         self.name = type(dataset).__name__
         self._train = train
         self.every_steps = 0
-        """After so many steps each the dataset's state is noted, for a checkpoint; 0: never."""
+        """Interval in steps at which the dataset's state is stored for a checkpoint; 0: never."""
         self._lock = threading.Lock()
         self._zero: list[Any] = []
-        """Sample 0, which padding rows look like."""
+        """Sample 0, as a list of at most one: the template of padding rows."""
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._states: OrderedDict[int, _State] = OrderedDict()
         self._start = _State(0, 0, None)
@@ -125,7 +128,7 @@ class StreamReader:
         self._begin(self._start)
 
     def items(self, numbers: Sequence[int]) -> list[Any]:
-        """The samples with these numbers.
+        """Read the samples with these indices.
 
         Raises:
             WanmaError: the dataset fails, or is empty.
@@ -137,7 +140,8 @@ class StreamReader:
         """Read on to a position, without keeping anything.
 
         Args:
-            told: called with the position every now and then.
+            position: sample index.
+            told: called with the position from time to time.
         """
         while self._position < position:
             end = min(self._position + _TELL, position)
@@ -146,14 +150,14 @@ class StreamReader:
             told(self._position)
 
     def at(self, position: int) -> dict[str, Any]:
-        """The newest state that lies not after `position`, as JSON; empty: the beginning."""
+        """Return the newest state at or before `position`, as JSON; empty: the beginning."""
         with self._lock:
             known = [state for state in self._states.values() if state.position <= position]
         newest = known[-1] if known else self._start
         return {} if newest.state is None else {**vars(newest)}
 
     def resume(self, values: dict[str, Any]) -> None:
-        """Begin where `at` has been."""
+        """Continue at a state that `at` returned."""
         with self._lock:
             if values and self._has_states:
                 self._start = _State(values["position"], values["epoch"], values["state"])
@@ -161,10 +165,10 @@ class StreamReader:
                 self._begin(self._start)
 
     def fingerprint(self) -> str:
-        """Hash of the first samples; tries, too, whether the dataset's own states can be trusted.
+        """Return a hash of the first samples; test, too, if the dataset's own states can be trusted.
 
         Raises:
-            JobError: a second iteration gives others.
+            JobError: a second iteration gives different samples.
         """
         first, second = (first_samples(self._dataset, _LOOKED_AT, self._draws) for _ in range(2))
         one, other = (dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first, second))
@@ -185,7 +189,7 @@ class StreamReader:
         self._position, self._epoch = at.position, at.epoch
         dataset = self._dataset
         if at.state is not None:
-            dataset = copy.deepcopy(dataset)  # the next epoch is to begin at its beginning
+            dataset = copy.deepcopy(dataset)  # the next epoch must start from the beginning
             dataset.load_state_dict(at.state)
         self._reading = dataset
         self._iterator = _iterate(dataset, self._epoch)
@@ -231,7 +235,7 @@ class StreamReader:
         raise WanmaError(f"data: {self.name} gives no sample in epoch {self._epoch}")
 
     def _note(self) -> None:
-        """Note the dataset's state where a checkpoint will be."""
+        """Store the dataset's state at a position where a checkpoint will be."""
         position = self._position
         if self.every_steps == 0 or position == 0 or position in self._states or not self._is_mark(position):
             return
@@ -242,14 +246,14 @@ class StreamReader:
             self._states.popitem(last=False)
 
     def _is_mark(self, position: int) -> bool:
-        """Return whether a step that is saved ends here."""
+        """Return True if a step that is saved ends at `position`."""
         step = step_of(self._train, position)
         return samples_before(self._train, step) == position and step % self.every_steps == 0
 
     def _can_go_on(self, first: list[Any]) -> bool:
-        """Return whether an iteration from the dataset's own state gives the samples that come next.
+        """Return True if an iteration from the dataset's own state yields the samples that come next.
 
-        A shuffle buffer, for one, is often not in it: then the stream is read from the beginning.
+        A shuffle buffer, for one, is often not in the state: then the stream is read from the beginning.
         """
         if not (hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")):
             return False
@@ -276,7 +280,7 @@ class StreamReader:
 
         try:
             rest = self._draws.read(read)
-        except Exception:  # whatever the user's code raises: then without
+        except Exception:  # whatever the user's code raises: its states are not used
             return False
         one, other = (dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first[half:], rest))
         return bool(rest) and one == other

@@ -1,4 +1,4 @@
-"""Text as `Data`: one or more token files, mixed by weight, packed into sequences."""
+"""Data set of text: one or more token files, mixed by weight, packed into sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wanma.data.text.validation_split import split_documents
 
 @dataclass(frozen=True)
 class TextSource:
-    """One source of the mixture, its token file open."""
+    """Source of the mixture, with its open token file."""
 
     name: str
     weight: float
@@ -30,7 +30,7 @@ class TextSource:
 
 
 class TokenData(Data):
-    """Sequences of tokens; inputs are (rows, sequence), targets the same shifted by one."""
+    """Data set of token sequences; inputs are (rows, sequence), targets the same shifted by one."""
 
     kind: ClassVar[Kind] = "tokens"
 

@@ -1,1 +1,1 @@
-"""Data order: which sample comes next, as a pure function of seed and samples consumed."""
+"""Data order: the next sample as a pure function of seed and samples consumed."""

@@ -1,8 +1,8 @@
-"""The batch-size ramp: step, samples consumed and global batch as functions of each other.
+"""Batch-size schedule: step, samples consumed and global batch size as functions of each other.
 
 A step is numbered by the optimizer steps before it, so the first is 0. `train.batch_ramp` gives the batch
 size from a step on; before its first entry `train.global_batch` holds. The job's
-validator has made sure that the ramp's steps rise.
+validator guarantees that the ramp's steps rise.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from wanma.job.sections.job import TrainSection
 
 
 def global_batch(train: TrainSection, step: int) -> int:
-    """Samples that `step` consumes."""
+    """Return the global batch size of `step`, in samples."""
     return next(batch for first, batch in reversed(_pieces(train)) if first <= step)
 
 
 def samples_before(train: TrainSection, step: int) -> int:
-    """Samples consumed by the steps before `step`: the position in the data when it starts."""
+    """Return the samples consumed by the steps before `step`: its start position in the data."""
     pieces = _pieces(train)
     ends = [first for first, _ in pieces[1:]] + [step]
     return sum(
@@ -27,7 +27,7 @@ def samples_before(train: TrainSection, step: int) -> int:
 
 
 def step_of(train: TrainSection, sample: int) -> int:
-    """The step that consumes sample number `sample`."""
+    """Return the step that consumes the sample with index `sample`."""
     first, batch, before = 0, 0, 0
     for next_first, next_batch in _pieces(train):
         after = before + (next_first - first) * batch
@@ -38,6 +38,6 @@ def step_of(train: TrainSection, sample: int) -> int:
 
 
 def _pieces(train: TrainSection) -> list[tuple[int, int]]:
-    """(first step, global batch) of every stretch of equal batch size, from step 0 on."""
+    """List (first step, global batch) of every run of steps with equal batch size, from step 0 on."""
     ramp = list(train.batch_ramp)
     return ramp if ramp and ramp[0][0] == 0 else [(0, train.global_batch), *ramp]

@@ -1,4 +1,4 @@
-"""Weighted mixture of sources: which source gives global sample number s, and which of its samples.
+"""Weighted mixture of sources: the source of each global sample index s, and the index within that source.
 
 The interleave is a tree of two-way splits. A split with share p of the left side sends s to the left
 exactly when the rounded count of left samples, floor(s * p + 1/2), grows from s to s + 1: the evenest
@@ -18,18 +18,18 @@ import numpy as np
 from wanma.data.sampling.permutation import Numbers
 
 _LARGEST_PERIOD = 1 << 31
-"""Keeps remainder times weight inside 64 bits."""
+"""Maximum period: keeps remainder times weight inside 64 bits."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of the sources as whole numbers: source i gives `shares[i]` of every `sum(shares)` samples."""
+    """Integer shares of the sources: source i gives `shares[i]` of every `sum(shares)` samples."""
 
     shares: tuple[int, ...]
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> Mixture:
-        """Exact for weights as written in decimals; scaled to a period of 2**31 when theirs is longer."""
+        """Build a mixture that is exact for decimal weights; a period over 2**31 is scaled down to it."""
         fractions = [Fraction(repr(float(weight))) for weight in weights]
         if not fractions or any(fraction <= 0 for fraction in fractions):
             raise ValueError(f"a mixture needs weights above 0, not {list(weights)}")
@@ -41,7 +41,7 @@ class Mixture:
         return cls(tuple(max(round(fraction * period), 1) for fraction in fractions))
 
     def locate(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Source of each sample number, and the sample's number within that source's own endless stream."""
+        """Return the source of each sample index, and the index within that source's own endless stream."""
         sources = np.zeros_like(numbers)
         indices = numbers.copy()
         pending = [(0, len(self.shares), np.arange(len(numbers)))]
@@ -60,7 +60,10 @@ class Mixture:
 
 
 def _left_before(numbers: Numbers, left: int, total: int) -> Numbers:
-    """floor(number * left / total + 1/2) without overflow: how many of the first `number` samples go left."""
+    """Return floor(number * left / total + 1/2): how many of the first `number` samples go left.
+
+    The order of the operations avoids overflow.
+    """
     periods, rest = np.divmod(numbers, total)
     count: Numbers = periods * left + (rest * left + total // 2) // total
     return count

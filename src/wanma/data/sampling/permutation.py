@@ -1,9 +1,9 @@
-"""Which sample comes next: a shuffle of [0, n) per epoch that is computed, never stored.
+"""Data order: a shuffle of [0, n) per epoch that is computed, never stored.
 
-A keyed Feistel network permutes the integers of as many bits as n has; whatever falls outside [0, n) is
-permuted again until it is inside (cycle walking, Black & Rogaway 2002), which keeps it a bijection. Memory is
-O(1) in n, so 10**12 samples cost what 10 do. The arithmetic is our own and integer only: the order does not
-change with the version of numpy or of Python.
+A keyed Feistel network permutes the integers of as many bits as n has; values outside [0, n) are
+permuted again until they are inside (cycle walking, Black & Rogaway 2002), which keeps it a bijection. Memory
+is O(1) in n, so 10**12 samples cost what 10 do. The arithmetic is our own and integer only: the order does
+not change with the version of numpy or of Python.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MAXIMUM = 1 << 62
 
 
 def shuffled(numbers: Numbers, samples: int, *key: int | str) -> Numbers:
-    """Sample index for each of `numbers`, in an endless stream of reshuffled epochs.
+    """Return the sample index for each of `numbers`, in an endless stream of reshuffled epochs.
 
     Args:
         numbers: positions in the stream, 0 or more, in any order and number.
         samples: samples of one epoch; positions [e * samples, (e + 1) * samples) visit each once.
-        key: what the order depends on besides the epoch: the seed first, then what tells streams apart.
+        key: key of the order besides the epoch: the seed first, then names that distinguish streams.
 
     Returns:
         Indices in [0, samples), same shape as `numbers`.
@@ -40,7 +40,7 @@ def shuffled(numbers: Numbers, samples: int, *key: int | str) -> Numbers:
 
 
 def permute(positions: Numbers, size: int, *key: int | str) -> Numbers:
-    """The keyed permutation of [0, size) at `positions`.
+    """Return the keyed permutation of [0, size) at `positions`.
 
     Raises:
         ValueError: a position outside [0, size), or a size beyond 2**62.
@@ -60,7 +60,7 @@ def permute(positions: Numbers, size: int, *key: int | str) -> Numbers:
 
 
 def _feistel(values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Unbalanced Feistel network on `bits` bits: each round keys one half by the other, which inverts."""
+    """Apply an unbalanced Feistel network on `bits` bits: each round keys one half by the other."""
     low_bits = np.uint64(bits - bits // 2)
     low_mask = np.uint64((1 << int(low_bits)) - 1)
     high_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -72,7 +72,7 @@ def _feistel(values: NDArray[np.uint64], bits: int, round_keys: NDArray[np.uint6
 
 
 def _mix(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Finaliser of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
     mixed = values + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

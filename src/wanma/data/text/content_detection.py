@@ -1,4 +1,4 @@
-"""Content of a file, told from its first bytes: text, JSON records, or something binary. No torch here."""
+"""Detection of a file's content by its first bytes: text, JSON records, or a binary format. No torch here."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FORMATS = (
     (b"\xff\xfe", "UTF-16; save it as UTF-8"),
     (b"\xfe\xff", "UTF-16; save it as UTF-8"),
 )
-"""First bytes of files that are no text, and what they are."""
+"""First bytes of binary files, and the names of their formats."""
 _ALSO_TEXT = (b"ORC", b"BZh")
-"""Magic numbers that a text may begin with, too."""
+"""Magic numbers with which a text may begin, too."""
 
 
 def content_of(first: bytes) -> tuple[Content, str]:
-    """Kind of a file's content, and the name of its format where it is binary.
+    """Detect the kind of a file's content, and the name of its format if it is binary.
 
     Args:
         first: its first bytes, up to the end of a line where there are lines.
@@ -43,13 +43,13 @@ def content_of(first: bytes) -> tuple[Content, str]:
     for start, name in _FORMATS:
         if first.startswith(start) and (start not in _ALSO_TEXT or b"\0" in first[:_LOOKED_AT]):
             return "binary", name
-    if b"\0" in first[:_LOOKED_AT]:  # as git and grep tell binary from text
+    if b"\0" in first[:_LOOKED_AT]:  # as git and grep distinguish binary from text
         return "binary", "binary"
     return ("records", "") if _has_records(first) else ("text", "")
 
 
 def refuse_content(key: str, url: str, content: Content, name: str) -> JobError:
-    """Error about a document that is no text."""
+    """Build the error about a document that is not text."""
     if content == "records":
         return JobError(
             f"{key}: {url}: JSON records, and data.text would train on their braces and keys",
@@ -64,7 +64,7 @@ def refuse_content(key: str, url: str, content: Content, name: str) -> JobError:
 
 
 def _has_records(first: bytes) -> bool:
-    """Say whether text begins as JSON lines or as a list of JSON objects."""
+    """Return True if text begins as JSON lines or as a list of JSON objects."""
     begin = first.lstrip()
     if begin.startswith(b"["):
         return begin[1:].lstrip().startswith(b"{") and _is_list(begin)
@@ -82,7 +82,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _is_list(text: bytes) -> bool:
-    """Say whether the first item of a list is a whole JSON object."""
+    """Return True if the first item of a list is a complete JSON object."""
     try:
         body = text[1:].decode("utf-8", "ignore").lstrip()
         return isinstance(json.JSONDecoder().raw_decode(body)[0], dict)

@@ -1,6 +1,6 @@
-"""Which documents a text entry means: files, folders, globs, any fsspec URL, or 'stdlib'.
+"""Documents of a text entry: files, folders, globs, any fsspec URL, or 'stdlib'.
 
-A document is one file. The list is the same on every machine that sees the same files: each entry's files are
+A document is one file. The list is the same on every node that sees the same files: each entry's files are
 sorted by their path below it, and a file that two entries name counts once. No torch here.
 """
 
@@ -24,11 +24,11 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import PATIENCE, RetriedFile, retry
 
 STDLIB = "stdlib"
-"""The entry that every machine with Python can train on: the standard library's own source."""
+"""Name of the entry that every node with Python has: the standard library's own source."""
 
 _NOT_SOURCE = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
 _NOT_PORTABLE = "_sysconfigdata*"
-"""Written when a Python is built: different on every machine."""
+"""Pattern of files written when a Python is built: different on every node."""
 _VERSIONS = (
     "ETag",
     "etag",
@@ -44,24 +44,26 @@ _VERSIONS = (
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text and what identifies its content without reading it."""
+    """Text file, with an identity of its content that needs no reading."""
 
     filesystem: Any
-    """The fsspec filesystem that holds it."""
+    """Filesystem (fsspec) that holds the file."""
     path: str
     url: str
     size: int
-    """Bytes as stored."""
+    """Size in bytes as stored."""
     version: str
-    """Changes when the content does: the store's tag, the modification time, or a hash of the content."""
+    """Version of the content: the store's tag, the modification time, or a hash of the content."""
     explicit: bool
-    """Named by itself in the job; files found in folders and globs are left out when they are binary."""
+    """True if the job names the file itself; binary files found in folders and globs are skipped."""
     key: str
-    """The job file's key that asked for it, for messages."""
+    """Key of the job file that names it, for messages."""
 
     def pieces(self, size: int = 1 << 20) -> Iterator[bytes]:
-        """The content in pieces of about `size` bytes that end with a line where there are lines, and never
-        inside a UTF-8 character; decompressed when the name ends in .gz, .bz2 or .xz.
+        """Yield the content in pieces of about `size` bytes.
+
+        They end with a line where there are lines, and never inside a UTF-8 character; decompressed when the
+        name ends in .gz, .bz2 or .xz.
 
         Raises:
             WanmaError: missing, forbidden or broken; names the key and the file.
@@ -69,7 +71,7 @@ class Document:
         try:
             with self._opened() as stream:
                 rest = stream.read(size)
-                while block := stream.read(size):  # the last piece is cut nowhere: small files are one piece
+                while block := stream.read(size):  # the last piece is never cut: small files are one piece
                     rest += block
                     if cut := _cut(rest):
                         yield rest[:cut]
@@ -88,18 +90,18 @@ class Document:
 
 
 def _cut(text: bytes) -> int:
-    """Where a piece may end: after the last line, else before a last character that may be incomplete."""
+    """Return the end of a piece: after the last line, else before a possibly incomplete last character."""
     if newline := text.rfind(b"\n") + 1:
         return newline
     for back in range(1, min(3, len(text)) + 1):
-        if text[-back] & 0xC0 != 0x80:  # the first byte of the last character says how many it has
+        if text[-back] & 0xC0 != 0x80:  # the first byte of the last character gives its length
             size = 1 + (text[-back] >= 0xC0) + (text[-back] >= 0xE0) + (text[-back] >= 0xF0)
             return len(text) - back if size > back else len(text)
     return len(text)
 
 
 def list_documents(entries: Sequence[str], key: str = "data.text") -> list[Document]:
-    """The documents that `entries` mean, in the order of training.
+    """List the documents of `entries`, in the order of training.
 
     Raises:
         JobError: an entry that is missing, matches nothing, or whose storage is unknown; documents
@@ -153,20 +155,20 @@ def _look_up(filesystem: Any, path: str, entry: str, key: str) -> list[Document]
 
 
 def _info(filesystem: Any, path: str, is_pattern: bool) -> dict[str, Any] | None:
-    """What is at `path`; None where nothing is. fsspec's `isfile` takes a failure for an absence, too."""
+    """Return the entry at `path`; None: no entry. fsspec's `isfile` mistakes a failure for an absence."""
     try:
         info: dict[str, Any] = filesystem.info(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception:
-        if is_pattern:  # servers refuse its characters as they like; the search says what else is wrong
+        if is_pattern:  # servers may refuse its characters; the search reports other errors
             return None
         raise
     return info
 
 
 def _matching(filesystem: Any, pattern: str) -> dict[str, Any]:
-    """Files that match, and what is known of them."""
+    """Return the files that match, with their metadata."""
     try:
         found = filesystem.glob(pattern, detail=True, **_careful(filesystem))
     except FileNotFoundError:
@@ -175,7 +177,7 @@ def _matching(filesystem: Any, pattern: str) -> dict[str, Any]:
 
 
 def _careful(filesystem: Any) -> dict[str, Any]:
-    """Arguments for a search: fsspec's own leaves out, without a word, folders that it failed to list."""
+    """Return arguments for a search: fsspec's own silently omits folders that it failed to list."""
     if is_local(filesystem):
         return {}
     if isinstance(filesystem, AsyncFileSystem):
@@ -186,7 +188,7 @@ def _careful(filesystem: Any) -> dict[str, Any]:
 
 
 def _below(filesystem: Any, folder: str) -> dict[str, Any]:
-    """Files below `folder` and what is known of them, without hidden ones."""
+    """Return the files below `folder` with their metadata, without hidden ones."""
     if is_local(filesystem):
         return {name: filesystem.info(name) for name in _walk(folder, (".*",))}
     start = len(folder.rstrip("/"))
@@ -207,10 +209,10 @@ def _standard_library(key: str) -> list[Document]:
 
 
 def _walk(root: str, without: tuple[str, ...]) -> Iterator[str]:
-    """Local files below `root`; folders and files named as in `without` are not entered or given.
+    """Yield local files below `root`; folders and files with names in `without` are skipped.
 
     Unlike fsspec's own walk it raises where a folder may not be entered, follows links to folders, each once,
-    and does not list what it leaves out.
+    and does not list what it skips.
     """
 
     def refuse(error: OSError) -> None:
@@ -232,7 +234,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _document(filesystem: Any, path: str, info: dict[str, Any], explicit: bool, key: str) -> Document:
     version = next((f"{name}:{info[name]}" for name in _VERSIONS if info.get(name) is not None), None)
-    if version is None or info.get("size") is None:  # plain web servers may tell neither
+    if version is None or info.get("size") is None:  # plain web servers may report neither
         content = filesystem.cat_file(path)
         info = {**info, "size": len(content)}
         version = "content:" + hashlib.sha256(content).hexdigest()
@@ -260,7 +262,7 @@ def _known_protocols() -> str:
 
 
 def is_local(filesystem: Any) -> bool:
-    """What fails there fails again: only what is reached by a network is tried again."""
+    """Return True for local storage, whose failures persist: only network access is retried."""
     return "file" in _protocols(filesystem)
 
 
@@ -270,19 +272,19 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
 
 
 def starts_threads(entry: str) -> bool:
-    """Whether reading `entry` starts fsspec's thread for asynchronous storage (s3, gs, http and the like)."""
+    """Return True if reading `entry` starts fsspec's thread for asynchronous storage (s3, gs, http etc.)."""
     for part in entry.split("::"):
         protocol = get_protocol(part)
         try:
             if protocol != "file" and get_filesystem_class(protocol).async_impl:
                 return True
         except (ImportError, ValueError):
-            return False  # cannot be read at all, which `list_documents` says better
+            return False  # cannot be read at all, which `list_documents` reports better
     return False
 
 
 def filesystem_to_json(filesystem: Any) -> str:
-    """For a process that reads on our behalf; the inverse is `filesystem_from_json`."""
+    """Serialize a filesystem for a process that reads on our behalf; inverse of `filesystem_from_json`."""
     text: str = filesystem.to_json()
     return text
 

@@ -1,4 +1,4 @@
-"""`prepare` in a process of its own (`python -m wanma.data.text.preparation_process`).
+"""Child process that runs `prepare` (`python -m wanma.data.text.preparation_process`).
 
 The section comes in as JSON; progress and an error, if any, go out as one JSON object per line.
 """

@@ -1,4 +1,4 @@
-"""Fixed-length rows from a stream of documents: one sequence after the other, nothing wasted. No torch here.
+"""Sequence packing: fixed-length rows from concatenated documents, without waste. No torch here.
 
 Sequence i of a stream is its tokens [i * L, i * L + L + 1): L inputs and, shifted by one, L targets. Many
 rows are read from the memory map by one numpy call.
@@ -17,7 +17,7 @@ from wanma.data.text.validation_split import Segments
 
 
 class TokenStream:
-    """One side of one token file as `sequences` rows of `sequence_length + 1` tokens."""
+    """Side of the split of one token file, as `sequences` rows of `sequence_length + 1` tokens."""
 
     def __init__(self, tokens: NDArray[Any], segments: Segments, sequence_length: int) -> None:
         lengths = segments[:, 1] - segments[:, 0]
@@ -29,7 +29,7 @@ class TokenStream:
         self.sequences = max((self.size - 1) // sequence_length, 0)
 
     def read(self, sequences: Numbers) -> NDArray[np.int64]:
-        """Tokens (rows, sequence_length + 1) of the sequences with these indices."""
+        """Return the tokens (rows, sequence_length + 1) of the sequences with these indices."""
         starts = sequences * self._length
         first, last = self._segment(starts), self._segment(starts + self._length)
         whole = first == last
@@ -43,7 +43,7 @@ class TokenStream:
         return rows
 
     def seams(self, sequences: Numbers) -> NDArray[np.bool_]:
-        """(rows, sequence_length + 1): true at the first token of a segment; before it is other text."""
+        """Return a mask (rows, sequence_length + 1), true at each segment's first token, after other text."""
         return np.isin(self._positions(sequences), self._starts)
 
     @property
@@ -61,11 +61,12 @@ class TokenStream:
 def document_masks(
     rows: NDArray[np.int64], seams: NDArray[np.bool_], end_of_document: int
 ) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
-    """What keeps the documents of a row apart.
+    """Compute the masks that separate the documents of a row.
 
     Args:
         rows: tokens (rows, sequence + 1).
         seams: (rows, sequence + 1), true where another text begins although no document ended.
+        end_of_document: its token.
 
     Returns:
         documents: (rows, sequence), 0 for the first document in the row, then counting up.

@@ -1,4 +1,4 @@
-"""Token files: a corpus encoded once, memory-mapped by every rank, whole or not there at all.
+"""Token files: a corpus encoded once, memory-mapped by every rank, complete or absent.
 
 One folder per (documents, tokenizer, format), named by their identity:
 
@@ -6,10 +6,10 @@ One folder per (documents, tokenizer, format), named by their identity:
     offsets.bin     int64: document i is tokens[offsets[i] : offsets[i + 1]]
     digests.bin     uint64: a hash of each document's content, which decides its side of the split
     header.json     format, sizes and SHA-256 of the three, and the hash of all: equal where the data is equal
-    verified.json   which files (size, times, inode) were found whole; a changed file is hashed again
+    verified.json   files (size, times, inode) whose hashes were verified; a changed file is hashed again
 
 A folder appears by one rename after everything in it has reached the disk. The lock of a builder dies with
-its process, so a half-built folder belongs to nobody and the next builder removes it. No torch here.
+its process, so a half-built folder belongs to no one and the next builder removes it. No torch here.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ log = logging.getLogger("wanma.data")
 
 
 class DamagedError(Exception):
-    """A token folder that is not what its header says; the message is the reason."""
+    """Error: a token folder contradicts its header; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An open token folder. The arrays are memory-mapped and read-only."""
+    """Open token file. The arrays are memory-mapped and read-only."""
 
     folder: Path
     header: dict[str, Any]
@@ -59,12 +59,12 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content: equal on every machine that has the same tokens."""
+        """Hash of the content: equal on every node that has the same tokens."""
         return str(self.header["data_hash"])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, its end included."""
+        """Number of tokens of each document, including its end."""
         return np.diff(self.offsets)
 
 
@@ -80,8 +80,11 @@ def ensure_token_file(
     Safe to call from many processes at once: one builds, the others wait and open its result.
 
     Args:
+        documents: the corpus, in order.
+        tokenizer: the tokenizer.
+        cache: folder of token files.
         progress: called with (bytes done, bytes in all) while building.
-        workers: encoding processes; default: by the size of the corpus and the cores at hand.
+        workers: encoding processes; default: by the size of the corpus and the usable cores.
 
     Raises:
         WanmaError: a document cannot be read, the disk is full, or the cache cannot be written to.
@@ -91,7 +94,7 @@ def ensure_token_file(
         with suppress(FileNotFoundError, DamagedError):
             return open_token_file(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder):  # look again: whoever held it may have built or mended the file
+        with _lock(folder):  # look again: the last holder may have built or repaired the file
             try:
                 return open_token_file(folder)
             except FileNotFoundError:
@@ -104,7 +107,7 @@ def ensure_token_file(
 
 
 def open_token_file(folder: Path) -> TokenFile:
-    """Map a token folder after making sure that it is whole.
+    """Map a token folder after verifying it.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -128,7 +131,7 @@ def open_token_file(folder: Path) -> TokenFile:
 
 
 def _verify(folder: Path, header: dict[str, Any]) -> None:
-    """Compare sizes and hashes; hash only what has changed since it was last found whole."""
+    """Compare sizes and hashes; hash only files that have changed since they were last verified."""
     stamp = {name: _stat(folder / name) for name in _FILES}
     for name in _FILES:
         if not (folder / name).is_file():
@@ -136,7 +139,7 @@ def _verify(folder: Path, header: dict[str, Any]) -> None:
         if stamp[name][0] != header["files"][name]["size"]:
             raise DamagedError(f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}")
     verified = folder / "verified.json"
-    with suppress(FileNotFoundError, ValueError):  # without a stamp that can be read, hash
+    with suppress(FileNotFoundError, ValueError):  # without a readable stamp, hash
         if json.loads(verified.read_text(encoding="utf-8")) == stamp:
             return
     for name in _FILES:
@@ -153,7 +156,7 @@ def _stat(path: Path) -> list[int]:
 
 
 def _identity(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    """Name of the folder: what the tokens depend on, as far as can be told without reading the documents."""
+    """Return the folder's name: a hash of everything that determines the tokens, documents unread."""
     known = [[document.url, document.size, document.version, document.explicit] for document in documents]
     text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, known])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -178,7 +181,7 @@ def _build(
                 f"({built.binary} of them binary)",
                 "name files or folders with text, or use ['stdlib']",
             )
-        if 2 * built.records > len(built.lengths):  # among much else, a few are what they are: files of data
+        if 2 * built.records > len(built.lengths):  # a few data files among much else are accepted
             raise refuse_content(documents[0].key, f"most of {len(documents)} files", "records", "")
         offsets = np.concatenate([[0], np.cumsum(built.lengths, dtype=np.int64)])
         hashes = {
@@ -211,7 +214,7 @@ def _build(
         building.rename(folder)
         _sync(folder.parent)
     except BaseException:
-        shutil.rmtree(building, ignore_errors=True)  # the first error is the one to tell
+        shutil.rmtree(building, ignore_errors=True)  # the first error is the one to report
         raise
 
 
@@ -234,7 +237,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Be the only builder of `folder`. The kernel drops the lock of a process that dies."""
+    """Hold the lock as the only builder of `folder`. The kernel drops the lock of a process that dies."""
     with folder.with_name(f"{folder.name}.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,7 +254,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _folder_errors(folder: Path) -> Iterator[None]:
-    """Tell a full disk, a read-only cache and the like as what they are."""
+    """Convert OSErrors, such as a full disk or a read-only cache, to a WanmaError with the cause."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Encoding a corpus: in this process when it is small, else in several that each take documents in turn.
+"""Encoding of a corpus: in this process when it is small, else in several that each take documents in turn.
 
 The processes are fresh interpreters (`tokenization_process.py`), neither forked nor re-importing the user's
 script, so that this works from any process and from any script. They are gone when `build_tokens` returns.
@@ -28,17 +28,17 @@ from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Callback for (bytes done, bytes in all)."""
 
 _TASK_BYTES = 1 << 20
 _COPIED_PER_PROCESS = 512 << 20
 _MERGED_PER_PROCESS = 4 << 20
-"""Bytes of text for which another process pays: copying bytes is fast, merging them into words is not."""
+"""Bytes of text per additional process: copying bytes is fast, merging them into words is not."""
 
 
 @dataclass
 class Built:
-    """What became of the documents, in their order; those without tokens are only counted."""
+    """Result of encoding, in the documents' order; documents without tokens are only counted."""
 
     lengths: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Built:
 
 
 class TokenWriter:
-    """A file of tokens that knows its hash, and is on the disk once closed without an error."""
+    """Writer of a token file that computes its hash, and syncs it to disk when closed without an error."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.sha256 = ""
@@ -97,8 +97,12 @@ def build_tokens(
     """Write every document's tokens, in order, to `writer`.
 
     Args:
+        documents: the corpus, in order.
+        tokenizer: the tokenizer.
+        writer: the token file.
         scratch: existing folder for the processes' parts; they are removed one by one.
-        workers: processes; default: one more for each stretch of text that is worth one, up to the cores.
+        progress: called with (bytes done, bytes in all).
+        workers: number of processes; default: by the size of the corpus, up to the cores.
     """
     total = sum(document.size for document in documents)
     tasks = _tasks(documents)
@@ -110,7 +114,7 @@ def build_tokens(
     done = 0
     if progress:
         progress(0, total)
-    if workers > 1 and len(tasks) > 1 and elsewhere:  # what is in our memory no other process can read
+    if workers > 1 and len(tasks) > 1 and elsewhere:  # no other process can read files in our memory
         results = _in_processes(tasks, tokenizer, writer, scratch, min(workers, len(tasks)))
     else:
         results = (encode_documents(task, tokenizer, writer) for task in tasks)
@@ -123,7 +127,7 @@ def build_tokens(
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenWriter) -> Built:
-    """Encode one after the other in this process."""
+    """Encode documents one after the other in this process."""
     built = Built()
     for document in documents:
         digest = hashlib.blake2b(digest_size=8)
@@ -156,7 +160,7 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -169,7 +173,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _tasks(documents: Sequence[Document]) -> list[list[Document]]:
-    """Runs of documents of about a megabyte each, so that processes share the work and progress is seen."""
+    """Group documents into tasks of about a megabyte, the unit of work and of progress."""
     tasks: list[list[Document]] = [[]]
     size = 0
     for document in documents:
@@ -184,7 +188,7 @@ def _tasks(documents: Sequence[Document]) -> list[list[Document]]:
 def _in_processes(
     tasks: list[list[Document]], tokenizer: Tokenizer, writer: TokenWriter, scratch: Path, workers: int
 ) -> Iterator[Built]:
-    """Each thread here holds one process and waits for it; parts are joined in the order of the tasks."""
+    """Encode tasks in processes, each held by one thread; results are joined in the order of the tasks."""
     tokenizer.save(scratch)
     idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
     processes: list[_Process] = []
@@ -208,7 +212,7 @@ def _in_processes(
                     writer.write_bytes(block)
             part.unlink()
             yield built
-    finally:  # also when a document fails or the user interrupts: killing first frees the threads that wait
+    finally:  # also when a document fails or the user interrupts: the kill frees the waiting threads
         for process in processes:
             process.kill()
         pool.shutdown(wait=True, cancel_futures=True)
@@ -218,7 +222,7 @@ def _in_processes(
 
 
 class _Process:
-    """One encoding process: a request per line on its standard input, an answer per line on its output."""
+    """Encoding process: a request per line on its standard input, an answer per line on its output."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         command = [sys.executable, "-m", "wanma.data.text.tokenization_process", str(folder), fingerprint]

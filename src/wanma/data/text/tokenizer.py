@@ -1,4 +1,4 @@
-"""Text to token numbers and back: plain bytes, or any Hugging Face `tokenizers` JSON file. No torch here."""
+"""Tokenizers, between text and tokens: plain bytes, or any Hugging Face `tokenizers` file. No torch here."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ _END_OF_DOCUMENT = (
     "<EOS>",
     "[EOS]",
 )
-"""Names under which published tokenizers keep their end-of-document token; the first that is there wins."""
+"""Names of the end-of-document token in published tokenizers; the first that exists is used."""
 END_OF_BYTES = "<|endoftext|>"
-"""End of a document in the file of the bytes tokenizer."""
+"""Name of the end-of-document token in the file of the bytes tokenizer."""
 
 
 class Tokenizer(ABC):
-    """What turns text into tokens."""
+    """Tokenizer: converts text to tokens and back."""
 
     vocabulary: int
-    """Token numbers are below this."""
+    """Vocabulary size; every token is below it."""
     end_of_document: int
-    """Follows every document."""
+    """Token that follows every document."""
     needs_utf8: bool
-    """Bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
+    """True if bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
     fingerprint: str
-    """Equal for tokenizers with equal content."""
+    """Hash of the content: equal for equal tokenizers."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds every token."""
+        """Smallest dtype that holds every token."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     @abstractmethod
     def encode(self, text: bytes | str) -> NDArray[Any]:
-        """Tokens of a piece of text, of `dtype`, without special tokens around them."""
+        """Encode a piece of text to tokens of `dtype`, without special tokens around them."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of `tokens`; ends of documents are left out, what is no UTF-8 shows as U+FFFD."""
+        """Decode `tokens` to text, without ends of documents; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def published(self) -> str:
-        """The content of a Hugging Face `tokenizers` file, tokenizer.json."""
+        """Return the content of a Hugging Face `tokenizers` file, tokenizer.json."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Leave in `folder` what `load_tokenizer(folder)` needs."""
+        """Write the file that `load_tokenizer(folder)` needs."""
 
 
 class BytesTokenizer(Tokenizer):
-    """Each byte is a token; 256 ends a document."""
+    """Tokenizer of bytes: each byte is a token; 256 ends a document."""
 
     vocabulary = 257
     end_of_document = 256
@@ -86,7 +86,7 @@ class BytesTokenizer(Tokenizer):
         (folder / _FILE).write_text(_BYTES, encoding="utf-8")
 
     def published(self) -> str:
-        """The same tokenizer as a Hugging Face `tokenizers` file: token numbers are bytes."""
+        """Return the same tokenizer as a Hugging Face `tokenizers` file: tokens are bytes."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 
@@ -100,12 +100,12 @@ class BytesTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A Hugging Face `tokenizers` JSON file, whatever its algorithm."""
+    """Tokenizer from a Hugging Face `tokenizers` JSON file, with any algorithm."""
 
     needs_utf8 = True
 
     def __init__(self, content: str) -> None:
-        from tokenizers import Tokenizer as Backend  # only who uses one pays for its import
+        from tokenizers import Tokenizer as Backend  # imported on use: other tokenizers need not pay for it
 
         self._content = content
         self._backend: Any = Backend.from_str(content)
@@ -139,14 +139,14 @@ class FileTokenizer(Tokenizer):
 
 
 def _byte_characters() -> list[str]:
-    """Printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
+    """Return the printable character of each byte in byte-level vocabularies (Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
-    """'bytes', the path or URL of a tokenizer.json, or a folder that holds one.
+    """Load a tokenizer: 'bytes', the path or URL of a tokenizer.json, or a folder that holds one.
 
     Raises:
         JobError: no such file, or not a tokenizer; names `key`.
@@ -160,7 +160,7 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     try:
         json.loads(content)
         return FileTokenizer(content)
-    except Exception as error:  # the backend raises plain `Exception` for a file that it cannot use
+    except Exception as error:  # the backend raises plain `Exception` for unusable files
         raise JobError(
             f"{key}: '{name}' is not a Hugging Face tokenizers file: {error}",
             "it is the file named tokenizer.json in a model's repository",

@@ -1,4 +1,4 @@
-"""Which documents are for validation: a split that never leaks and never changes.
+"""Validation split of documents: without leaks, and independent of the seed.
 
 A document's side follows from a hash of its content alone, so identical documents, in one source or in
 several, are on the same side, whatever the seed. Small corpora move the smallest documents that a sequence on
@@ -19,25 +19,26 @@ from wanma.data.text.token_file import TokenFile
 from wanma.job.errors import JobError
 
 Segments = NDArray[np.int64]
-"""(segments, 2): first token and end of each stretch of a token file."""
+"""Segments of a token file, (segments, 2): first token and end of each."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One source's two sides."""
+    """Training and validation side of one source."""
 
     train: Segments
     validation: Segments
     cut: float = 0.0
-    """Share of every document, its end, that is for validation, where whole documents are too few."""
+    """Share of every document, at its end, used for validation, where there are too few whole documents."""
 
 
 def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
     """Split every source's documents; all sources together get at least one validation sequence.
 
     Args:
+        files: token file of each source.
         fraction: share of documents to keep for validation; 0: none.
-        sequence_length: a side with fewer tokens than one more than this gives no sequence.
+        sequence_length: tokens of a sequence; a side needs at least one token more.
 
     Raises:
         JobError: too little text for one sequence of training in some source, or of validation in all.
@@ -57,20 +58,23 @@ def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length
 def _rebalance(
     files: Sequence[TokenFile], masks: list[NDArray[np.bool_]], fraction: float, least: int
 ) -> list[NDArray[np.bool_]] | None:
-    """Move as few documents as both sides demand, all copies of one together; None when no choice is enough.
+    """Move as few documents as both sides require, all copies of one together; None: no choice is enough.
 
-    Every source keeps at least half of what the fraction leaves to it, so that one huge document on the wrong
+    Every source keeps at least half of its training share, so that one huge document on the wrong
     side cannot take the training text away.
 
     Args:
-        masks: per source, which documents are for validation by their hash.
+        files: token file of each source.
+        masks: per source, mask of the documents whose hash puts them into validation.
+        fraction: share of documents to keep for validation.
+        least: minimum tokens of a side.
     """
     sizes = np.array([len(file.tokens) for file in files])
     needed = np.maximum(least, sizes * (1 - fraction) / 2)
     kept = np.array([file.lengths[mask].sum() for file, mask in zip(files, masks, strict=True)])
     left = sizes - kept
     if (left >= needed).all() and (kept >= least).any():
-        return masks  # of a large corpus: nothing below is worth its time
+        return masks  # usual for a large corpus, which skips the work below
 
     contents, first, where = np.unique(
         np.concatenate([file.digests for file in files]), return_index=True, return_inverse=True
@@ -103,7 +107,7 @@ def _rebalance(
 
 
 def _inside_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
-    """The end of every document is for validation."""
+    """Split inside documents: the end of every document is for validation."""
     least = sequence_length + 1
     share = max(fraction, least / max(len(file.tokens) for file in files))
     splits = []
@@ -124,7 +128,7 @@ def _by_document(file: TokenFile, validation: NDArray[np.bool_]) -> Split:
 
 
 def _segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
-    """Neighbours merged, empty ones left out: a large corpus has few, so that most rows are one copy."""
+    """Merge neighbouring segments and drop empty ones: with few of them, most rows are one copy."""
     filled = ends > starts
     starts, ends = starts[filled], ends[filled]
     if not len(starts):
