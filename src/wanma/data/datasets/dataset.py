@@ -57,7 +57,7 @@ class Data(ABC):
         return self._train_batch(where) if len(where) else self._padding()
 
     def validation_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Return the validation samples with these indices in [0, validation_samples), shuffled by the seed."""
+        """Return the validation samples with these indices in [0, validation_samples), in shuffled order."""
         where = np.asarray(indices, dtype=np.int64)
         if not len(where):
             return self._padding()
