@@ -1,6 +1,6 @@
-"""Unlike shares of the batch: what a job may ask of them, refused with the reason.
+"""Validation of uneven shares of the batch against the job and the plan.
 
-Nothing has started when these rules are asked; each names the keys, why, and the way out.
+The rules run before anything starts; each error names the keys, the cause and the way out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wanma.planner.sample_groups import Group
 
 
 def check_batch_shares(job: Job) -> None:
-    """Shares and moves that a job gives, against its own sizes of the data axes.
+    """Check a job's `batch_shares` and `share_moves` against its data-parallel sizes and its load balancing.
 
     Raises:
         JobError: names the keys.
@@ -47,7 +47,7 @@ def check_batch_shares(job: Job) -> None:
 
 
 def check_shares(job: Job, plan: Plan, group: Group) -> None:
-    """Shares of a plan, and those that the job moves to, against the batches of the steps that have them.
+    """Check the shares of a plan, and those that the job moves to, against every global batch they apply to.
 
     Raises:
         JobError: a data rank would get no sample, or a pipeline or a group of samples could not be run.
@@ -58,7 +58,7 @@ def check_shares(job: Job, plan: Plan, group: Group) -> None:
 
 
 def wrong_shares(job: Job, plan: Plan, shares: tuple[int, ...], group: int, step: int) -> str | None:
-    """Why a run cannot go on with `shares` from `step` on; None where it can.
+    """Return the reason why a run cannot continue with `shares` from step `step` on, or None.
 
     Args:
         group: samples that must be computed in one micro-batch.
@@ -88,7 +88,7 @@ def _check_one(job: Job, plan: Plan, group: Group, step: int) -> None:
 
 
 def _batches_from(job: Job, step: int) -> list[int]:
-    """The global batches of the steps from `step` on."""
+    """Return the distinct global batch sizes of the steps from `step` on, in samples, in rising order."""
     later = [first for first, _ in job.train.batch_ramp if step < first < job.train.steps]
     return sorted({global_batch(job.train, first) for first in (step, *later)})
 
@@ -116,5 +116,5 @@ def _check_balance(job: Job, ranks: int) -> None:
 
 
 def _shown(shares: list[int]) -> str:
-    """Not all of thousands."""
+    """Return the shares as text, shortened after the first 16."""
     return str(shares) if len(shares) <= 16 else f"{str(shares[:16])[:-1]}, ...]"

@@ -1,4 +1,4 @@
-"""How replicas sum their gradients: how much in one message, and whether within each machine first.
+"""Selection of the gradient bucket size and of hierarchical all-reduce among replicas.
 
 The runtime does what the plan says (`parallel.data_sums`), and forecasts take the time of just that. Pure
 functions, without torch.
@@ -18,20 +18,20 @@ from wanma.planner.hardware_model.collective_time import Algorithm, Group, all_r
 from wanma.planner.hardware_model.model import Machine
 
 _GRADIENT_BYTES = 4.0
-"""Of an element that is summed whole."""
+"""Bytes of one gradient element that is all-reduced uncompressed."""
 
 FULL_SHARE = 0.9
-"""Of the rate of the largest messages, what a message attains that fills the network."""
+"""Share of the largest messages' rate from which a message counts as filling the network."""
 
 
 def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
-    """`plan` with what its job leaves open of how gradients are summed.
+    """Return `plan` with its bucket size and hierarchical all-reduce chosen where the job leaves them open.
 
     Args:
-        machine: None, or one without rates: nobody knows the links.
+        machine: rates of devices and links; None, or one without rates: the links are unknown.
 
     Raises:
-        JobError: the job asks for what makes no sense in this plan; names the key.
+        JobError: the job asks for a setting that makes no sense in this plan; names the key.
     """
     parallel, nodes = job.parallel, job.cluster.nodes
     if machine is not None and machine.unknown:
@@ -50,9 +50,10 @@ def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
 
 
 def bucket_of(job: Job, plan: Plan, machine: Machine | None) -> int:
-    """Bytes that the plan's replicas sum in one message. Arguments as of `with_exchange`.
+    """Return the bucket size of the plan's gradient all-reduce, in bytes.
 
-    Compressed sums wait for the end of backward: smaller ones would begin no sooner.
+    Arguments as in `with_exchange`. Compressed gradients keep the plan's size: they are reduced after the end
+    of backward, so smaller buckets would begin no sooner.
     """
     if (
         job.parallel.bucket_bytes is None
@@ -66,7 +67,7 @@ def bucket_of(job: Job, plan: Plan, machine: Machine | None) -> int:
 
 
 def exchange_reasons(plan: Plan, machine: Machine) -> list[str]:
-    """Why gradients are summed so, in sentences; none where there is nothing to choose."""
+    """Return sentences that explain the choice of hierarchical all-reduce; empty where there is no choice."""
     if not plan.hierarchical or machine.unknown:
         return []
     by_machines, at_once = map(duration_text, _both_ways(plan, machine))
@@ -78,7 +79,7 @@ def exchange_reasons(plan: Plan, machine: Machine) -> list[str]:
 
 
 def check_buckets(job: Job, plan: Plan) -> None:
-    """A size of buckets that a job asks for is not dropped in silence where there are none.
+    """Refuse a bucket size that the job sets where the plan has no gradient buckets.
 
     Raises:
         JobError: names the key.
@@ -92,10 +93,10 @@ def check_buckets(job: Job, plan: Plan) -> None:
 
 
 def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
-    """Why sums within machines first make no sense; None where they do.
+    """Return the reason why hierarchical all-reduce makes no sense for `plan`, or None.
 
     Args:
-        nodes: machines, of equally many ranks.
+        nodes: nodes with equal numbers of ranks.
     """
     if not plan.computes_with_state:
         return _OTHERWISE[plan.device]
@@ -124,18 +125,19 @@ _OTHERWISE = {
     "sharded or cast: by levels, with parallel.dp_shard within machines and dp_replicate between them",
     "cuda": "on GPUs NCCL sums by the levels of the network by itself, in pieces of FSDP2's choice",
 }
-"""What happens where there are no buckets of ours, by device."""
+"""Explanation of gradient reduction without buckets, by device."""
 
 
 def has_buckets(plan: Plan) -> bool:
-    """Whether `bucket_bytes` and `hierarchical` are of any use."""
+    """Return whether `bucket_bytes` and `hierarchical` affect the plan."""
     return plan.computes_with_state and plan.replicas > 1
 
 
 def fewest_bytes(plan: Plan, machine: Machine) -> int:
-    """Of a message that fills the network: the least whose rate comes near that of the largest.
+    """Return the smallest bucket size, in bytes, whose all-reduce rate comes near that of the largest.
 
-    Smaller ones begin sooner in a backward, and leave less to wait for at its end; latency forbids them.
+    A smaller bucket begins sooner in backward, and leaves less to wait for at its end; latency sets the
+    limit.
     """
     replicas = _replicas(plan)
     algorithm: Algorithm | None = "hierarchical" if plan.hierarchical else None
@@ -150,7 +152,7 @@ def fewest_bytes(plan: Plan, machine: Machine) -> int:
 
 
 def _both_ways(plan: Plan, machine: Machine) -> tuple[float, float]:
-    """Seconds of summing as much as one message ever takes: by machines, and in a ring."""
+    """Return seconds to all-reduce the largest bucket: (hierarchical, in a ring)."""
     replicas, elements = _replicas(plan), REDUCED_TOGETHER_BYTES / _GRADIENT_BYTES
     # As it is asked before buckets are chosen, and to explain it after: in the same buckets.
     summing = Summing(replace(plan, bucket_bytes=REDUCED_TOGETHER_BYTES), machine, _GRADIENT_BYTES)
@@ -163,7 +165,7 @@ def _replicas(plan: Plan) -> Group:
 
 
 def _machines_of_replicas(plan: Plan, on_each: int) -> list[list[int]]:
-    """Of each group that sums: the machine of each of its ranks."""
+    """Return the node number of each rank, for each group of ranks that all-reduce together."""
     apart = plan.tp * plan.shard_ranks
     stage = plan.replicas * apart
     return [

@@ -1,4 +1,4 @@
-"""A job without a plan: why there is none, by how much it fails, and what would help.
+"""Errors for jobs without a feasible plan, with memory deficit and remedies.
 
 Pure functions, without torch.
 """
@@ -41,7 +41,11 @@ def no_plan(
     found: Found,
     worlds: Sequence[int],
 ) -> JobError:
-    """The error for a search that found nothing to run among `worlds` of ranks."""
+    """Return the error for a search that found no runnable plan.
+
+    Args:
+        worlds: world sizes that were searched, in ranks.
+    """
     if found.candidates:
         one = found.candidates[0]
         return JobError(
@@ -74,7 +78,7 @@ def fits_nowhere(
     dimensions: DecoderDimensions | None,
     nearest: Candidate,
 ) -> JobError:
-    """The error for a model that needs more memory than any plan leaves it."""
+    """Return the error for a model that needs more memory than any plan leaves it."""
     (node,) = equal_machines(job, cluster).nodes
     here = nearest.plan.world_size // node.count if not node.devices else 1
     problem = problem_of(job, cluster, workload, dimensions, ranks=max(here, 1))
@@ -93,10 +97,10 @@ def fits_nowhere(
 
 
 def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str | None = None) -> JobError:
-    """The error for a job's own plan that needs too much memory.
+    """Return the error for a job's own plan that needs too much memory.
 
     Args:
-        by_rule: why not the job but a rule made the plan, where it did.
+        by_rule: reason why a rule made the plan instead of the job; None for the job's own plan.
     """
     why = f" (planned by rule: {by_rule})" if by_rule is not None else ""
     changes = [str(change) for change in advice(problem, plan, keep=3)]
@@ -114,7 +118,7 @@ def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str 
 def check_open(
     job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, worlds: Sequence[int]
 ) -> None:
-    """What a job fixes, against the devices, the batch and the model, before the rest is searched.
+    """Check the settings that a job fixes against devices, batch and model, before the rest is searched.
 
     Raises:
         JobError: names the keys.
@@ -145,7 +149,7 @@ def check_open(
 
 
 def _check_settings(job: Job, blocks: int) -> None:
-    """What a job says of a pipeline and of sharding, as far as it contradicts itself whatever is left open.
+    """Check a job's pipeline and sharding settings for contradictions that no open setting can resolve.
 
     Raises:
         JobError: names the keys.
@@ -175,7 +179,7 @@ def _check_settings(job: Job, blocks: int) -> None:
 
 
 def without(job: Job, key: str) -> Job:
-    """The job as if it left `key` of [parallel] open."""
+    """Return the job with `key` of [parallel] left open."""
     section = job.parallel
     kept = section.model_dump(exclude_unset=True, exclude={key})
     return job.model_copy(update={"parallel": type(section).model_validate(kept)})
@@ -188,7 +192,7 @@ def has_plans(
     dimensions: DecoderDimensions | None,
     worlds: Sequence[int],
 ) -> bool:
-    """Whether there is any plan, whatever memory it needs."""
+    """Return whether any plan exists, whatever memory it needs."""
     machines = equal_machines(job, cluster)
     space = Space.of_job(job, machines, dimensions, devices=worlds, workload=workload)
     return next(plans(space, None), None) is not None
@@ -201,7 +205,7 @@ def _broken_groups(
     dimensions: DecoderDimensions | None,
     worlds: Sequence[int],
 ) -> JobError | None:
-    """The error for a batch that no layout divides into whole groups; None where that is not why."""
+    """Return the error for a batch that no plan divides into whole sample groups; None for another cause."""
     machines = equal_machines(job, cluster)
     space = Space.of_job(job, machines, dimensions, devices=worlds, workload=workload)
     if space.group == 1 or next(plans(replace(space, group=1), None), None) is None:
@@ -212,7 +216,10 @@ def _broken_groups(
 
 
 def largest_kinds(forecast: Forecast) -> str:
-    """'activations 44.0 GiB, parameters 12.5 GiB': what fills a rank, the largest first."""
+    """Return the nonzero kinds of a rank's memory as text, largest first.
+
+    Example: 'activations 44.0 GiB, parameters 12.5 GiB'.
+    """
     kinds = {name: getattr(forecast, field) for field, name in MEMORY_KINDS.items()}
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered if size)

@@ -1,4 +1,4 @@
-"""From a job and the machines to a plan: what the job fixes is kept, the rest follows by stated rules."""
+"""Entry points of planning: the plan of a job, given explicitly or found by search."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from wanma.planner.search.result import Found
 from wanma.planner.search.space import Space
 
 CPU_TOKENS = 4096
-"""Targets per micro-batch on a CPU: larger ones leave the caches and gain nothing."""
+"""Tokens per micro-batch on a CPU at most: larger micro-batches leave the caches and gain nothing."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its forecast; None for a model that cannot be read before its data."""
+    """Plan with its forecast; the forecast is None for a model that cannot be read before its data."""
 
     plan: Plan
     forecast: Forecast | None
     found: Found | None = None
-    """What else was looked at, where a search chose the plan."""
+    """Result of the search, if a search chose the plan."""
 
 
 def plan_for(
@@ -61,7 +61,7 @@ def plan_for(
     *,
     worlds: Sequence[int] | None = None,
 ) -> Planned:
-    """The whole plan of a job: the one that it says, completed; or where it leaves that open, the best.
+    """Plan a job: complete the layout that it fixes, or search for the fastest plan if it leaves that open.
 
     Args:
         dimensions: of a decoder, where the model is one.
@@ -87,7 +87,7 @@ def automatic(
     worlds: Sequence[int] | None = None,
     or_forecast_only: bool = False,
 ) -> Planned:
-    """The fastest plan of a job that leaves its layout open (`parallel = "auto"`), by forecast.
+    """Search for the fastest plan, by forecast, of a job with an open layout (`parallel = "auto"`).
 
     Args:
         worlds: numbers of ranks to look at; default: those that a run on the cluster can have.
@@ -119,7 +119,7 @@ def automatic(
 
 
 def layout(job: Job, cluster: Cluster) -> Plan:
-    """The axes, device and threads of a job: all of a plan that does not depend on the model.
+    """Return the part of a job's plan that does not depend on the model: mesh sizes, device, threads.
 
     Raises:
         JobError: sizes that contradict each other or the machine; names the keys.
@@ -177,7 +177,7 @@ def complete(
     dimensions: DecoderDimensions | None = None,
     calibration: Calibration | None = None,
 ) -> Planned:
-    """Choose what a layout leaves open, micro-batch and recompute, and forecast.
+    """Choose what a layout leaves open, micro-batch and recompute, and forecast the plan.
 
     By the time of a step where the machine's rates are known; else the largest micro-batch and the least
     recompute that fit.
@@ -232,9 +232,10 @@ def complete(
 
 
 def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
-    """`plan` with the micro-batch and the recompute that make it fastest, where the job leaves them open.
+    """Return `plan` with the fastest micro-batch and recompute policy where the job leaves them open.
 
-    None where nothing is open, or nothing fits.
+    Returns:
+        the plan with the reasons for the choice; None where nothing is open, or nothing fits.
     """
     parallel = problem.job.parallel
     is_open = {"micro_batch": parallel.micro_batch is None, "recompute": parallel.recompute == "auto"}
@@ -276,7 +277,7 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
 
 
 def _by_rule(problem: Problem, plan: Plan, rows: int) -> tuple[Plan, list[str]]:
-    """`plan` with the largest micro-batch that fits, and the least recompute, where the job leaves them open.
+    """Return `plan` with the largest micro-batch and the least recompute that fit, where the job allows.
 
     Raises:
         JobError: no micro-batch gives every rank whole groups, or the schedule cannot run them.
@@ -315,7 +316,7 @@ def _by_rule(problem: Problem, plan: Plan, rows: int) -> tuple[Plan, list[str]]:
 
 
 def _cut(job: Job, plan: Plan, workload: Workload | None, blocks: int) -> Plan:
-    """The plan with the stages that the job asks for, or with equally dear ones.
+    """Return the plan with the job's stage boundaries, or with stages of equal cost.
 
     Raises:
         JobError: the job's cuts, or the number of stages, do not fit the model.
@@ -327,10 +328,11 @@ def _cut(job: Job, plan: Plan, workload: Workload | None, blocks: int) -> Plan:
 
 
 def _automatic(job: Job, cluster: Cluster, device: str) -> ParallelSection:
-    """All GPUs as one sharded replica; on CPUs one process with all cores. Sizes that the job gives stay.
+    """Return the parallel sizes of `auto` without a search; sizes that the job gives stay.
 
-    One process was the faster on the CPUs measured, for the same cores: two ranks pay for
-    communication what threads share for nothing (docs/performance.md).
+    All GPUs become one sharded replica; on CPUs one process per node uses all cores. One process was the
+    faster on the CPUs measured, for the same cores: two ranks pay for communication what threads share for
+    nothing (docs/performance.md).
     """
     parallel = job.parallel
     if parallel.dp_shard > 1:
@@ -350,7 +352,7 @@ def _layout_reason(job: Job, plan: Plan) -> str:
 
 
 def _micro_batches(job: Job, plan: Plan, group: Group, largest: int) -> list[int]:
-    """Sizes to try, from the largest on.
+    """List the micro-batch sizes to try, in samples, largest first.
 
     Raises:
         JobError: none gives every rank whole groups.

@@ -1,7 +1,7 @@
-"""The smallest cluster of the same machines on which a job fits, for whoever has too few.
+"""Smallest cluster of the same nodes on which a job fits.
 
-Only memory is asked, of the leanest plans: all that shares or recomputes does so, as far as the job leaves it
-open. Pure functions, without torch.
+Only memory decides, by the leanest plans: those that shard and recompute as much as the job leaves open. Pure
+functions, without torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from wanma.planner.search.space import Space, plans
 def smallest_cluster(
     job: Job, cluster: Cluster, workload: Workload, dimensions: DecoderDimensions | None = None
 ) -> Cluster | None:
-    """More of the cluster's machines, as few as the job fits on, in a number that sizes divide: powers of
-    two, or three or five times such.
+    """Return the smallest larger cluster of the same nodes on which the job fits.
+
+    Node counts are those that many sizes divide: powers of two, or three or five times such.
 
     Returns:
-        None where no number of them would do, because one rank's share cannot be cut further.
+        the cluster; None where no number of nodes would do, because one rank's share cannot be cut further.
     """
     (node,) = equal_machines(job, cluster).nodes
     problem = problem_of(job, cluster, workload, dimensions)
@@ -35,7 +36,7 @@ def smallest_cluster(
 
 
 def leanest(problem: Problem, cluster: Cluster) -> Plan | None:
-    """A plan on all of the cluster's devices that fits; None where even the leanest does not."""
+    """Return a plan on all of the cluster's devices that fits; None where even the leanest does not."""
     (node,) = cluster.nodes
     world = node.count * max(len(node.devices), 1)
     space = lean(
@@ -51,7 +52,7 @@ def leanest(problem: Problem, cluster: Cluster) -> Plan | None:
 
 
 def lean(space: Space, job: Job) -> Space:
-    """The part of a space in which the plans are that need the least memory."""
+    """Restrict a search space to the plans that need the least memory."""
     said = job.parallel.model_fields_set
     whole = tuple(option for option in space.recompute if option[0] == "full") or space.recompute
     return replace(
@@ -64,7 +65,7 @@ def lean(space: Space, job: Job) -> Space:
 
 
 def machine_counts(least: int, most: int) -> list[int]:
-    """Numbers of machines that many sizes divide, in rising order."""
+    """List the node counts from `least` to `most` that many sizes divide, in rising order."""
     powers = [2**exponent for exponent in range(most.bit_length())]
     return sorted(
         {size for power in powers for size in (power, 3 * power, 5 * power) if least <= size <= most}

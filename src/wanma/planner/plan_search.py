@@ -1,7 +1,7 @@
-"""`parallel = "auto"`: from a job that leaves its layout open to the fastest plan that wanma can run.
+"""Search over all planning problems of a job (`parallel = "auto"`) and merge of their results.
 
-What the job says is kept; all else is searched by forecast. Where nobody knows the machine's rates there is
-nothing to search by, and `choose` plans by its rule. Pure functions, without torch.
+Settings of the job are kept; the rest is searched by forecast. Where the rates of the devices are unknown,
+`job_planner` plans by rule instead. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def find_plans(
     worlds: Sequence[int] | None = None,
     keep: int = 10,
 ) -> Found:
-    """The best plans of a job on a cluster, those that are a forecast only marked as such.
+    """Search for the best plans of a job on a cluster; mark those that the runtime does not run.
 
-    On processors each number of ranks of a machine is a problem of its own, for the ranks share it. On unlike
-    devices there are plans that treat all alike, and, where the job leaves all open, such as give equal ranks
-    unlike shares of the batch, or place unlike replicas on them.
+    On CPUs each number of ranks per node is a problem of its own, for the ranks share it. On heterogeneous
+    devices there are plans that treat all nodes alike, and, where the job leaves all open, plans with uneven
+    shares of the batch for equal ranks, or with different replicas on different node pools.
 
     Args:
-        dimensions: of a decoder, where the model is one.
-        calibration: what was measured of the devices.
-        worlds: numbers of ranks to look at; default: `space.usable_devices`.
-        keep: most candidates.
+        dimensions: the decoder's dimensions; None for any other model.
+        calibration: measurements of the devices.
+        worlds: world sizes to search, in ranks; default: `space.usable_devices`.
+        keep: largest number of candidates.
 
     Raises:
         JobError: a GPU is asked for and none is there.
@@ -87,7 +87,7 @@ def why_not_by_time(
     dimensions: DecoderDimensions | None = None,
     calibration: Calibration | None = None,
 ) -> str | None:
-    """Why forecasts of time cannot choose a job's plan; None where they can."""
+    """Return the reason why forecasts of time cannot choose a job's plan, or None."""
     problem = problem_of(job, cluster, workload, dimensions, calibration)
     unknown = unknown_rates(problem, _exact(job, problem.cluster))
     if unknown is not None:
@@ -98,27 +98,27 @@ def why_not_by_time(
 
 
 def is_mixed(cluster: Cluster) -> bool:
-    """Whether there are accelerators of several kinds."""
+    """Return whether the cluster has several kinds of accelerators."""
     return len(cluster.nodes) > 1 and all(node.devices for node in cluster.nodes)
 
 
 def said_keys(job: Job) -> list[str]:
-    """Keys of [parallel] that narrow what may be chosen."""
+    """List the keys of [parallel] by which the job narrows the choice of plans."""
     return sorted(job.parallel.model_fields_set - {"auto", "allow"})
 
 
 def run_worlds(job: Job, cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of ranks that a run of the job can have: as many on each of its machines."""
+    """Return the world sizes that a run of the job can have, in ranks: equally many on each of its nodes."""
     (node,) = equal_machines(job, cluster).nodes
     return tuple(size * job.cluster.nodes for size in divisors(len(node.devices) or node.cores))
 
 
 MOST_UNRUN = 3
-"""Plans that are a forecast only, where there are others that wanma runs."""
+"""Number of forecast-only plans at most that are listed beside runnable ones."""
 
 
 def merged(found: Sequence[Found], keep: int) -> Found:
-    """Several searches as one: plans that wanma runs first, and a few of those that it does not run."""
+    """Merge several search results into one: runnable plans first, then a few forecast-only ones."""
     candidates = sorted((one for each in found for one in each.candidates), key=rank_of)
     runnable = [one for one in candidates if one.forecast_only is None]
     others = [one for one in candidates if one.forecast_only is not None]
@@ -139,7 +139,7 @@ def merged(found: Sequence[Found], keep: int) -> Found:
 
 
 def reasons(found: Found) -> tuple[str, ...]:
-    """Why the best plan is the best, in sentences."""
+    """Return sentences that explain the choice of the best plan."""
     best = found.best
     if best is None:
         return ()
@@ -187,7 +187,7 @@ def _searches(
 
 
 def _exact(job: Job, machines: Cluster) -> Plan:
-    """All that a search leaves as it is."""
+    """Return the plan settings that a search leaves as they are, without approximations."""
     return Plan(
         precision=job.train.precision,
         fp8=job.train.fp8,
@@ -201,7 +201,7 @@ def _exact(job: Job, machines: Cluster) -> Plan:
 
 
 def _starts(problem: Problem, machines: Cluster) -> list[Plan]:
-    """The exact plans, and the approximate ones that the job allows and the devices can compute."""
+    """List the plans from which searches start: exact, and with approximations that job and devices allow."""
     job = problem.job
     exact, allowed = _exact(job, machines), allowed_approximations(job)
     found = [exact]
@@ -225,7 +225,7 @@ def _starts(problem: Problem, machines: Cluster) -> list[Plan]:
 
 
 def _marked(problem: Problem, found: Found) -> Found:
-    """With the reason beside each plan that is a forecast only, and each rank's share of the cores."""
+    """Fill in forecast-only reasons, threads per rank and hierarchical all-reduce of a search result."""
     (node,) = problem.cluster.nodes
 
     def mark(one: Candidate) -> Candidate:

@@ -1,4 +1,4 @@
-"""How much to recompute: as little as lets the plan fit into memory."""
+"""Selection of the cheapest recompute policy with which a plan fits into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, run_again
 
 
 def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]) -> tuple[Plan, str]:
-    """`plan` with the cheapest recompute under which it fits, or the most thorough if none does.
+    """Return `plan` with the cheapest recompute under which it fits, or the most thorough if none does.
 
     Returns:
         the plan, and the reason in words.

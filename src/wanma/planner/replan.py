@@ -1,11 +1,10 @@
-"""Whether a run should change its plan when machines come or go, for whoever supervises it.
+"""Re-plan decision after a membership change: gain of a new plan against the cost of a change.
 
     decision = replan(problem, running, cluster_now, steps_left)
 
-Going on under another plan costs a restart and the state's way to the new ranks, and gains time on every step
-that is left. Where the running plan can go on it does, unless a change gains twice what it costs: forecasts
-err by a tenth (`StepTime.uncertainty`), and what a restart takes nobody knows better. Pure functions, without
-torch.
+A change of plan costs a restart and the transfer of the state to the new ranks, and gains time on every step
+that is left. Where the running plan can continue it does, unless a change gains twice its cost: forecasts err
+by a tenth (`StepTime.uncertainty`), and the restart time is no better known. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -29,29 +28,34 @@ from wanma.planner.memory.model_states import state_elements, weight_bytes
 from wanma.planner.plan_search import why_not_by_time
 
 RESTART_SECONDS = {"cpu": 0.5, "cuda": 10.0}
-"""From the last step under one plan to the first under another, by device, but for the state's way. CPUs: a
-failure costs 0.42 s to the end of the next new step (benchmarks/results/recovery.md). GPUs: an assumption, of
-drivers and the connections of NCCL. A supervisor that has measured its own says so."""
+"""Restart time, in seconds, from the last step of one plan to the first of the next, by device.
+
+The transfer of the state is not included. CPUs: a failure costs 0.42 s to the end of the next new step
+(benchmarks/results/recovery.md). GPUs: an assumption, for drivers and the connections of NCCL. A supervisor
+that has measured its own restart time passes that.
+"""
 
 STATE_BYTES_PER_SECOND = 0.9e9
-"""At which a machine gets its part of the state back from disk, hashes checked: that of writing it, 0.40 GB
-in 0.455 s on two cores (docs/performance.md)."""
+"""Rate, in bytes/s, at which a node reads its part of the state from disk and checks its hashes.
+
+It is taken to be that of writing: 0.40 GB in 0.455 s on two cores (docs/performance.md).
+"""
 
 DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares", "share_moves"})
-"""Of [parallel], what more or fewer devices change even where the job says it."""
+"""Keys of [parallel] that a change of the number of devices may override even where the job sets them."""
 
 
 @dataclass(frozen=True)
 class ChangeCost:
-    """What it takes to go on under another plan."""
+    """Cost of a change to another plan, in seconds and bytes."""
 
     state_bytes: float
-    """Parameters and optimizer state that the ranks must get, all copies counted."""
+    """Parameters and optimizer state that the ranks must get, in bytes, all replicas counted."""
     state_seconds: float
-    """Until the slowest machine has them."""
+    """Seconds until the slowest node has its part of the state."""
     restart_seconds: float
     lost_seconds: float
-    """Of work that is done again."""
+    """Seconds of work that is done again."""
 
     @property
     def seconds(self) -> float:
@@ -60,16 +64,16 @@ class ChangeCost:
 
 @dataclass(frozen=True)
 class Replanned:
-    """What to do, and why."""
+    """Re-plan decision and the reason for it."""
 
     changes: bool
     plan: Plan
-    """To go on with: the running one where nothing changes."""
+    """Plan to continue with: the running one where nothing changes."""
     forecast: Forecast
     cost: ChangeCost | None
-    """None where nothing changes."""
+    """Cost of the change; None where nothing changes."""
     gained_seconds: float
-    """Until the end of the job, the cost subtracted; endless where the running plan cannot go on."""
+    """Seconds gained until the job's end, less the cost; infinite where the running plan cannot continue."""
     reason: str
 
 
@@ -85,20 +89,22 @@ def replan(
     state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
     step_seconds: float | None = None,
 ) -> Replanned:
-    """The plan to go on with on the machines that are there now.
+    """Decide on the plan to continue with on the nodes that are there now.
 
-    A job that fixes its layout keeps it but for its data axes, which are what devices come to and go from.
+    A job that fixes its layout keeps it except for its data-parallel sizes, which absorb the change of
+    devices.
 
     Args:
         problem: as the run was planned.
         running: its plan.
-        cluster_now: all machines that are there, more or fewer than before.
-        steps_left: of the job.
-        lost_seconds: of work since the last snapshot, which a change does again.
-        restart_seconds: of a change; None: the device's of `RESTART_SECONDS`.
-        state_bytes_per_second: at which one machine gets its part of the state: the disk's, or the network's
-            where the machines that are left hold it in memory.
-        step_seconds: of a step under `running`, where it was measured: forecasts are set right by it.
+        cluster_now: all nodes that are there, more or fewer than before.
+        steps_left: steps left of the job.
+        calibration: measurements of the devices.
+        lost_seconds: work since the last in-memory checkpoint, in seconds, which a change does again.
+        restart_seconds: restart time of a change; None: the device's of `RESTART_SECONDS`.
+        state_bytes_per_second: rate at which one node gets its part of the state: the disk's, or the network's
+            where the nodes that are left hold it in memory.
+        step_seconds: measured time of a step under `running`; forecasts are corrected by it.
 
     Raises:
         JobError: nothing fits on what is left.
@@ -170,7 +176,10 @@ def change_cost(
     lost_seconds: float = 0.0,
     state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
 ) -> ChangeCost:
-    """Of going on under `plan`: every replica gets a copy of the state, all machines their parts at once."""
+    """Return the cost of a change to `plan`.
+
+    Every replica gets a copy of the state; all nodes get their parts at once.
+    """
     master = 8 if plan.precision == "fp64" else 4
     weights = weight_bytes(problem.workload, plan, rounds_frozen=problem.software.rounds_frozen)
     optimizer = master * state_elements(problem.workload, problem.job.train)
@@ -180,7 +189,7 @@ def change_cost(
 
 
 def _opened(job: Job, running: Plan, machines: int) -> Job:
-    """The job as a search may plan it anew on so many machines."""
+    """Return the job as a search may plan it anew on `machines` nodes."""
     parallel = job.parallel
     kept = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_KEYS) | {"auto"})
     if not parallel.auto:
@@ -194,7 +203,7 @@ def _opened(job: Job, running: Plan, machines: int) -> Job:
 
 
 def _on(job: Job, machines: int) -> Job:
-    """The job on so many machines."""
+    """Return the job on `machines` nodes."""
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
     )
@@ -202,7 +211,11 @@ def _on(job: Job, machines: int) -> Job:
 
 
 def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
-    """The job with as many data ranks as there is room for, where nobody can forecast which would be best.
+    """Return the job with as many data ranks as there is room for, without a forecast of the best layout.
+
+    Args:
+        machines: nodes that are there.
+        each: ranks per node.
 
     Raises:
         JobError: the ranks that compute one sample together do not divide those that there is room for.
@@ -230,10 +243,10 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
 
 
 def _replicas_of_sites(running: Plan, data: int) -> int:
-    """For so many data ranks, where sites come and go whole.
+    """Return the number of replicas for `data` data ranks, where only whole sites come and go.
 
     Raises:
-        JobError: they are no whole sites.
+        JobError: the data ranks do not make whole sites.
     """
     of_site = running.data_ranks // running.sites
     if data % of_site:
@@ -249,7 +262,7 @@ def _reconsidered(parallel: ParallelSection) -> Literal["auto", False]:
 
 
 def _obstacle(now: Problem, running: Plan, each: int) -> str | None:
-    """Why the run cannot go on as it is; None where it can."""
+    """Return the reason why the run cannot continue under its plan, or None."""
     (node,) = now.cluster.nodes
     most = node.count * (min(len(node.devices), each) if node.devices else each)
     if running.device != device_of(now.job, now.cluster):

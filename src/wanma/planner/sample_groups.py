@@ -1,4 +1,4 @@
-"""Samples that must be computed in one micro-batch, because something is defined over them."""
+"""Groups of samples that one micro-batch must hold together, because a statistic is defined over them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from wanma.planner.search.space import samples_together
 
 @dataclass(frozen=True)
 class Group:
-    """`size` neighbouring samples of the global batch."""
+    """Group of `size` neighbouring samples of the global batch."""
 
     size: int
     key: str
-    """Of the job, that says so."""
+    """Job key that sets the size of the group."""
     what: str
-    """They share it."""
+    """Name of the quantity that the samples of a group share."""
 
     def are_whole(self, job: Job, plan: Plan) -> bool:
-        """Whether every micro-batch of every rank is a multiple of the group."""
+        """Return whether every micro-batch of every rank is a multiple of the group."""
         return groups_are_whole(plan, global_batches(job), self.size)
 
     def refusal(self, job: Job, plan: Plan) -> JobError:
-        """The error for a plan whose micro-batches are none."""
+        """Return the error for a plan whose micro-batches do not hold whole groups."""
         batches = ", ".join(map(str, global_batches(job)))
         return JobError(
             f"train.global_batch = {batches} over {plan.data_ranks} data ranks does not divide into "
@@ -40,11 +40,11 @@ class Group:
 
 
 def group_of(job: Job, dimensions: DecoderDimensions | None, workload: Workload | None = None) -> Group:
-    """Of the job's model.
+    """Return the sample group of the job's model.
 
     Args:
-        dimensions: of a decoder, where the model is one.
-        workload: of a module of one's own.
+        dimensions: the decoder's dimensions; None for any other model.
+        workload: traced workload of a user's own module.
     """
     size = samples_together(job, dimensions, workload)
     if dimensions is not None and dimensions.couples_samples:

@@ -1,9 +1,9 @@
-"""What wanma can run, by device, model and torch: facts about the runtime that searching and refusing share.
+"""Runtime support matrix by device, model and torch version, and permitted approximations.
 
-The rooms above take their own limits from here where they have the same (`FP8_LEAST_CAPABILITY`), and
-tests/parallel holds the rest against what the runtime does. A plan that has a reason here is a forecast only:
-`auto` never chooses it, `train` refuses it, `wanma plan` shows it with the reason. Sizes that do not divide
-are no business of this file but of `rules`. Pure functions, without torch.
+Search and refusal share it. Other rooms take their limits from here where they have the same
+(`FP8_LEAST_CAPABILITY`), and tests/parallel checks the rest against the runtime. A plan with a reason against
+it is forecast-only: `auto` never chooses it, `train` refuses it, `wanma plan` shows it with the reason. Sizes
+that do not divide are checked by `rules.mesh`. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ SCHEDULES: tuple[Schedule, ...] = (
     "zbv",
     "dualpipev",
 )
-"""Of pipelines; torch has each of them from 2.11 on."""
+"""Pipeline schedules that the runtime supports; torch has each of them from 2.11 on."""
 
 FP8_LEAST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs with products in fp8."""
+"""Compute capability of the first GPUs with matrix products in fp8."""
 
 APPROXIMATIONS = {
     "bf16": "computes in 16 bits what the job has in fp32",
     "fp8": "rounds what the blocks' products take to 8 bits",
     "compression": "leaves out or rounds parts of gradients where ranks exchange them",
 }
-"""What a plan may do to the mathematics (`Plan.approximate`), and how. All but what a job names in
-`parallel.allow`, or asks for itself, is left to those who ask."""
+"""Approximations of the mathematics that a plan may use (`Plan.approximate`), with their effect.
+
+A plan uses one only if the job allows it (`parallel.allow`) or asks for it.
+"""
 
 BETWEEN_SITES = {
     "local_sgd": "lets sites go on by themselves and averages their weights now and then",
     "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
     "stale": "applies gradients some steps late",
 }
-"""Likewise, but never chosen: only for a job that asks for it (`parallel.synchronize`)."""
+"""Approximations by synchronization between sites; used only if the job asks (`parallel.synchronize`)."""
 
 Version = tuple[int, int]
-"""Of torch: (2, 13)."""
+"""Version of torch, (major, minor): (2, 13)."""
 
 
 def not_runnable(job: Job, plan: Plan, cluster: Cluster, torch: Version | None = None) -> str | None:
-    """Why wanma does not run `plan`; None for a plan that it runs.
+    """Return the reason why the runtime cannot run `plan`, or None.
 
     Args:
         torch: version to run with; default: the installed one.
@@ -66,7 +68,7 @@ def not_runnable(job: Job, plan: Plan, cluster: Cluster, torch: Version | None =
 
 
 def check_runnable(job: Job, plan: Plan, cluster: Cluster, torch: Version | None = None) -> None:
-    """Refuse to train a plan that is a forecast only.
+    """Refuse to train a forecast-only plan.
 
     Raises:
         JobError: with the reason, and the keys of another plan.
@@ -77,16 +79,19 @@ def check_runnable(job: Job, plan: Plan, cluster: Cluster, torch: Version | None
 
 
 def can_compile_again(plan: Plan, torch: Version) -> bool:
-    """Whether blocks can be compiled under the plan's recompute.
+    """Return whether torch compiles blocks under the plan's recompute policy.
 
-    The compiler of torch 2.13 puts the mesh of split parameters among the tensors that a block keeps for its
-    second run, and stops at that; 2.11's does not. Nobody tried 2.12.
+    The compiler of torch 2.13 puts the mesh of split parameters among the tensors that a block saves for its
+    recompute, and stops at that; 2.11's does not. Torch 2.12 is untested and counts as 2.13.
     """
     return torch < (2, 12) or not (plan.compile and plan.recompute == "full" and plan.tp > 1)
 
 
 def split_factors(optimizer: str, plan: Plan) -> JobError | None:
-    """Why an optimizer that keeps sums of rows and columns cannot update what `plan` splits."""
+    """Return the error for an optimizer with factored statistics on parameters that `plan` splits, or None.
+
+    Adafactor keeps sums over whole rows and columns, which a split matrix does not have on one rank.
+    """
     if optimizer != "adafactor" or plan.shard_ranks == plan.tp == plan.ep == 1:
         return None
     axes = ("dp_shard", "cp", "tp", "ep") if plan.shard_ranks > 1 else ("tp", "ep")
@@ -100,7 +105,7 @@ def split_factors(optimizer: str, plan: Plan) -> JobError | None:
 
 
 def allowed_approximations(job: Job) -> frozenset[str]:
-    """Those that a plan of the job may use: what `parallel.allow` names, and what the job itself asks for."""
+    """Return the approximations that the job allows (`parallel.allow`) or asks for itself."""
     asked = {"fp8"} if job.train.fp8 else set()
     if compresses(job):
         asked.add("compression")
@@ -111,7 +116,7 @@ def allowed_approximations(job: Job) -> frozenset[str]:
 
 @cache
 def installed_torch() -> Version:
-    """The version that is installed here, without importing it."""
+    """Return the version of the installed torch, without importing it."""
     found = re.match(r"(\d+)\.(\d+)", version("torch"))
     assert found is not None, "torch has a version"
     return int(found[1]), int(found[2])
@@ -155,7 +160,7 @@ def _placed(asked: _Asked) -> _Reason | None:
 
 
 def _untimed(asked: _Asked) -> _Reason | None:
-    """Shares that follow the ranks' times need times."""
+    """Refuse load balancing where the plan's ranks cannot be timed."""
     reason = why_not_timed(asked.plan) if asked.job.parallel.balance == "on" else None
     if reason is None or asked.plan.data_ranks == 1:
         return None
@@ -217,7 +222,7 @@ def _compiled_again(asked: _Asked) -> _Reason | None:
 
 
 def _unsplit_model(asked: _Asked) -> _Reason | None:
-    """Axes that need a model which declares what may be split."""
+    """Refuse mesh dimensions that split a model without a declaration of how to split it."""
     kind, plan = model_kind(asked.job.model), asked.plan
     if kind == "tokens":
         return None

@@ -1,5 +1,7 @@
-"""Compressed gradients in jobs and plans: what a job asks for, in a plan's fields and in words, and what
-cannot be. Pure functions, without torch."""
+"""Gradient-compression settings of a job: plan fields, validation and description.
+
+Pure functions, without torch.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from wanma.planner.cost.gradient_collectives import LOOKED_AT, error_bytes, sent
 
 
 def compresses(job: Job) -> bool:
-    """Whether the job itself asks for it."""
+    """Return whether the job itself asks for gradient compression."""
     parallel = job.parallel
     groups = (group.compression for group in parallel.compression_groups)
     return any(method != "nothing" for method in (parallel.compression, *groups))
 
 
 def plan_fields(job: Job) -> dict[str, Any]:
-    """What every plan of the job has of it, and names of all that it asks for that changes the numbers."""
+    """Return the plan fields of a job's gradient compression, and the approximations that it asks for."""
     parallel = job.parallel
     asked = {
         "fp8": job.train.fp8,
@@ -41,7 +43,7 @@ def plan_fields(job: Job) -> dict[str, Any]:
 
 
 def not_compressible(plan: Plan, cluster: Cluster) -> JobError | None:
-    """Why the gradients of `plan` cannot be exchanged as it says; None where they can."""
+    """Return the error for a plan whose gradients cannot be compressed as it says, or None."""
     methods = plan.compressions
     if methods and plan.precision == "fp64":
         return JobError(
@@ -60,7 +62,7 @@ def not_compressible(plan: Plan, cluster: Cluster) -> JobError | None:
 
 
 def unused_key(job: Job) -> JobError | None:
-    """What says how to compress, where nothing is compressed so: it is not dropped in silence."""
+    """Return the error for a compression setting that no compression method of the job uses, or None."""
     parallel = job.parallel
     methods = {parallel.compression, *(group.compression for group in parallel.compression_groups)}
     if parallel.auto and "compression" in parallel.allow:
@@ -80,7 +82,10 @@ def unused_key(job: Job) -> JobError | None:
 
 
 def compression_words(plan: Plan) -> str:
-    """'in int8', 'by the largest 1 % of their elements, embedding.* whole'; empty where nothing is."""
+    """Return the plan's gradient compression in words; empty where there is none.
+
+    Examples: 'in int8', 'by the largest 1 % of their elements, embedding.* whole'.
+    """
     if not plan.compressions:
         return ""
     words = {
@@ -96,10 +101,11 @@ def compression_words(plan: Plan) -> str:
 
 
 def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
-    """What compression does to a step, in a sentence; nothing where there is none.
+    """Return a sentence on the effect of gradient compression on a step; empty where there is none.
 
     Args:
-        parameters: of the whole model.
+        plan: the plan.
+        parameters: trained parameters of the whole model.
     """
     if not plan.compressions or max(plan.replicas, plan.shard_ranks) == 1:
         return ()

@@ -1,6 +1,6 @@
-"""What a plan may be: every pair of settings that cannot be combined, refused with the reason.
+"""Validation of mesh-dimension sizes and plan settings against job, cluster and model dimensions.
 
-Nothing has started when these rules are asked; each names the keys, why, and the way out.
+The rules run before anything starts; each error names the keys, the cause and the way out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from wanma.planner.rules.predicates import heads_fit, sequence_fits, split_by_te
 
 
 def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
-    """Sizes of the axes against each other and against the machines.
+    """Check the sizes of the mesh dimensions against each other, the nodes and the batch.
 
     Raises:
         JobError: names the keys.
@@ -83,7 +83,7 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
 
 
 def check_shards(plan: Plan) -> None:
-    """Ranks that share the state share something of it.
+    """Check that `dp_shard` ranks shard something of the model states.
 
     Raises:
         JobError: names the keys.
@@ -96,7 +96,7 @@ def check_shards(plan: Plan) -> None:
 
 
 def check_dimensions(plan: Plan, dimensions: DecoderDimensions) -> None:
-    """Sizes of the axes against those of a decoder.
+    """Check the sizes of the mesh dimensions against a decoder's dimensions.
 
     Raises:
         JobError: names the keys.
@@ -107,7 +107,7 @@ def check_dimensions(plan: Plan, dimensions: DecoderDimensions) -> None:
 
 
 def check_schedule(plan: Plan) -> None:
-    """What a pipeline's schedule wants of the rest of the plan.
+    """Check the number of virtual stages, compile and recompute against the pipeline schedule.
 
     Raises:
         JobError: names the keys.
@@ -134,7 +134,7 @@ def check_schedule(plan: Plan) -> None:
 
 
 def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
-    """Cuts of a pipeline, the job's or chosen, against a model of `blocks` blocks between two ends.
+    """Check stage boundaries, the job's or chosen, against a model of `blocks` blocks between two ends.
 
     Raises:
         JobError: names the keys.
@@ -151,7 +151,7 @@ def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
 
 
 def check_micro_batches(job: Job, plan: Plan) -> None:
-    """A pipeline's schedule must be able to run the micro-batches of every step, on every data rank.
+    """Check that the pipeline schedule can run the micro-batches of every step on every data rank.
 
     Raises:
         JobError: names the keys, and the nearest size of micro-batch that works.
@@ -184,7 +184,11 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
 
 
 def _wrong_count(plan: Plan, batch: int) -> tuple[int, int, str] | None:
-    """The first data rank whose micro-batches the schedule cannot run, how many they are, and why."""
+    """Return the first data rank whose number of micro-batches the schedule cannot run, or None.
+
+    Returns:
+        (data rank, number of micro-batches, reason).
+    """
     counts = plan.counts(batch)
     for count in dict.fromkeys(counts):
         if reason := wrong_micro_batches(plan.schedule, plan.pp, count):
@@ -193,7 +197,7 @@ def _wrong_count(plan: Plan, batch: int) -> tuple[int, int, str] | None:
 
 
 def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
-    """Sizes of micro-batch with which the schedule can run every step of the job.
+    """List the micro-batch sizes, in samples, with which the schedule can run every step of the job.
 
     Returns:
         those up to `largest`, the largest first; where there are none, the smallest above it, if any.
@@ -210,13 +214,13 @@ def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
 
 
 def global_batches(job: Job) -> list[int]:
-    """The global batches of the steps that the job has."""
+    """Return the global batch sizes of the job's steps, in samples, in the order of the steps."""
     starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
     return [global_batch(job.train, step) for step in sorted(starts)]
 
 
 def _check_no_stages(job: Job, plan: Plan) -> None:
-    """Stages that a job asks for are not dropped in silence where there is no pipeline."""
+    """Refuse stage settings of a job without a pipeline, which would have no effect."""
     virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else a schedule's own number
     given = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
     for key, value in given.items():
@@ -228,7 +232,7 @@ def _check_no_stages(job: Job, plan: Plan) -> None:
 
 
 def _check_context(job: Job, plan: Plan) -> None:
-    """Sequences that the ranks of `cp` can share."""
+    """Check that the sequences can be cut among the ranks of `cp`."""
     key = f"parallel.cp = {plan.cp}"
     named = job.model.huggingface is None and job.model.factory is None
     if job.data.images is not None or (named and model_kind(job.model) == "images"):
@@ -254,7 +258,7 @@ def _check_context(job: Job, plan: Plan) -> None:
 
 
 def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
-    """All-to-all gives each context rank an equal share of the heads that `tp` leaves."""
+    """Check that all-to-all gives each context rank an equal share of the heads that `tp` leaves."""
     if not heads_fit(dimensions, plan):
         raise JobError(
             f"parallel.cp = {plan.cp} with parallel.context = 'all_to_all' cannot share model.heads = "
@@ -265,9 +269,9 @@ def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
 
 
 def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
-    """Each tensor rank has as many heads, as much of the inner width and as many tokens as the others.
+    """Check that `tp` divides heads, inner width and vocabulary evenly.
 
-    Key and value heads need not divide: where they do not, each rank computes those it looks at.
+    Key and value heads need not divide: where they do not, each rank computes those that its heads attend to.
     """
     sizes = split_by_tensor(dimensions)
     for key, size in sizes.items():
@@ -281,7 +285,7 @@ def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
 
 
 def _check_expert_ranks(job: Job, plan: Plan) -> None:
-    """Ranks of `ep` are data and context ranks, the innermost ones."""
+    """Check that the model has experts and `ep` can be cut out of the data and context ranks."""
     named = job.model.huggingface is None and job.model.factory is None
     if job.model.factory is not None or (named and model_kind(job.model) == "images"):
         raise JobError(
@@ -301,7 +305,7 @@ def _check_expert_ranks(job: Job, plan: Plan) -> None:
 
 
 def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
-    """Each rank of `ep` has as many experts as the others."""
+    """Check that `ep` divides the experts."""
     experts = dimensions.experts
     if plan.ep > 1 and experts == 0:
         raise JobError(
@@ -317,7 +321,7 @@ def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
 
 
 def _check_sequence(job: Job, plan: Plan) -> None:
-    """Between the split matrices each tensor rank holds as much of the sequence as the others."""
+    """Check that sequence parallelism over `tp` divides the sequence evenly."""
     length = job.data.sequence_length
     if plan.sequence and (job.data.text or job.data.sources) and length % plan.tp:
         raise JobError(

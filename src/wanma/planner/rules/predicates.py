@@ -1,6 +1,7 @@
-"""Which sizes and settings go together, as cheap questions: `rules` refuses by them, `space` lists by them.
+"""Boolean compatibility predicates of plan settings, shared by validation and search space.
 
-None of them raises. Pure functions, without torch.
+`rules.mesh` refuses by them, `search.space` enumerates by them; none of them raises. Pure functions, without
+torch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, wrong_micro_batches
 
 
 def split_by_tensor(dimensions: DecoderDimensions) -> dict[str, int]:
-    """Sizes of a decoder, by key of [model], of which each rank of `tp` has as much as the others.
+    """Return the sizes of a decoder that `tp` must divide, by key of [model].
 
-    Key and value heads need not divide: where they do not, each rank computes those it looks at.
+    Key and value heads need not divide: where they do not, each rank computes those that its heads attend to.
     """
     sizes = {"heads": dimensions.heads}
     if dimensions.experts == 0 or dimensions.dense_layers:
@@ -31,22 +32,22 @@ def split_by_tensor(dimensions: DecoderDimensions) -> dict[str, int]:
 
 
 def tensor_fits(dimensions: DecoderDimensions, tp: int) -> bool:
-    """Whether `tp` divides all that it splits."""
+    """Return whether `tp` divides every size that it splits."""
     return all(size % tp == 0 for size in split_by_tensor(dimensions).values())
 
 
 def heads_fit(dimensions: DecoderDimensions, plan: Plan) -> bool:
-    """Whether each context rank gets an equal share of the heads that `tp` leaves, where it needs one."""
+    """Return whether all-to-all gives each context rank an equal share of the heads that `tp` leaves."""
     return plan.cp == 1 or plan.context == "ring" or dimensions.heads % (plan.tp * plan.cp) == 0
 
 
 def sequence_fits(plan: Plan, length: int) -> bool:
-    """Whether the ranks of `cp`, and of `tp` between the split matrices, can share a sequence evenly."""
+    """Return whether `cp`, and `tp` with sequence parallelism, can cut a sequence of `length` evenly."""
     return length % plan.sequence_unit == 0
 
 
 def experts_fit(dimensions: DecoderDimensions | None, plan: Plan) -> bool:
-    """Whether `ep` divides the experts and can be cut out of the data ranks."""
+    """Return whether `ep` divides the experts and can be cut out of the data ranks."""
     if plan.ep == 1:
         return True
     experts = dimensions.experts if dimensions is not None else 0
@@ -54,12 +55,12 @@ def experts_fit(dimensions: DecoderDimensions | None, plan: Plan) -> bool:
 
 
 def shard_fits(shard: Shard, dp_shard: int, cp: int) -> bool:
-    """Whether what is sharded has ranks to share it, and no ranks share what is not sharded."""
+    """Return whether the shard level and the number of ranks that shard agree."""
     return dp_shard == 1 if shard == "nothing" else dp_shard * cp > 1
 
 
 def takes_backward_apart(plan: Plan) -> str | None:
-    """The key of [parallel] that a schedule with split backward excludes; None where there is none."""
+    """Return the key of [parallel] that a split-backward schedule excludes, or None."""
     if plan.pp == 1 or plan.schedule not in SPLIT_BACKWARD:
         return None
     if plan.compile:
@@ -68,7 +69,7 @@ def takes_backward_apart(plan: Plan) -> str | None:
 
 
 def micro_batches_fit(plan: Plan, batches: Sequence[int]) -> bool:
-    """Whether the schedule can run every one of these global batches."""
+    """Return whether the schedule can run every one of these global batches."""
     return plan.pp == 1 or not any(
         wrong_micro_batches(plan.schedule, plan.pp, count)
         for batch in batches
@@ -77,7 +78,7 @@ def micro_batches_fit(plan: Plan, batches: Sequence[int]) -> bool:
 
 
 def groups_are_whole(plan: Plan, batches: Sequence[int], group: int) -> bool:
-    """Whether every micro-batch of every rank holds whole groups of `group` samples."""
+    """Return whether every micro-batch of every rank holds whole groups of `group` samples."""
     return group == 1 or all(
         len(run) > 0 and len(run) % group == 0
         for batch in batches
@@ -88,10 +89,11 @@ def groups_are_whole(plan: Plan, batches: Sequence[int], group: int) -> bool:
 
 
 def micro_batch_sizes(rows: int) -> list[int]:
-    """Sizes of micro-batch that cut `rows` samples evenly; and where no such size is near a power of two, the
-    one that cuts them into as many micro-batches as that, as evenly as can be.
+    """List micro-batch sizes that cut `rows` samples evenly or nearly so, in rising order.
 
-    A larger one for the same number of micro-batches holds no more samples, and needs the memory of more.
+    All divisors of `rows`; and where none lies between a power of two and the next, the size that cuts `rows`
+    as evenly as can be into as many micro-batches as that power would. A larger size for the same number of
+    micro-batches holds no more samples, and needs more memory.
     """
     sizes = set(divisors(rows))
     for power in range(rows.bit_length()):
@@ -102,6 +104,6 @@ def micro_batch_sizes(rows: int) -> list[int]:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """In rising order."""
+    """Return the divisors of `number` in rising order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return (*small, *(number // size for size in reversed(small) if size * size != number))

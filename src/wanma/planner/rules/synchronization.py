@@ -1,6 +1,6 @@
-"""What a job says about its sites, as a plan has it, and what cannot be combined with that.
+"""Synchronization settings of sites: defaults, validation, conversion to `Synchronization`.
 
-Nothing has started when these rules are asked; each names the keys, why, and the way out.
+The rules run before anything starts; each error names the keys, the cause and the way out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
 
 EVERY, OUTER_RATE, OUTER_MOMENTUM, OVERLAP_MIX, STALENESS = 100, 0.7, 0.9, 0.5, 1
-"""Where a job does not say. Rate and momentum are those of Douillard et al. 2023, section 3, mix that of
-Douillard et al. 2025, section 3; the steps are the fewest that these papers have for models of any size."""
+"""Defaults of the synchronization settings: interval in steps, outer rate and momentum, mix, staleness.
+
+Outer rate and momentum are those of Douillard et al. 2023, section 3, the mixing factor that of Douillard et
+al. 2025, section 3; the interval is the shortest that these papers have for models of any size.
+"""
 
 _LOCAL = ("local_sgd", "diloco")
 _KINDS_OF_KEYS: dict[str, tuple[str, ...]] = {
@@ -31,11 +34,11 @@ _KINDS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "outer_offload": _LOCAL,
     "staleness": ("stale",),
 }
-"""To which kinds each key of [parallel] has something to say."""
+"""Synchronization methods to which each key of [parallel] applies."""
 
 
 def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
-    """What sites do under a job; None where all ranks agree at every step.
+    """Return the synchronization between sites of a job; None where all ranks synchronize at every step.
 
     Raises:
         JobError: the keys contradict each other.
@@ -90,7 +93,7 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
 
 
 def check_sites(job: Job, plan: Plan) -> None:
-    """What sites can be combined with.
+    """Check the synchronization between sites against the plan's other settings and the nodes.
 
     Raises:
         JobError: names the keys.
@@ -138,7 +141,7 @@ def check_sites(job: Job, plan: Plan) -> None:
 
 
 def _check_keys(parallel: ParallelSection) -> None:
-    """A key that would do nothing is not taken in silence."""
+    """Refuse synchronization keys that would have no effect."""
     kind = parallel.synchronize
     for key, kinds in _KINDS_OF_KEYS.items():
         default = ParallelSection.model_fields[key].default

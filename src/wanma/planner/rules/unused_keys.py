@@ -1,7 +1,7 @@
-"""Keys of a job that change nothing in the run that it asks for, each with the reason.
+"""Detection of job keys without effect in the run, each with the reason.
 
-Only keys with another value than their default are looked at: a job file that spells out every default
-asks for nothing by it. What contradicts the rest of a job is an error elsewhere; what is merely idle is told.
+Only keys with another value than their default are considered: a job file may spell out every default. Keys
+that contradict the rest of a job are errors elsewhere; keys without effect are only reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _ADAMS = ("adamw", "muon")
 
 
 def without_effect(job: Job, plan: Plan) -> list[str]:
-    """One sentence for each idle key: 'train.warmup_steps = 500 is not reached: the run has 300 steps'."""
+    """Return one sentence for each job key without effect.
+
+    Example: 'train.warmup_steps = 500 is not reached: the run has 300 steps'.
+    """
     told = []
     for path, reason in _idle(job, plan):
         section, name = path.split(".")
@@ -29,7 +32,7 @@ def without_effect(job: Job, plan: Plan) -> list[str]:
 
 
 def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Keys that have no effect whatever their value, and why."""
+    """Yield the keys that have no effect whatever their value, each with the reason."""
     train, parallel, checkpoint, cluster = job.train, job.parallel, job.checkpoint, job.cluster
     ranks = plan.dp_replicate * plan.shard_ranks
     if plan.pp == 1:
@@ -92,7 +95,7 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _in_part(job: Job, plan: Plan) -> Iterator[str]:
-    """Keys that do less than they say, above all what would begin after the last step."""
+    """Yield sentences on keys with less effect than they say, such as a start after the last step."""
     if plan.synchronization is not None and plan.sites == 1:
         kind = plan.synchronization.kind
         yield f"parallel.synchronize = '{kind}': there is one site (one replica), which exchanges nothing"
