@@ -64,10 +64,10 @@ def plan_for(
     """Plan a job: complete the layout that it fixes, or search for the fastest plan if it leaves that open.
 
     Args:
-        dimensions: of a decoder, where the model is one.
-        calibration: what was measured of the devices.
-        worlds: numbers of ranks to look at where the layout is open; default: those that a run on the cluster
-            can have.
+        dimensions: the decoder's dimensions; None for any other model.
+        calibration: measurements of the devices.
+        worlds: world sizes to search where the layout is open, in ranks; default: those that a run on the
+            cluster can have.
 
     Raises:
         JobError: the job contradicts itself, the model or the machines, or nothing fits; says what would.
@@ -90,8 +90,8 @@ def automatic(
     """Search for the fastest plan, by forecast, of a job with an open layout (`parallel = "auto"`).
 
     Args:
-        worlds: numbers of ranks to look at; default: those that a run on the cluster can have.
-        or_forecast_only: where wanma runs none, the fastest that it does not run will do.
+        worlds: world sizes to search, in ranks; default: those that a run on the cluster can have.
+        or_forecast_only: accept the fastest forecast-only plan where no plan is runnable.
 
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits; says what would.
@@ -183,8 +183,8 @@ def complete(
     recompute that fit.
 
     Args:
-        dimensions: of a decoder, where the model is one.
-        calibration: what was measured of the devices.
+        dimensions: the decoder's dimensions; None for any other model.
+        calibration: measurements of the devices.
 
     Raises:
         JobError: the plan splits what this model cannot, or not even one sample per micro-batch fits.

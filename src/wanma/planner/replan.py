@@ -102,8 +102,8 @@ def replan(
         calibration: measurements of the devices.
         lost_seconds: work since the last in-memory checkpoint, in seconds, which a change does again.
         restart_seconds: restart time of a change; None: the device's of `RESTART_SECONDS`.
-        state_bytes_per_second: rate at which one node gets its part of the state: the disk's, or the network's
-            where the nodes that are left hold it in memory.
+        state_bytes_per_second: rate at which one node gets its part of the state: the disk's, or the
+            network's where the nodes that are left hold it in memory.
         step_seconds: measured time of a step under `running`; forecasts are corrected by it.
 
     Raises:

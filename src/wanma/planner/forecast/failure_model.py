@@ -1,15 +1,16 @@
-"""What failures take of a long run, and how often its state should be copied.
+"""Failure rates, optimal checkpoint intervals (Young, Daly), and analytic and simulated goodput.
 
     every = best_intervals(LLAMA3, recovery, devices=16384, step_seconds=6.0)
     useful_share(LLAMA3, recovery, every, devices=16384)     # expected, in closed form
     simulate(LLAMA3, recovery, every, devices=16384, days=54, seed=0)
 
-A state is kept up to three times: in the memory of its own node, which a process's death leaves; in that of a
-partner node, which a node's death leaves; and on disk, which all else leaves. Pure functions, without torch.
+The training state is kept up to three times: in the memory of its own node, which outlives a process; in that
+of a partner node, which outlives a node; and on disk, which outlives all else. Pure functions, without torch.
 
-Assumed: failures are independent and memoryless, so that they come linearly with devices (on few devices the
-field sees more: 7.9 h between failures on 1,024 GPUs against 29 h by this rule, Kokolis et al. 2025); a copy
-that is found is whole; a node keeps what its partner holds of it; a failure in a recovery begins it again.
+Assumed: failures are independent and memoryless, so that their rate is linear in devices (on few devices the
+field sees more: 7.9 h between failures on 1,024 GPUs against 29 h by this rule, Kokolis et al. 2025); a
+checkpoint that is found is complete; a node keeps its part of its partner's state; a failure in a recovery
+restarts it.
 """
 
 from __future__ import annotations
@@ -29,25 +30,28 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a device's share of a run fails, by what is lost with it; per device and second."""
+    """Failure rates of a device's share of a run, in 1/s per device, by the memory that is lost with it."""
 
     process: float
-    """The node's memory outlives it."""
+    """Rate of failures of a process; the node's memory outlives it."""
     node: float
-    """A node and its memory."""
+    """Rate of failures of a node with its memory."""
     correlated: float
-    """A node and its partner at once, or what damages copies in memory: only the disk is left."""
+    """Rate of failures that only the checkpoint on disk outlives.
+
+    A node and its partner fail at once, or in-memory checkpoints are damaged.
+    """
 
     @classmethod
     def observed(
         cls, process: float, node: float, correlated: float, *, devices: int, days: float
     ) -> Failures:
-        """From counts of failures on so many devices for so many days."""
+        """Return the rates from counts of failures on `devices` devices in `days` days."""
         exposure = devices * days * DAY
         return cls(process / exposure, node / exposure, correlated / exposure)
 
     def as_often_as(self, days_between: float, devices: int) -> Failures:
-        """The same causes in the same proportions, once in `days_between` on `devices`."""
+        """Return rates in the same proportions, with one failure in `days_between` days on `devices`."""
         factor = 1 / (days_between * DAY * devices * self.per_device_second)
         return Failures(self.process * factor, self.node * factor, self.correlated * factor)
 
@@ -56,45 +60,51 @@ class Failures:
         return self.process + self.node + self.correlated
 
     def seconds_between(self, devices: int) -> float:
-        """The mean over a run on `devices`; endless where nothing fails."""
+        """Return the mean time between failures of a run on `devices`, in seconds; infinite without any."""
         rate = devices * self.per_device_second
         return 1 / rate if rate else math.inf
 
 
 LLAMA3 = Failures.observed(54 + 7 + 2, 315, 35 + 6, devices=16_384, days=54)
-"""419 unexpected interruptions (Llama Team 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 5).
-Process: software 54, NCCL watchdog 7, dependency 2. Node: GPU 148, HBM3 72, SRAM 19, processor 17, thermal
-6, host maintenance 32, NIC 7, SSD 3, power supply 3, chassis, I/O board, CPU and memory 2 each. Correlated:
-switch or cable 35, as if each took a node with its partner; silent corruption 6, which copies in memory may
-hold. The paper does not sort them so; a faulty GPU often leaves the host's memory, and a cable more."""
+"""Failure rates of 419 unexpected interruptions of Llama 3's training.
+
+Source: Llama Team 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 5. Process: software 54, NCCL
+watchdog 7, dependency 2. Node: GPU 148, HBM3 72, SRAM 19, processor 17, thermal 6, host maintenance 32, NIC
+7, SSD 3, power supply 3, chassis, I/O board, CPU and memory 2 each. Correlated: switch or cable 35, as if
+each took a node with its partner; silent corruption 6, which in-memory checkpoints may hold. The paper does
+not sort them so; a faulty GPU often leaves the host's memory, and a cable more.
+"""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One place in which the state is kept."""
+    """Checkpoint tier: one storage of the training state from which a failure is restored."""
 
     stall_seconds: float
-    """For which training waits while a copy is made."""
+    """Seconds for which training waits while a checkpoint is made."""
     restore_seconds: float
-    """From a failure until training goes on: noticing it, new processes, reading the copy."""
+    """Seconds from a failure until training continues: detection, new processes, reading the checkpoint."""
     lag_seconds: float = 0.0
-    """After the stall, until the copy is whole; the next is begun no earlier."""
+    """Seconds after the stall until the checkpoint is complete; the next one begins no earlier."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """The places; a failure is restored from the nearest that outlives it."""
+    """Checkpoint tiers of a run; a failure is restored from the nearest tier that outlives it."""
 
     disk: Copy
     partner: Copy | None = None
     memory: Copy | None = None
-    """Of the own node."""
+    """Tier in the memory of the own node."""
     shrink_seconds: float = 0.0
-    """Of the whole run's work, lost for each node that leaves: its replica's share of the run times the
-    seconds until another takes its place; zero where a spare stands by."""
+    """Work of the whole run that is lost for each node that leaves, in seconds.
+
+    It is the share of the node's replica in the run times the seconds until another node takes its place;
+    zero where a spare node stands by.
+    """
 
     def levels(self, failures: Failures, devices: int) -> list[tuple[Copy, float]]:
-        """The places there are, nearest first, with the rate per second of failures restored from each."""
+        """Return the tiers, nearest first, each with the rate of failures restored from it, in 1/s."""
         rates = (failures.process, failures.node, failures.correlated)
         levels, waiting = [], 0.0
         for copy, rate in zip((self.memory, self.partner, self.disk), rates, strict=True):
@@ -106,14 +116,19 @@ class Recovery:
 
 
 def young_interval(stall_seconds: float, seconds_between_failures: float) -> float:
-    """Work between two copies that costs least, to the first order: sqrt(2 δ M) (Young 1974, "A first order
-    approximation to the optimum checkpoint interval", CACM 17(9))."""
+    """Return the optimal work between two checkpoints to first order, in seconds: sqrt(2 δ M).
+
+    Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17(9).
+    """
     return math.sqrt(2 * stall_seconds * seconds_between_failures)
 
 
 def daly_interval(stall_seconds: float, seconds_between_failures: float) -> float:
-    """The same to a higher order, sqrt(2 δ M) (1 + x/3 + x²/9) - δ with x = sqrt(δ / 2M); M where δ >= 2M
-    (Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22)."""
+    """Return the optimal work between two checkpoints to higher order, in seconds.
+
+    sqrt(2 δ M) (1 + x/3 + x²/9) - δ with x = sqrt(δ / 2M); M where δ >= 2M (Daly 2006, "A higher order
+    estimate of the optimum checkpoint interval for restart dumps", FGCS 22).
+    """
     if stall_seconds >= 2 * seconds_between_failures:
         return seconds_between_failures
     x = math.sqrt(stall_seconds / (2 * seconds_between_failures))
@@ -121,13 +136,16 @@ def daly_interval(stall_seconds: float, seconds_between_failures: float) -> floa
 
 
 def useful_share(failures: Failures, recovery: Recovery, intervals: Sequence[float], devices: int) -> float:
-    """Of a long run's time, that of work which is not lost.
+    """Return the goodput: share of a long run's time that is work which is not lost, 0 .. 1.
 
-    With one place and no lag it is Daly's complete model: τ / (M exp(R/M) (exp((τ+δ)/M) - 1)) (2006).
+    With one tier and no lag it is Daly's complete model: τ / (M exp(R/M) (exp((τ+δ)/M) - 1)) (2006).
 
     Args:
-        intervals: seconds of work between copies of each place there is, nearest first, none shorter than
-            the one before.
+        failures: failure rates of the devices.
+        recovery: checkpoint tiers of the run.
+        intervals: seconds of work between checkpoints of each tier, nearest first, none shorter than the one
+            before.
+        devices: number of devices of the run.
     """
     levels = recovery.levels(failures, devices)
     every = [np.asarray(seconds, dtype=np.float64) for _, seconds in zip(levels, intervals, strict=True)]
@@ -137,10 +155,12 @@ def useful_share(failures: Failures, recovery: Recovery, intervals: Sequence[flo
 def best_intervals(
     failures: Failures, recovery: Recovery, devices: int, step_seconds: float
 ) -> tuple[float, ...]:
-    """The intervals with the largest useful share, in whole steps, each a multiple of the one before.
+    """Return the intervals with the largest goodput, in seconds, for each tier, nearest first.
+
+    Each is a whole number of steps, and a multiple of the one before.
 
     Raises:
-        ValueError: from some place nothing is ever restored, so that no interval is the best.
+        ValueError: nothing is ever restored from some tier, so that no interval is the best.
     """
     levels = recovery.levels(failures, devices)
     if any(rate == 0 for _, rate in levels):
@@ -163,12 +183,12 @@ def best_intervals(
 
 
 def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Values:
-    """As `useful_share`, without what shrinking costs.
+    """Return the goodput without the work that shrinking costs, elementwise over `every`.
 
-    A block of a level is the work between two of its copies: blocks of the level below, done again from its
-    beginning after each failure that this level restores, and given up at one that only a higher level does.
-    Exact but for the stalls of higher levels, spread over the blocks of the lowest, and for the lag, which
-    costs a failure as much work again.
+    A block of a tier is the work between two of its checkpoints: blocks of the tier below, done again from
+    its beginning after each failure that this tier restores, and given up at one that only a higher tier
+    does. Exact but for the stalls of higher tiers, spread over the blocks of the lowest, and for the lag,
+    which costs a failure as much work again.
     """
     rates = [rate for _, rate in levels]
     total = sum(rates)
@@ -201,13 +221,20 @@ def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Val
 def simulate(
     failures: Failures, recovery: Recovery, intervals: Sequence[float], devices: int, days: float, seed: int
 ) -> float:
-    """The useful share of one run, failure by failure; stalls are spread over the work between copies.
+    """Simulate one run failure by failure, and return its goodput.
+
+    Stalls are spread over the work between checkpoints.
 
     Args:
+        failures: failure rates of the devices.
+        recovery: checkpoint tiers of the run.
         intervals: as in `useful_share`, each a whole multiple of the one before.
+        devices: number of devices of the run.
+        days: duration of the run.
+        seed: seed of the failures' times.
 
     Raises:
-        ValueError: they are not.
+        ValueError: an interval is no multiple of the one before.
     """
     levels = recovery.levels(failures, devices)
     ticks = [round(seconds / intervals[0]) for seconds in intervals]

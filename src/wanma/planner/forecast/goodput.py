@@ -1,11 +1,11 @@
-"""What failures and copies of the state take of one plan's run: `reliability`'s share, for this plan.
+"""Goodput of a plan's run under the cluster's failure rates and the job's checkpoints.
 
     useful_time(problem, plan, step).share       # of the run's time, that of work that counts
 
-The intervals are the job's own: memory every `checkpoint.snapshots` steps, disk every
-`checkpoint.every_steps`. Machines fail as often as their cluster file says (`days_between_failures`), else as
-Llama 3's did; those without accelerators as often as one GPU with its share of a machine. A lost one has
-another in its place when its copies are restored. Pure functions, without torch.
+The intervals are the job's own: in-memory checkpoints every `checkpoint.snapshots` steps, on disk every
+`checkpoint.every_steps`. Nodes fail as often as their cluster file says (`days_between_failures`), else as
+Llama 3's did; those without accelerators as often as one GPU with its share of a node. A lost node is
+replaced by the time its checkpoints are restored. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from wanma.planner.forecast.step_overhead import SNAPSHOT_BYTES_PER_SECOND, arou
 from wanma.planner.memory.in_memory_checkpoints import has_partner, image_bytes, steps_between
 
 MEMORY_SECONDS, PARTNER_SECONDS, DISK_SECONDS = 10.0, 30.0, 120.0
-"""From a failure until training goes on from the own machine's memory, a partner's, and the disk, beside
-reading the copy: noticing it, new processes, their connections. Taken for thousands of devices, on which
-nobody measured it; small runs on two cores take 0.5, 5 and 1 s (docs/reliability.md)."""
+"""Seconds from a failure until training continues, by checkpoint tier, without reading the checkpoint.
+
+Detection, new processes and their connections; for the own node's memory, a partner's, and the disk. Assumed
+for thousands of devices, on which nobody measured it; small runs on two cores take 0.5, 5 and 1 s
+(docs/reliability.md).
+"""
 
 
 def useful_time(problem: Problem, plan: Plan, step: StepTime) -> UsefulTime:
-    """Of a long run of such steps."""
+    """Forecast the goodput of a long run of steps such as `step`."""
     node = problem.cluster.nodes[0]
     failures, devices = failures_of(node), plan.world_size if node.devices else machines_used(problem, plan)
     recovery, intervals = places(problem, plan, step)
@@ -38,22 +41,22 @@ def useful_time(problem: Problem, plan: Plan, step: StepTime) -> UsefulTime:
 
 
 def machines_used(problem: Problem, plan: Plan) -> int:
-    """Those of which the plan fills a part count."""
+    """Return the number of nodes that the plan uses; a partly used node counts."""
     here = max(problem.machine.devices // problem.cluster.node_count, 1)
     return math.ceil(plan.world_size / here)
 
 
 def failures_of(node: Node) -> Failures:
-    """Of one of its devices, or of the whole machine where it has none."""
+    """Return the failure rates of one of the node's devices, or of the whole node where it has none."""
     if node.days_between_failures is None:
         return LLAMA3
     return LLAMA3.as_often_as(node.days_between_failures, max(len(node.devices), 1))
 
 
 def places(problem: Problem, plan: Plan, step: StepTime) -> tuple[Recovery, tuple[float, ...]]:
-    """Where the job keeps its state, and the seconds of work between two copies of each place, nearest first.
+    """Return the checkpoint tiers of the job, and the seconds of work between checkpoints of each.
 
-    What saving to disk costs is a part of `step`, and not counted again.
+    Nearest tier first. The cost of saving to disk is a part of `step`, and not counted again.
     """
     job, saving = problem.job, around(problem, plan)
     steps = saving.every or max(job.train.steps, 1)
@@ -78,9 +81,9 @@ def places(problem: Problem, plan: Plan, step: StepTime) -> tuple[Recovery, tupl
 
 
 def _copying(problem: Problem, plan: Plan, step: StepTime, size: float) -> tuple[float, float]:
-    """(seconds for which training waits, seconds until it is whole) of a rank's part of a snapshot.
+    """Return (stall, total) seconds to copy a rank's part of an in-memory checkpoint.
 
-    Processors compute nothing else meanwhile; a GPU copies beside the next step until its update.
+    CPUs compute nothing else meanwhile; a GPU copies beside the next step until its update.
     """
     if plan.device == "cpu":
         seconds = size / SNAPSHOT_BYTES_PER_SECOND

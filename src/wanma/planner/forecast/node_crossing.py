@@ -1,4 +1,4 @@
-"""Tensor parallel groups that reach over the edge of a machine: allowed, told, and what it costs."""
+"""Tensor-parallel groups that span nodes: detection, cost and description."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from wanma.observe.units import duration_text
 from wanma.planner.forecast.problem import Problem
 
 CROSSES = "tensor parallel crosses machines: "
-"""How the sentence begins, by which it is found among a forecast's reasons."""
+"""Beginning of the sentence about spanning groups, by which it is found among a forecast's reasons."""
 
 
 def crossing(plan: Plan, machines: int) -> str | None:
-    """Why some groups of `tp` have ranks on two machines, and which sizes would not; None where none has.
+    """Describe the tensor-parallel groups that span two nodes and sizes of `tp` that would not; None if none.
 
-    Ranks are numbered machine by machine, and `tp` is the innermost axis: a group stays inside where `tp`
-    divides a machine's ranks.
+    Ranks are numbered node by node, and `tp` is the innermost mesh dimension: a group stays inside where `tp`
+    divides a node's ranks.
     """
     here, uneven = divmod(plan.world_size, machines)
     if machines == 1 or plan.tp == 1 or uneven or plan.placement or here % plan.tp == 0:
@@ -31,10 +31,13 @@ def crossing(plan: Plan, machines: int) -> str | None:
 def crossing_reasons(
     problem: Problem, plan: Plan, step: StepTime | None, inside: StepTime | None
 ) -> list[str]:
-    """`crossing`, with what it costs where times are known.
+    """Return `crossing` as reasons, with its cost where step times are known.
 
     Args:
-        inside: of the same plan, were all its ranks on one machine (`on_one_machine`).
+        problem: the planning problem.
+        plan: the plan.
+        step: forecast of the plan's step.
+        inside: forecast of the same step with all ranks on one node (`on_one_machine`).
     """
     text = crossing(plan, problem.job.cluster.nodes)
     if text is None:
@@ -46,7 +49,7 @@ def crossing_reasons(
 
 
 def on_one_machine(problem: Problem) -> Problem:
-    """As if the link inside a machine joined all of them."""
+    """Return the problem with all devices joined by the link inside a node."""
     machine = problem.machine
     inner = replace(machine.links[0], devices=machine.devices)
     return replace(problem, machine=replace(machine, links=(inner,)))

@@ -1,7 +1,7 @@
-"""What a plan will cost: memory, the time of a step by kind, and how well it uses the machines.
+"""Forecast of a plan: memory, step time by kind, throughput, model FLOPs utilization, run cost.
 
-Memory is `memory.ranks`'s, time `cost.decoder`'s; here they are put together for one problem. Pure
-functions, without torch.
+Memory comes from `memory.peak`, time from `cost.decoder` and `cost.traced_module`; here they are combined for
+one planning problem. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ Memory = TypeVar("Memory")
 
 
 def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
-    """Of `plan`, whether or not it fits into memory; `step` is None where the machine's rates are unknown.
+    """Forecast `plan`, whether or not it fits into memory; `step` is None where rates are unknown.
 
     Args:
-        play: of a pipeline's schedule.
+        problem: the planning problem.
+        plan: the plan to forecast.
+        play: simulation of a pipeline schedule.
 
     Raises:
         JobError: the plan has more ranks than there are devices.
@@ -64,7 +66,7 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
 
 
 def memory(problem: Problem, plan: Plan) -> Forecast:
-    """Of `plan`, its memory alone."""
+    """Forecast the memory of `plan` alone."""
     needed = _calculated(forecast_memory, problem, plan)
     kept = snapshot_bytes(problem.job, problem.workload, plan)
     return replace(
@@ -75,7 +77,7 @@ def memory(problem: Problem, plan: Plan) -> Forecast:
 
 
 def told_of_optimizer(name: str | None) -> tuple[str, ...]:
-    """That an optimizer of the user's own is counted as AdamW; nothing where `name` is None."""
+    """Return the reason that a user's own optimizer is counted as AdamW; empty where `name` is None."""
     if name is None:
         return ()
     return (
@@ -85,7 +87,7 @@ def told_of_optimizer(name: str | None) -> tuple[str, ...]:
 
 
 def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Forecast:
-    """`found`, a forecast of `plan`, with what each rank of its pipeline holds."""
+    """Return `found`, a forecast of `plan`, with the memory of each pipeline rank."""
     if plan.pp == 1 or plan.placement:
         return found
     held = (rank.forecast for rank in _calculated(memory_of_ranks, problem, plan))
@@ -94,7 +96,7 @@ def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Foreca
 
 
 def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) -> Memory:
-    """By one of `memory.ranks`'s two functions."""
+    """Return a memory forecast by one of the two functions of `memory.peak`."""
     setting = memory_setting(problem, plan)
     return calculate(
         problem.workload,
@@ -108,7 +110,7 @@ def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) 
 
 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
-    """What a forecast of memory needs beside model and plan."""
+    """Return the inputs of a memory forecast beside model and plan."""
     train = problem.job.train
     count = plan.accumulation(max(global_batches(problem.job)))
     if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
@@ -123,7 +125,7 @@ def memory_setting(problem: Problem, plan: Plan) -> Setting:
 
 
 def software(problem: Problem, plan: Plan) -> Software:
-    """The program's habits under `plan`."""
+    """Return the framework traits under `plan`."""
     if problem.software.fused or not plan.compile:
         return problem.software
     return _fused(problem.software)
@@ -135,7 +137,7 @@ def _fused(habits: Software) -> Software:
 
 
 def unknown_rates(problem: Problem, plan: Plan) -> str | None:
-    """Why there is no forecast of time; None where there is one."""
+    """Return the reason why there is no forecast of time, or None."""
     if problem.dimensions is None and not knows_operators(problem.workload):
         return "step time unknown: the model's operators are not known one by one"
     if problem.machine.unknown:
@@ -151,8 +153,11 @@ def unknown_rates(problem: Problem, plan: Plan) -> str | None:
 
 
 def time(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> StepTime | None:
-    """Of one step, with waiting for its data and its share of what saving costs; None where rates are
-    unknown."""
+    """Forecast the time of one step, with its wait for data and its share of saving.
+
+    Returns:
+        the step's time by kind; None where rates are unknown.
+    """
     if unknown_rates(problem, plan) is not None:
         return None
     step, beside = step_of(anatomy(problem, plan), play), around(problem, plan)
@@ -162,7 +167,7 @@ def time(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> StepTim
 
 
 def anatomy(problem: Problem, plan: Plan) -> Anatomy:
-    """What the time of a step is put together from.
+    """Return the components from which a step's time is assembled.
 
     Raises:
         ValueError: the machine's rates, or the model's operators, are not known (`unknown_rates`).
@@ -179,7 +184,7 @@ def anatomy(problem: Problem, plan: Plan) -> Anatomy:
 
 
 def pieces_of(problem: Problem, plan: Plan) -> Pieces:
-    """What the problem's model costs, piece by piece."""
+    """Return the layer costs of the problem's model: blocks, and the layers before and after them."""
     machine, habits = problem.machine, software(problem, plan)
     if problem.dimensions is None:
         pieces = module_pieces(problem.workload, plan, machine, habits)
@@ -193,7 +198,7 @@ def pieces_of(problem: Problem, plan: Plan) -> Pieces:
 
 
 def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:
-    """As in `pieces_of`."""
+    """Return the block groups of `pieces_of`, computed without the other layers where possible."""
     if problem.dimensions is None or is_moving(plan):
         return pieces_of(problem, plan).blocks
     habits = software(problem, plan)
@@ -202,19 +207,19 @@ def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:
 
 
 def boundary_seconds(problem: Problem, plan: Plan) -> float:
-    """What a stage's output takes to the next rank."""
+    """Return the seconds to send a stage's output to the next rank."""
     if problem.dimensions is None:
         return module_boundary_seconds(problem.workload, plan, problem.machine)
     return decoder_boundary_seconds(problem.dimensions, problem.sequence, plan, problem.machine)
 
 
 def trained_share(problem: Problem) -> float:
-    """Of the parameters, those that are reduced and updated."""
+    """Return the share of the parameters that is trained: reduced and updated."""
     return problem.workload.trained_share
 
 
 def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:
-    """`needed`, a forecast of memory, with that of time and what follows from it."""
+    """Return `needed`, a forecast of memory, with a step time and the figures that follow from it."""
     if step is None:
         crosses = crossing_reasons(problem, plan, None, None)
         told = (*crosses, *told_of_sites(problem, plan, None), unknown_rates(problem, plan) or "")
@@ -242,14 +247,14 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
 
 
 def _crossing(problem: Problem, plan: Plan, step: StepTime) -> list[str]:
-    """That tensor parallel crosses machines, and what that costs."""
+    """Return the reason that tensor-parallel groups span nodes, with its cost; empty where none does."""
     if crossing(plan, problem.job.cluster.nodes) is None:
         return []
     return crossing_reasons(problem, plan, step, time(on_one_machine(problem), plan))
 
 
 def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
-    """Why there is no forecast of the whole run."""
+    """Return the reason why there is no forecast of the whole run."""
     found = useful_time(problem, plan, step)
     return (
         f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
@@ -259,10 +264,12 @@ def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
 
 
 def told_of_sites(problem: Problem, plan: Plan, step: StepTime | None) -> tuple[str, ...]:
-    """What sites exchange, how often, and what a step waits for it; nothing for a plan without them.
+    """Describe the exchange between sites: volume, interval and exposed time; empty without sites.
 
     Args:
-        step: None where the machine's rates are unknown.
+        problem: the planning problem.
+        plan: the plan.
+        step: forecast of the step; None where rates are unknown.
     """
     seldom = plan.synchronization
     if seldom is None:
@@ -284,7 +291,10 @@ def told_of_sites(problem: Problem, plan: Plan, step: StepTime | None) -> tuple[
 
 
 def where_time_goes(step: StepTime) -> str:
-    """'a step: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'."""
+    """Describe the kinds of a step's time by share.
+
+    Example: 'a step: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'.
+    """
     kinds = [one.name for one in fields(StepTime) if one.name not in ("seconds", "uncertainty")]
     shares = sorted(((getattr(step, kind) / step.seconds, kind) for kind in kinds), reverse=True)
     named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]

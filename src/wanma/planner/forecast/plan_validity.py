@@ -1,4 +1,4 @@
-"""Whether a plan may be at all: the rules that refuse a job's own plan, asked of any plan of a problem."""
+"""Validity of any plan of a planning problem, by the rules that refuse a job's own plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from wanma.planner.rules.mesh import check_axes, check_dimensions, check_micro_b
 
 
 def refusal(problem: Problem, plan: Plan) -> str | None:
-    """Why the problem's model, batch and machines cannot have `plan`; None where they can.
+    """Return the reason why the problem's model, batch and nodes cannot have `plan`, or None.
 
-    Whether it fits into memory, and whether wanma runs it, are other questions (`forecast`, `capabilities`).
+    Memory is checked by `plan_forecast`, support of the runtime by `rules.capabilities`.
     """
     devices = problem.cluster.device_count or problem.machine.devices
     if plan.world_size > devices:

@@ -1,4 +1,7 @@
-"""What a search for plans is given: a model, a batch and equal machines. Pure data, without torch."""
+"""Planning problem: job, workload, homogeneous cluster, hardware model and memory limit.
+
+Pure data, without torch.
+"""
 
 from __future__ import annotations
 
@@ -20,41 +23,47 @@ from wanma.planner.memory.in_memory_checkpoints import snapshot_bytes
 from wanma.planner.memory.model_states import state_elements
 
 MEMORY_SHARE = 0.93
-"""Of a GPU's memory, what a forecast may fill. CUDA's and NCCL's part and what the allocator leaves unused
-are forecast; where runs said what they had reserved, forecasts were at most 3 % below it
-(benchmarks/results/planner-memory.md)."""
+"""Share of a GPU's memory that a forecast may fill.
+
+CUDA's and NCCL's part and what the allocator leaves unused are forecast; where runs reported what they had
+reserved, forecasts were at most 3 % below it (benchmarks/results/planner-memory.md).
+"""
 HOST_SHARE = 0.85
-"""Of a machine's own memory, which the system and other programs need too; forecasts for processors were up
-to 5 % below real runs (likewise)."""
+"""Share of a node's host memory that a forecast may fill; the system and other programs need the rest.
+
+Forecasts for CPUs were up to 5 % below real runs (benchmarks/results/planner-memory.md).
+"""
 
 KEPT_SHARE = 0.15
-"""Of a machine's memory, what files that change in every step may fill: beyond it Linux has programs wait
-for the disk (vm.dirty_ratio = 20 and vm.dirty_background_ratio = 10 of what is available: from halfway
-between them on). One copy of weights and optimizer state is set against it."""
+"""Share of a node's host memory that files rewritten in every step may fill.
+
+Beyond it Linux has programs wait for the disk (vm.dirty_ratio = 20 and vm.dirty_background_ratio = 10 of what
+is available: from halfway between them on). One copy of weights and optimizer state is compared with it.
+"""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All that a forecast needs beside the plan; what stays the same while plans vary."""
+    """Inputs of a forecast beside the plan, which stay the same while plans vary."""
 
     job: Job
-    """What the user fixed: batch, optimizer, precision, steps, checkpoints."""
+    """Job of the user: batch, optimizer, precision, steps, checkpoints."""
     cluster: Cluster
     workload: Workload
     machine: Machine
-    """The cluster's devices as forecasts of time see them."""
+    """Hardware model of the cluster's devices."""
     memory_bytes: float
-    """Of one device, what a plan may fill."""
+    """Memory of one device that a plan may fill, in bytes."""
     dimensions: DecoderDimensions | None = None
-    """Of a decoder, where the model is one: then its operators are known one by one."""
+    """Dimensions of a decoder, whose operators are known one by one; None for any other model."""
     software: Software = field(default_factory=Software)
-    """Habits of the program that trains: our own runtime's."""
+    """Framework traits of the training program: our own runtime's."""
     real_cluster: Cluster | None = None
-    """The machines as they are, where `cluster` takes unlike ones to be equal."""
+    """Heterogeneous cluster that `cluster` replaces by equal nodes; None where its nodes are equal."""
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step, once the ramp is over."""
+        """Samples of a step, once the batch ramp is over."""
         batches = [batch for step, batch in self.job.train.batch_ramp if step < self.job.train.steps]
         return batches[-1] if batches else self.job.train.global_batch
 
@@ -64,7 +73,7 @@ class Problem:
         return self.workload.tokens_per_sample
 
     def peak_flops_per_second(self, precision: str) -> float:
-        """Dense peak of one device, the mean over unlike ones: the denominator of model FLOPs utilisation."""
+        """Return the dense peak of one device in FLOP/s, the mean over a heterogeneous cluster's, for MFU."""
         mean = mean_peak(self.real_cluster, precision) if self.real_cluster is not None else None
         return mean or self.machine.chip.peak_flops_per_second[precision]
 
@@ -78,16 +87,18 @@ def problem_of(
     *,
     ranks: int = 1,
 ) -> Problem:
-    """What a job asks of its machines.
+    """Build the planning problem of a job on its nodes.
 
-    Of unlike machines all are taken to be the slowest and smallest, which is how ranks with equal shares of
-    the work run.
+    A heterogeneous cluster counts as equal nodes, each as slow and as small as its weakest, which is how
+    ranks with equal shares of the batch run.
 
     Args:
-        cluster: machines of the job that are not in it are taken to be like those that are.
-        dimensions: of a decoder, where the model is one.
-        calibration: what was measured of the devices.
-        ranks: of one machine, where they compute on its processors.
+        job: the job.
+        cluster: nodes of the job that are not in it are taken to be like those that are.
+        workload: workload of the job's model.
+        dimensions: the decoder's dimensions; None for any other model.
+        calibration: measurements of the devices.
+        ranks: ranks of one node, where they compute on its CPUs.
 
     Raises:
         JobError: a GPU is asked for and none is there.
@@ -120,7 +131,7 @@ def problem_of(
 
 
 def mean_peak(cluster: Cluster, precision: str) -> float | None:
-    """Dense peak FLOP/s of an accelerator, over all of a cluster's; None where one has no such rate."""
+    """Return the dense peak of an accelerator, mean over the cluster, in FLOP/s; None if one has none."""
     peaks = [
         (node.count, device.peak_flops_per_second.get(precision))
         for node in cluster.nodes
@@ -133,9 +144,9 @@ def mean_peak(cluster: Cluster, precision: str) -> float | None:
 
 
 def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
-    """Why what a plan keeps in the machines' own memory does not fit there; None where it does.
+    """Return the reason why the plan's host memory does not fit on the nodes, or None.
 
-    Snapshots count where the job insists on them.
+    In-memory checkpoints count where the job sets their interval.
     """
     waiting, kept = float(needed.host_bytes), 0
     if isinstance(problem.job.checkpoint.snapshots, int):
@@ -155,7 +166,7 @@ def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
 
 
 def device_of(job: Job, cluster: Cluster) -> str:
-    """ "cuda" or "cpu".
+    """Return the kind of device that the job runs on, "cuda" or "cpu".
 
     Raises:
         JobError: a GPU is asked for and none is there.
@@ -170,7 +181,7 @@ def device_of(job: Job, cluster: Cluster) -> str:
 
 
 def equal_machines(job: Job, cluster: Cluster) -> Cluster:
-    """As many machines as the job has, each as slow and as small as the least of the cluster's."""
+    """Return the job's number of equal nodes, each as slow and as small as the cluster's weakest."""
     nodes = cluster.nodes
     if device_of(job, cluster) == "cpu":
         nodes = tuple(replace(node, devices=()) for node in nodes)
@@ -189,7 +200,7 @@ def equal_machines(job: Job, cluster: Cluster) -> Cluster:
 
 
 def _rate(node: Node, precision: str) -> float:
-    """Of one device, in products; none where it has none, or nobody knows."""
+    """Return the rate of matrix products of a node's slowest device, in FLOP/s; 0 where unknown."""
     devices = node.devices or ((node.cpu,) if node.cpu else ())
     return min((device.peak_flops_per_second.get(precision, 0.0) for device in devices), default=0.0)
 

@@ -1,10 +1,10 @@
-"""What a whole run takes: time with its ramp, validations and failures, energy at the wall, price.
+"""Cost of a whole run: duration with batch ramp, validations and failures, energy at the wall, price.
 
     cost = run_cost(problem, plan, forecast(problem, plan).step)
 
-A device draws between its idle power and its limit, by what it does; the rest of a machine (processors,
-memory, cards, fans, losses of the supply) draws a share of what its maker allows for. Switches between
-machines and the cooling of the hall are not counted. Pure functions, without torch.
+A device draws between its idle power and its limit, by its activity; the rest of a node (processors, memory,
+cards, fans, losses of the supply) draws a share of what its maker allows for. Switches between nodes and the
+cooling of the hall are not counted. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -23,27 +23,35 @@ from wanma.planner.forecast.step_overhead import around
 from wanma.planner.hardware_model.operator_time import product_rate
 
 PRODUCTS, STREAMING, COMMUNICATING, WAITING = 1.0, 0.7, 0.5, 0.3
-"""Power of a device next to its limit. Products of training run into the limit, which is why clocks fall
-under them (`hardware.attained`). While a large model's ranks communicate, power falls to about half, and
+"""Power of a device as a share of its limit, by activity.
+
+Products of training run into the limit, which is why clocks fall under them
+(`hardware.catalogue.efficiency`). While a large model's ranks communicate, power falls to about half, and
 while they wait to 0.2 (Patel et al. 2024, "Characterizing Power Management Opportunities for LLMs in the
-Cloud", recalled), or less far where a kernel polls for its peers. What streams is taken to lie between."""
+Cloud", recalled), or less far where a kernel polls for its peers. Streaming operators are assumed to lie
+between.
+"""
 
 HOST = 0.5
-"""Power of the rest of a machine, next to what its maker allows for beside the devices (4.6 kW in a DGX
-H100). Eight H100 that train drew at most 8.4 of 10.2 kW (Latif et al. 2024, recalled), which leaves 0.6 of
-that rest; less where a hall cools without the machines' own fans."""
+"""Power of a node's parts beside its devices, as a share of what the maker allows for them.
+
+That is 4.6 kW in a DGX H100. Eight H100 that train drew at most 8.4 of 10.2 kW (Latif et al. 2024, recalled),
+which leaves 0.6 of that rest; less where a hall cools without the nodes' own fans.
+"""
 
 LEAST_SHARE = 0.01
-"""Of useful time: with less, nobody would call it a run."""
+"""Goodput below which the cost of a run is not forecast."""
 
 USUAL_HOST = 0.8
-"""The rest of a machine at its limit over its devices' limits, where nobody states the whole: 0.46 in a
-DGX-1, 1.0 in a DGX A100, 0.8 in a DGX H100 and B200 (their data sheets, in the catalogue)."""
+"""Limit of a node's parts beside its devices over the devices' limits, where the node's is not stated.
+
+It is 0.46 in a DGX-1, 1.0 in a DGX A100, 0.8 in a DGX H100 and B200 (their data sheets, in the catalogue).
+"""
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a device does on average over a step, as shares of the time that add up to one."""
+    """Activity of a device averaged over a step, as shares of its time that add up to one."""
 
     products: float
     streaming: float
@@ -52,16 +60,17 @@ class Activity:
 
     @property
     def power_share(self) -> float:
-        """Of the device's limit of power."""
+        """Return the device's mean power as a share of its limit."""
         busy = PRODUCTS * self.products + STREAMING * self.streaming
         return busy + COMMUNICATING * self.communicating + WAITING * self.waiting
 
 
 def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost | None:
-    """Of all the job's steps, with the smaller ones of its ramp, its validations, writing the last state, and
-    what failures and copies of the state take (`useful`). None where failures leave less than `LEAST_SHARE`.
+    """Forecast duration, energy and price of the job's run; None for a goodput below `LEAST_SHARE`.
 
-    Machines of which the plan fills a part count whole. While a run recovers, they draw as if it trained.
+    The run has all the job's steps, with the smaller ones of its batch ramp, its validations, the write of
+    the last state, and the losses to failures and checkpoints (`goodput`). Nodes of which the plan fills a
+    part count whole. While a run recovers, they draw power as if it trained.
     """
     useful = useful_time(problem, plan, step)
     if useful.share < LEAST_SHARE:
@@ -73,7 +82,7 @@ def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost | None:
 
 
 def cost_of(seconds: float, used: Sequence[tuple[Node, int]], doing: Activity) -> RunCost:
-    """Of some machines of each kind, busy for `seconds`; energy and price are None where a kind has none."""
+    """Return the cost of nodes busy for `seconds`; energy or price is None where it is unknown for a node."""
     energy, price = 0.0, 0.0
     unknown_energy = unknown_price = False
     for node, count in used:
@@ -86,14 +95,17 @@ def cost_of(seconds: float, used: Sequence[tuple[Node, int]], doing: Activity) -
 
 
 def run_seconds(train: TrainSection, global_batch: int, plan: Plan, step: StepTime) -> float:
-    """Of all steps and validations.
+    """Return the seconds of all steps and validations, without failures.
 
-    Of a step with a smaller batch, what micro-batches take shrinks with their number; the bubble, reductions,
-    the optimizer and saving stay. Validations run the forward alone: a third of that, or a quarter where
-    backward computes it again.
+    In a step with a smaller batch, time spent in micro-batches shrinks with their number; the bubble,
+    reductions, the optimizer and saving stay. Validations run the forward alone: a third of a micro-batch's
+    time, or a quarter where backward recomputes it.
 
     Args:
-        global_batch: of the step that was forecast.
+        train: section [train] of the job.
+        global_batch: batch of the step that was forecast, in samples.
+        plan: the plan.
+        step: forecast of that step.
     """
     repeated = step.compute + step.tensor + step.context + step.expert + step.moving
     once = step.seconds - repeated
@@ -110,8 +122,11 @@ def run_seconds(train: TrainSection, global_batch: int, plan: Plan, step: StepTi
 
 
 def activity(problem: Problem, plan: Plan, step: StepTime) -> Activity:
-    """How a step's time splits: products at the rate that the device sustains, the rest of computing and the
-    optimizer as streams, exposed communication, and waiting."""
+    """Return the activity of a device over a step.
+
+    Products run at the rate that the device sustains; the rest of computing and the optimizer count as
+    streaming; then exposed communication, and waiting.
+    """
     chip = problem.machine.chip
     precision = product_precision(plan, problem.software)
     flops = problem.workload.flops_per_sample * problem.global_batch / plan.world_size
@@ -124,7 +139,7 @@ def activity(problem: Problem, plan: Plan, step: StepTime) -> Activity:
 
 
 def node_watts(node: Node, doing: Activity) -> float | None:
-    """At the wall, of one machine whose devices all do the same; None where nobody says what they draw."""
+    """Return the power of one node at the wall, in W, whose devices do the same; None where unknown."""
     devices = node.devices or ((node.cpu,) if node.cpu else ())
     limits = [device.power_watts for device in devices]
     limit = sum(watts for watts in limits if watts is not None)

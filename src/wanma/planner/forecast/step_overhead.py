@@ -1,9 +1,9 @@
-"""What comes around a step's computing: waiting for its data before, saving the state after.
+"""Step overhead outside computing: wait for data before, save of the training state after.
 
-Loader threads read ahead while the model trains, and a thread writes what a save has copied (`data.loader`,
-`checkpoint.writer`): what they do costs a step only where it takes longer than all the rest of it. The rates
-are of the runtime's own code on one core, measured on a server's processor of 2023; what a run took
-stands in its report. Pure functions, without torch.
+Loader threads read ahead while the model trains, and a thread writes what a save has copied
+(`data.step_loader`, `checkpoint.save`): they cost a step only where they take longer than all the rest of it.
+The rates are of the runtime's own code on one core, measured on a server's processor of 2023; a run's
+measured overhead is in its report. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -20,56 +20,61 @@ from wanma.planner.forecast.problem import Problem
 from wanma.planner.memory.model_states import state_elements, weight_bytes
 
 BATCH_SECONDS = 250e-6
-"""Of one micro-batch in a loader thread, whatever it holds: finding where its samples are."""
+"""Seconds of a loader thread per micro-batch, whatever its size: locating its samples."""
 TOKEN_SECONDS = 8e-9
-"""Of one of its tokens: read from a mapped file, widened to 64 bits, and copied as input and as target."""
+"""Seconds of a loader thread per token: read of a mapped file, cast to 64 bits, copy to input and target."""
 VALUE_SECONDS = 2.5e-9
-"""Of one number of an image likewise: cast to 32 bits, shifted and scaled."""
+"""Seconds of a loader thread per number of an image: cast to 32 bits, shift and scale."""
 STORED_BYTES = {"tokens": 4.0, "images": 1.0}
-"""Of a token or a pixel in its file, which is read from disk as if nothing of it were in memory."""
+"""Bytes of a token or a pixel in its file, all of which count as read from disk."""
 HANDED_SECONDS = 100e-6
-"""Of taking a step that is ready from the loader, and asking for the next one."""
+"""Seconds to take a loaded step from the loader and request the next one."""
 
 SNAPSHOT_BYTES_PER_SECOND = 6.5e9
-"""At which a rank on a CPU copies its part of the state aside while training waits: 0.2 GB in 0.030 s,
-measured (docs/performance.md)."""
+"""Rate, in bytes/s, at which a rank on a CPU copies its part of the state while training waits.
+
+Measured: 0.2 GB in 0.030 s (docs/performance.md).
+"""
 HASH_BYTES_PER_SECOND = 0.65e9
-"""Of SHA-256 on one core, beside the writing."""
+"""Rate of SHA-256 on one core beside the write, in bytes/s."""
 
 
 @dataclass(frozen=True)
 class Around:
-    """Of a step under one plan, whatever the step itself takes."""
+    """Overheads of a step under one plan, independent of the step's own time."""
 
     load_seconds: float
-    """Of reading a step's samples in the background; steps that are loaded at once share it."""
+    """Seconds to read a step's samples in the background, divided by the steps that are loaded at once."""
     handed_seconds: float
-    """Of taking them, while training waits."""
+    """Seconds to take the samples from the loader, while training waits."""
     copy_seconds: float
-    """Of one save, while training waits."""
+    """Seconds to copy the state of one save, while training waits."""
     write_seconds: float
-    """Of one save, in the background."""
+    """Seconds to write one save, in the background."""
     disturbing_seconds: float
-    """Of one save, that its hash takes from computing: on a CPU, all of whose cores compute."""
+    """Seconds of computing that one save's hash takes away: on a CPU, all of whose cores compute."""
     every: int
     """Steps from one save to the next; 0: only at the end."""
     is_last_due: bool
-    """Whether the last step saves anyway."""
+    """True if the last step saves anyway."""
 
     def loading(self, step_seconds: float) -> float:
-        """Waiting for data, in a step that takes so long without."""
+        """Return the seconds for which a step of `step_seconds` waits for data."""
         return self.handed_seconds + max(0.0, self.load_seconds - step_seconds)
 
     def saving(self, step_seconds: float) -> float:
-        """A step's share of saves, where it takes so long without: of the copy, of what the hash disturbs,
-        and of waiting for the save before it, whose buffer it needs."""
+        """Return the share of saves in a step of `step_seconds`, in seconds.
+
+        It counts the copy, the computing that the hash takes away, and the wait for the save before it, whose
+        buffer it needs.
+        """
         if not self.every:
             return 0.0
         own = self.copy_seconds + self.disturbing_seconds
         return own / self.every + max(0.0, self.write_seconds / self.every - step_seconds)
 
     def with_both(self, step_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Seconds of steps with both; never less for a longer one."""
+        """Return seconds of steps with both overheads; monotonic in the steps' own time."""
         seconds = np.maximum(step_seconds, self.load_seconds) + self.handed_seconds
         if self.every:
             own = self.copy_seconds + self.disturbing_seconds
@@ -78,12 +83,12 @@ class Around:
 
     @property
     def at_end_seconds(self) -> float:
-        """Once a run: of the last save, whose writing is waited for."""
+        """Return the seconds of the last save, once a run, whose write is waited for."""
         return self.write_seconds + (0.0 if self.is_last_due else self.copy_seconds)
 
 
 def around(problem: Problem, plan: Plan) -> Around:
-    """Of `plan`'s steps."""
+    """Return the step overheads of `plan`."""
     train, every = problem.job.train, problem.job.checkpoint.every_steps
     size = _saved_bytes(problem, plan)
     copied, written = _save_seconds(problem, plan, size)
@@ -95,7 +100,11 @@ def around(problem: Problem, plan: Plan) -> Around:
 
 
 def _load_seconds(problem: Problem, plan: Plan) -> float:
-    """All ranks of a data rank load the same; of one's own data set nobody knows what a sample takes."""
+    """Return the seconds to load a step's samples in the background, divided by the steps loaded at once.
+
+    All ranks of a data rank load the same samples. The cost of a user's own data set is unknown and counts as
+    0.
+    """
     data = problem.job.data
     if data.factory is not None:
         return 0.0
@@ -111,7 +120,7 @@ def _load_seconds(problem: Problem, plan: Plan) -> float:
 
 
 def _saved_bytes(problem: Problem, plan: Plan) -> float:
-    """Of a rank's part of a save; replicas of a part share it."""
+    """Return the bytes of a rank's part of a save; replicas of a part share it."""
     workload, train = problem.workload, problem.job.train
     rounds = problem.software.rounds_frozen
     average = workload.parameters * (workload.trained_share if rounds else 1.0)
@@ -123,7 +132,7 @@ def _saved_bytes(problem: Problem, plan: Plan) -> float:
 
 
 def _save_seconds(problem: Problem, plan: Plan, size: float) -> tuple[float, float]:
-    """(copy, write) of `size` bytes on each rank."""
+    """Return (copy, write) seconds of a save of `size` bytes on each rank."""
     host = problem.machine.host
     if "disk" in (plan.offload_parameters, plan.offload_optimizer):
         # What memory has no room for is copied into files too (`trainer.Trainer`).
