@@ -1,4 +1,4 @@
-"""Turn a plain module into this rank's part of it under a plan: one function, one fixed order."""
+"""Application of a plan to a plain module: one function, in one fixed order."""
 
 from __future__ import annotations
 
@@ -48,42 +48,44 @@ from wanma.parallel.tensor.tensor_parallel import split_tensors
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's part of a model, ready to train."""
+    """One rank's part of a model under a plan, ready to train."""
 
     parts: tuple[nn.Module, ...]
-    """The pipeline stages that this rank holds, in the model's order; the one module without a pipeline.
-    Their parameters have the names of the whole model, and no name comes twice."""
+    """Pipeline stages that this rank holds, in the model's order; the one module without a pipeline.
+
+    Their parameters have the names of the full model, and no name comes twice.
+    """
     pipeline: Pipeline | None
     data_parallel: tuple[Sharded | Whole, ...]
-    """How each part is held by the data ranks."""
+    """Data parallelism of each model part."""
     ties: Ties
-    """Tensors that two stages hold."""
+    """Tied weights that two stages hold."""
     parameter_names: tuple[str, ...]
-    """Of the whole model, whatever part of it is here."""
+    """Names of the full model's parameters, whatever part of it this rank holds."""
     trainable_names: tuple[str, ...]
     """Names of the parameters that are trained, or may be later: not frozen for good."""
     roles: Mapping[str, Role]
-    """Roles of the whole model's parameters, by name."""
+    """Roles of the full model's parameters, by name."""
     noting: Mapping[str, NotesStatistics]
-    """Modules of the whole model that note statistics of a step; those of other stages without memory."""
+    """Modules of the full model that note statistics of a step; those of other stages without memory."""
     hooks: GradientHooks
     """Users' hooks on parameters."""
     clock: WorkClock
-    """Of what this rank computes, without what it waits for others."""
+    """Timer of this rank's compute, without its waits for other ranks."""
     draws: RandomDraws
     """Random draws of the model's forward and of its loss."""
     seed: int | None
-    """From which the initial values are still to be drawn; None where the constructor has drawn them."""
+    """Seed of the initial values that are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
-    """Where what the plan offloads to disk goes."""
+    """Disk pool of this rank; None where the plan offloads nothing to disk."""
     compression: GradientCompression | None = None
-    """What makes gradients smaller on their way between ranks, if the plan does."""
+    """Compressed exchanges of gradients; None where the plan compresses none."""
 
     def initialize(self, but: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
 
         Args:
-            but: names of those that are about to be filled otherwise.
+            but: names of parameters that are filled otherwise.
         """
         if self.seed is not None:
             for part in self.parts:
@@ -94,47 +96,47 @@ class Parallel:
 
     @property
     def module(self) -> nn.Module:
-        """The model, where no pipeline has cut it."""
+        """Module of the complete model, where no pipeline has cut it."""
         (part,) = self.parts
         return part
 
     @property
     def divisor(self) -> int:
-        """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
+        """Number by which communication divides summed gradients; the loss is multiplied by it beforehand."""
         return self.data_parallel[0].divisor
 
     @property
     def communication(self) -> Stopwatch:
-        """Time that this rank's communication takes."""
+        """Timer of this rank's communication."""
         return self.data_parallel[0].communication
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Before each forward that a backward follows, where no pipeline drives them."""
+        """Begin a micro-batch, before each forward that a backward follows, where no pipeline drives them."""
         for part in self.data_parallel:
             part.begin_micro_batch(last)
 
     def end_backward(self) -> None:
-        """After the last backward of a step, where no pipeline drives them."""
+        """Complete the gradients after the last backward of a step, where no pipeline drives them."""
         for part in self.data_parallel:
             part.end_backward()
 
     def settle(self) -> None:
-        """After an evaluation, before weights change: until no rank computes with them. All ranks call it."""
+        """Wait until no rank computes with the weights, after an evaluation; all ranks call it."""
         for part in self.data_parallel:
             part.settle()
 
     def meet(self) -> None:
-        """Before ranks tell each other something between a forward and its end: all ranks call it."""
+        """Wait for the ranks that gather from each other, before other communication. All ranks call it."""
         for part in self.data_parallel:
             part.meet()
 
     def rest(self) -> None:
-        """Let the parameters be the state again, after a forward without backward."""
+        """Make the state the parameters again, after a forward without backward."""
         for part in self.data_parallel:
             part.rest()
 
     def begin_steps(self) -> None:
-        """After forwards that were none of a step: the first step begins from here."""
+        """Begin counting steps anew, after forwards that belonged to no step."""
         for part in self.data_parallel:
             part.begin_steps()
 
@@ -147,13 +149,13 @@ class Parallel:
             yield from part.named_buffers()
 
     def computing(self) -> Iterator[Tensor]:
-        """Tensors that forward passes compute with as the model's parameters, or did before it was spread."""
+        """Yield the tensors that are or were the model's parameters in forward passes."""
         yield from (parameter for part in self.parts for parameter in part.parameters())
         for held in self.data_parallel:
             yield from held.computing()
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Parameters here that are trained, or may be later, by name; copies of other stages' too."""
+        """Return this rank's parameters that are trained, or may be later, by name; tied copies included."""
         copies, names = self.ties.names, set(self.trainable_names)
         return {name: one for name, one in self.named_parameters() if copies.get(name, name) in names}
 
@@ -167,12 +169,16 @@ def parallelize(
 ) -> Parallel:
     """Build the model of `spec` and apply `plan` to it.
 
-    Models of ours are built on the meta device and each rank allocates only its part, whose values
-    `initialize` or a checkpoint then gives; a user's module is built whole on the CPU by its own
+    wanma's own models are built on the meta device and each rank allocates only its part, whose values
+    `initialize` or a checkpoint then gives. A user's module is built in full on the CPU by its own
     constructor, seeded alike on every rank.
 
     Args:
-        scratch: for plans that offload to disk.
+        spec: constructor of the model and what it declares.
+        plan: plan of the run.
+        grid: device meshes of the plan.
+        seed: seed of the job.
+        scratch: disk pool of this rank, for plans that offload to disk.
 
     Raises:
         JobError: the plan asks for a split that this model does not declare.
@@ -244,10 +250,10 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
 
 
 def _store_row_by_row(module: nn.Module) -> None:
-    """Give parameters in another order of memory, such as `channels_last`, the usual one; values stay.
+    """Make parameters contiguous that have another memory order, such as `channels_last`; values stay.
 
-    Summed gradients come in the usual one. Fused optimizers go through both as if they were laid out alike,
-    and FSDP2 takes no other.
+    Summed gradients are contiguous. Fused optimizers go through both as if they were laid out alike, and
+    FSDP2 takes no other.
     """
     for parameter in module.parameters():
         if not parameter.is_contiguous():
@@ -255,7 +261,7 @@ def _store_row_by_row(module: nn.Module) -> None:
 
 
 def _splits(plan: Plan) -> str | None:
-    """Setting of a plan that keeps a forward's own draws from being keyed by sample, if there is one."""
+    """Return the setting of a plan that keeps a forward's own draws from being keyed by sample, if any."""
     sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "pp": plan.pp}
     if plan.compile:
         return "parallel.compile = true"
@@ -285,7 +291,7 @@ def _apply(
     compression: GradientCompression | None,
     fixed: frozenset[str],
 ) -> Sharded | Whole:
-    """Split one stage, in the order in which the splits can see through each other."""
+    """Apply the plan to one stage, in the order in which its splits can see through each other."""
     if plan.fp8:
         compute_in_fp8(_blocks(part, spec.layout), plan)
     if not spec.own_initialization:  # users would get theirs back rounded
@@ -331,7 +337,10 @@ def _apply(
 
 
 def _refuse_low_weights(module: nn.Module, spec: ModelSpec) -> None:
-    """What is trained is kept in fp32, that small updates are not rounded away; `plan.precision` computes."""
+    """Refuse trained weights of low precision: they are kept in fp32, so that small updates are not lost.
+
+    `train.precision` says in which precision they compute.
+    """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             dtype = str(parameter.dtype).removeprefix("torch.")
@@ -352,7 +361,7 @@ def _refuse_sparse_gradients(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
-    """Law 1: what cannot give the same numbers on several ranks is not run on several ranks."""
+    """Refuse modules that cannot give the same numbers on several ranks."""
     if (drawing := unkeyed_randomness(module)) and (splits := _splits(plan)):
         raise JobError(
             f"{spec.name}: {drawing[0]} draws random numbers, which cannot be keyed by sample under {splits}",
@@ -376,7 +385,7 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
 
 
 def _blocks(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
-    """The repeated blocks that are here: declared, or found by structure."""
+    """Return the repeated blocks of this stage: declared, or found by structure."""
     if layout is None:
         return repeated_blocks(module)
     if layout.blocks is None:

@@ -1,7 +1,7 @@
-"""All-to-all attention (Jacobs et al. 2023, "DeepSpeed Ulysses"): a rank gives away heads for the sequence.
+"""All-to-all attention (Jacobs et al. 2023, "DeepSpeed Ulysses"): heads exchanged for sequence positions.
 
-Between two exchanges each rank holds whole sequences for its share of the heads, and any attention
-will do.
+Between two exchanges each rank holds whole sequences for its share of the heads, so that any attention core
+can compute them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def all_to_all_attention(
     scale: float | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """`core` over sequences that the ranks of `group` share; all of them call it.
+    """Compute `core` over sequences that the ranks of `group` share; every rank calls it.
 
     Args:
         core: attention of whole sequences, called as (query, key, value, mask, scale).
@@ -56,7 +56,10 @@ def all_to_all_attention(
 
 
 def _gather_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """(rows, local sequence, heads, width) each to (rows, sequence, heads / ranks, width) at once."""
+    """Exchange (rows, local sequence, heads, width) tensors for (rows, sequence, heads / ranks, width) ones.
+
+    All tensors travel in one message per rank.
+    """
     ranks = group.size()
     widths = [x.shape[-1] for x in tensors]
     for_each = [
@@ -72,7 +75,7 @@ def _gather_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Te
 
 
 def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(rows, sequence, heads / ranks, width) to (rows, local sequence, heads, width)."""
+    """Exchange (rows, sequence, heads / ranks, width) for (rows, local sequence, heads, width)."""
     ranks = group.size()
     for_each = x.unflatten(1, (ranks, -1)).movedim(
         1, 0
@@ -81,13 +84,13 @@ def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Slice r along dim 0 to rank r, and theirs from all."""
+    """Send slice `r` along dim 0 to rank `r`, and return the slices that all ranks sent here."""
     result: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]  # torch's own
     return result
 
 
 class _Exchange(torch.autograd.Function):
-    """Its own transpose: what came from a rank has its gradient sent back there."""
+    """Differentiable all-to-all, its own transpose: gradients return to the sender of the values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

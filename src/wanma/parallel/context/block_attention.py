@@ -1,9 +1,9 @@
-"""Attention of a block of queries over a block of keys, together with what merges blocks: the log-sum-exp.
+"""Attention of a block of queries over a block of keys, and the log-sum-exp by which blocks are merged.
 
 Backward is given the output and the log-sum-exp over all blocks, and computes this block's share of the
 gradients: exp(scores − log-sum-exp) is then the block's part of the whole softmax (Dao et al. 2022, appendix
 B.2; Liu et al. 2023, "Ring Attention"). torch's flash operators do it where they can, plain torch elsewhere.
-What needs scores or a mask goes by tiles of queries, so that neither is ever as large as the block.
+Scores and masks are computed for tiles of queries, so that neither is ever as large as the block.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TILE_ELEMENTS = 1 << 24
-"""Of scores or mask that exist at once: 64 MiB in fp32."""
+"""Largest number of elements of scores or mask in memory at once: 64 MiB in fp32."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Who sees whom in one block."""
+    """Visibility of the keys of one block to its queries."""
 
     causal: bool = False
-    """Query i sees keys 0 to i; else all."""
+    """Causal mask: query i sees keys 0 to i. False: it sees all keys."""
     documents: tuple[Tensor, Tensor] | None = None
-    """Of the queries and of the keys, (rows, length) each: equal ones see each other. None: all do."""
+    """Document numbers of the queries and of the keys, (rows, length) each; equal numbers see each other.
+
+    None: the block has no document mask.
+    """
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over these keys alone.
+    """Compute attention over the keys of this block alone.
 
     Args:
         query: (rows, heads, queries, head_width); of this and the others the last dim is contiguous.
@@ -67,7 +70,7 @@ def attend_backward(
     sight: Sight,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of query, key and value.
+    """Compute this block's share of the gradients of query, key and value.
 
     Args:
         gradient: of `output`.
@@ -108,15 +111,15 @@ def attend_backward(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some queries and the keys that they can see."""
+    """Queries of a block and the keys that they can see."""
 
     queries: slice
     keys: slice
     is_whole: bool
     causal: bool
-    """Without a mask: query i sees keys 0 to i."""
+    """Causal mask without a mask tensor: query i sees keys 0 to i."""
     mask: Tensor | None
-    """(rows or 1, 1, queries, keys) bool, true where they see."""
+    """Boolean mask (rows or 1, 1, queries, keys), true where a query sees a key."""
 
 
 @dataclass(frozen=True)
@@ -126,18 +129,18 @@ class _Kernel:
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, _Tile, float], tuple[Tensor, Tensor, Tensor]
     ]
     is_flash: bool
-    """Scores are never in memory; one width for all tensors."""
+    """Flash kernel: scores are never in memory, and all tensors have one width."""
     multiple: int = 1
-    """Of what the width must be."""
+    """Divisor of the width of every tensor, in elements."""
 
     def width(self, query: Tensor, value: Tensor) -> int | None:
-        """To which tensors are filled up with zeros, which changes no score; None: not at all."""
+        """Return the width to which zeros extend all tensors; None leaves them. Zeros change no score."""
         widest = max(query.shape[-1], value.shape[-1])
         return -(-widest // self.multiple) * self.multiple if self.is_flash else None
 
 
 def _kernel(query: Tensor, value: Tensor, sight: Sight) -> _Kernel:
-    """The fastest that can do it."""
+    """Return the fastest kernel that can compute these tensors."""
     if query.device.type == "cpu":
         return _FLASH_ON_CPU
     if (
@@ -318,7 +321,7 @@ def _plain_backward(
 
 
 def _scores(query: Tensor, key: Tensor, tile: _Tile, scale: float) -> Tensor:
-    """(rows, key/value heads, heads of each × queries, keys)."""
+    """Return masked scores (rows, key/value heads, heads of each × queries, keys), in at least fp32."""
     heads, queries = key.shape[1], query.shape[2]
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = (_fold(query.to(precise), heads) @ key.to(precise).transpose(-1, -2)).mul_(scale)
@@ -329,13 +332,13 @@ def _scores(query: Tensor, key: Tensor, tile: _Tile, scale: float) -> Tensor:
 
 
 def _fold(x: Tensor, heads: int) -> Tensor:
-    """(rows, all heads, queries, width) to (rows, heads, heads of each × queries, width)."""
+    """Reshape (rows, all heads, queries, width) to (rows, heads, heads of each × queries, width)."""
     folded: Tensor = x.unflatten(1, (heads, -1)).flatten(2, 3)
     return folded
 
 
 def _unfold(x: Tensor, query: Tensor) -> Tensor:
-    """Back to the heads and queries of `query`."""
+    """Undo `_fold`: reshape to the heads and queries of `query`."""
     unfolded: Tensor = x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
     return unfolded
 

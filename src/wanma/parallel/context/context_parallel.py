@@ -1,7 +1,7 @@
-"""Context parallel: each rank of `cp` holds a part of every sequence; attention alone sees all of it.
+"""Context parallelism: each rank of `cp` holds a part of every sequence; only attention sees all of it.
 
-Which part that is says `sequence_shards.py`. A ring of ranks passes keys and values around
-(`ring_attention.py`); or each rank gathers whole sequences for some of the heads (`all_to_all_attention.py`).
+`sequence_shards.py` says which part. A ring of ranks passes keys and values around (`ring_attention.py`), or
+each rank gathers whole sequences for some of the heads (`all_to_all_attention.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wanma.parallel.mesh.parallel_mesh import Grid
 
 
 def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
-    """Put attention cores and a mask that span the ranks of `cp` in the place of `model`'s.
+    """Replace the attention cores and the mask of `model` by ones that span the ranks of `cp`.
 
     Raises:
         JobError: the model declares no attention, or one that a ring cannot compute.
@@ -55,10 +55,11 @@ def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
 
 
 class GatheredDocuments(nn.Module):
-    """In the place of an `AttentionMask`: documents of all ranks, brought together once per forward.
+    """Replacement of an `AttentionMask` that gathers the documents of all ranks once per forward.
 
     Args:
-        mask: what makes a mask of whole sequences of them; None: give the documents themselves.
+        mask: module that makes a mask from the documents of whole sequences; None: the documents themselves
+            are returned.
     """
 
     def __init__(self, group: dist.ProcessGroup, mask: nn.Module | None) -> None:
@@ -67,7 +68,7 @@ class GatheredDocuments(nn.Module):
         self.mask = mask
 
     def forward(self, documents: Tensor | None) -> Tensor | None:
-        """From this rank's part (rows, local sequence) to what the attention beside it takes."""
+        """Gather document numbers (rows, local sequence), and return what the attention beside it takes."""
         gathered = None
         if documents is not None:
             parts = [torch.empty_like(documents) for _ in range(self._group.size())]
@@ -80,7 +81,7 @@ class GatheredDocuments(nn.Module):
 
 
 class RingAttention(nn.Module):
-    """`DotProductAttention` of a sequence that the ranks share as a ring."""
+    """`DotProductAttention` of sequences that the ranks share as a ring."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class RingAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """As `DotProductAttention`, of the local part.
+        """Compute `DotProductAttention` for the local part of the sequences.
 
         Args:
             documents: of `GatheredDocuments`.
@@ -112,7 +113,7 @@ class AllToAllAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """As `DotProductAttention`, of the local part.
+        """Compute the attention core for the local part of the sequences.
 
         Args:
             mask: of `GatheredDocuments`.

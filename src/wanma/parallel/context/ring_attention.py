@@ -1,9 +1,9 @@
 """Ring attention (Liu et al. 2023): keys and values travel from rank to rank, queries stay.
 
 Every rank holds a piece from the front of each sequence and its mirror from the back, in that order
-(`sequence.context_positions`). Then what a rank can see of another's keys under a causal mask is always half
-a block: all its queries see the front piece of an earlier rank, and its back piece sees all of a later one's.
-All ranks have the same work in every round, and none of it is masked away.
+(`sequence_shards.context_positions`). Then what a rank can see of another's keys under a causal mask is
+always half a block: all its queries see the front piece of an earlier rank, and its back piece sees all of a
+later one's. All ranks have the same work in every round, and none of it is masked away.
 
 To torch the whole ring is one operator: selective recompute can keep its result, torch.compile leaves it as
 it is, and a dry run passes over it.
@@ -31,7 +31,7 @@ def ring_attention(
     scale: float | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Causal attention over sequences that the ranks of `group` share; all of them call it.
+    """Compute causal attention over sequences that the ranks of `group` share; every rank calls it.
 
     Args:
         query: (rows, local sequence, heads, head_width), of an even length, the same on all ranks.
@@ -50,7 +50,7 @@ def ring_attention(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the log-sum-exp of all scores (rows, heads, local sequence)."""
+    """Return the output, and the log-sum-exp of all scores (rows, heads, local sequence)."""
     ring = _Ring(group)
     queries = query.transpose(1, 2)  # (rows, heads, local sequence, head_width)
     precise = torch.promote_types(query.dtype, torch.float32)
@@ -86,7 +86,7 @@ def _backward(
     scale: float | None,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from that of the output."""
+    """Return the gradients of query, key and value from the gradient of the output."""
     ring = _Ring(group)
     precise = torch.promote_types(query.dtype, torch.float32)
     queries, outputs = query.transpose(1, 2), attended.transpose(1, 2)
@@ -127,7 +127,7 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Block:
-    """What a rank computes in one round."""
+    """Attention block that a rank computes in one round."""
 
     queries: slice
     keys: slice
@@ -135,7 +135,7 @@ class _Block:
 
 
 def _block(ring: _Ring, step: int, length: int, documents: Tensor | None) -> _Block:
-    """Of this rank's queries and the keys that have come `step` ranks far: those that see each other."""
+    """Return the part of this rank's queries and of the keys received in round `step` that see each other."""
     source = (ring.rank - step) % ring.size
     whole, front, back = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     queries = back if source > ring.rank else whole
@@ -148,7 +148,7 @@ def _block(ring: _Ring, step: int, length: int, documents: Tensor | None) -> _Bl
 
 
 def _merge(output: Tensor, log_sum: Tensor, block_output: Tensor, block_log_sum: Tensor) -> None:
-    """Add a block to what others gave, in place.
+    """Merge the output of a block into the output of earlier blocks, in place.
 
     Each output is an average over its keys; the weight of the new one is its share of both sums, which is a
     logistic function of the logarithms and cannot overflow.
@@ -164,16 +164,16 @@ class _Pair:
 
     data: Tensor
     key: Tensor
-    """(rows, heads, local sequence, width), a view of `data`."""
+    """View of `data`, (rows, heads, local sequence, width)."""
     value: Tensor
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> _Pair:
-        """From (rows, local sequence, heads, width) each."""
+        """Return a pair made of a key and a value, (rows, local sequence, heads, width) each."""
         return cls._view(torch.cat([key.flatten(), value.flatten()]), key.shape, value.shape)
 
     def like(self, data: Tensor) -> _Pair:
-        """Other data of the same shapes."""
+        """Return a pair of the same shapes over other data."""
         return self._view(data, self.key.transpose(1, 2).shape, self.value.transpose(1, 2).shape)
 
     @classmethod
@@ -183,11 +183,11 @@ class _Pair:
 
 
 _FORWARD, _BACKWARD = 0, 1
-"""Tags: keys with values, and their gradients, may be under way at once."""
+"""Message tags: keys with values, and their gradients, may be in transit at once."""
 
 
 class _Ring:
-    """This rank between its neighbours."""
+    """Ring of ranks as this rank sees it, between its two neighbours."""
 
     def __init__(self, group: str) -> None:
         self._group = _by_name(group)
@@ -210,12 +210,12 @@ class _Ring:
 
 
 _by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-"""An operator takes no group, only its name; torch has no public way back."""
+"""Resolver of a process group's name: an operator takes only the name, and torch has no public way back."""
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A tensor on its way to this rank, and one on its way from it, which must stay as it is until then."""
+    """Tensor that this rank receives, and the one that it sends, which must not change until then."""
 
     sent: Tensor
     received: Tensor
@@ -269,17 +269,17 @@ def _backward_shapes(
 
 
 OPERATOR: Any = torch.ops.wanma.ring_attention.default
-"""The forward pass, as torch's dispatch modes see it."""
+"""Operator of the forward pass, as torch's dispatch modes see it."""
 
 
 def messages(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[int]]:
-    """What one call of `operator` sends to the next rank, and receives alike from the one before.
+    """Return the messages that one call of `operator` sends to the next rank, and alike receives.
 
     Args:
-        operator: as a dispatch mode sees it.
+        operator: operator as a dispatch mode sees it.
 
     Returns:
-        the name of the group, and the bytes of each message; none for what is no operator of this file.
+        the name of the group, and the bytes of each message; none for an operator of another file.
     """
     if operator is OPERATOR:
         _, key, value, _, _, group = arguments

@@ -1,4 +1,4 @@
-"""Which part of every sequence a rank holds, under context parallelism and under sequence parallelism."""
+"""Sequence positions that a rank holds under context parallelism and under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wanma.parallel.mesh.parallel_mesh import Grid
 
 
 def context_positions(length: int, kind: ContextKind, ranks: int, rank: int) -> Tensor:
-    """Positions of a sequence that one context rank holds, in the order in which it holds them.
+    """Return the positions of a sequence that one context rank holds, in the order in which it holds them.
 
     A ring cuts the sequence into twice as many pieces as ranks and gives each rank one from the front and
     its mirror from the back: under a causal mask all then have the same work (Brandon et al. 2023, "Striped
@@ -32,7 +32,7 @@ def context_positions(length: int, kind: ContextKind, ranks: int, rank: int) -> 
 
 
 def residual_positions(batch: Batch, plan: Plan, rank: int) -> Tensor | None:
-    """Positions that `rank` holds between the split matrices, where the residual stream and dropout are.
+    """Return the positions that `rank` holds between the split matrices (residual stream and dropout).
 
     Returns:
         int64 on CPU; None for the whole sequence.
@@ -48,9 +48,9 @@ def residual_positions(batch: Batch, plan: Plan, rank: int) -> Tensor | None:
 
 
 def split_sequence(batch: Batch, grid: Grid) -> Batch:
-    """The part of a batch of sequences that this rank's model is given.
+    """Return the part of a batch of sequences that this rank's model is given.
 
-    Under sequence parallelism that is all of it, for the embedding cuts it; but the model is told the
+    Under sequence parallelism that is all of it, for the embedding cuts it. But the model is told the
     positions, which stages that are handed a part of the hidden states could not know.
 
     Raises:
@@ -76,7 +76,7 @@ def split_sequence(batch: Batch, grid: Grid) -> Batch:
 
 
 def _length(batch: Batch, plan: Plan) -> int:
-    """Of a batch's sequences, having looked whether the plan can cut them."""
+    """Return the sequence length of a batch, after a check that the plan can cut it."""
     key = f"parallel.cp = {plan.cp}" if plan.cp > 1 else "parallel.sequence = true"
     data = batch.inputs[0] if batch.inputs else batch.targets  # a dataset may give all inputs by name
     if data.ndim < 2 or (plan.cp > 1 and not _is_sequence(batch.targets, data.shape[1])):

@@ -1,4 +1,4 @@
-"""Clear errors for messages of torch that mean: the model does not go together with FSDP2's units."""
+"""Clear errors in place of torch's messages about models that FSDP2's units cannot hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wanma.job.plan.plan import Plan
 
 
 def explained(error: Exception, plan: Plan) -> JobError | None:
-    """The error for users; None: it is another one."""
+    """Return the error for users; None for an error of another kind."""
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text and plan.reshards:
         return JobError(
@@ -31,7 +31,7 @@ def explained(error: Exception, plan: Plan) -> JobError | None:
 
 @contextmanager
 def explaining(plan: Plan) -> Iterator[None]:
-    """Raises `explained` errors in place of torch's."""
+    """Replace torch's errors by those of `explained`, within the context."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Ranks that gather a unit's parameters from each other have to come to it together.
+"""Check that all ranks gather and reduce FSDP2's units in the same order.
 
 FSDP2 gathers a unit when the model first uses it. Of ranks that use different units at one time, or a
 different number of them, one would compute with parameters of another unit, or wait forever. So each rank
@@ -6,8 +6,8 @@ tells the others what it is about to gather or to reduce, and all refuse to go o
 where the host does not wait for messages, it does so in the first steps. Later the ranks compare the order of
 their gathers at the end of a step, before its gradients are applied.
 
-Where parameters stay whole once they are gathered, nothing need be refused: all are gathered, in one order,
-before the model computes.
+Where parameters stay unsharded once they are gathered, nothing need be refused: all are gathered, in one
+order, before the model computes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _TAG = 2
 """Tag of the messages that announce a gather: not one of `collectives.gloo`."""
 _WATCHED_STEPS = 3
 _HASHES = 1 << 16
-"""Few enough that sums of squares over the ranks are exact in fp64."""
+"""Number of hash values: few enough that sums of squares over the ranks are exact in fp64."""
 
 
 def watch_gathers(model: nn.Module, plan: Plan, *, stays_whole: bool) -> GatherWatch | None:
     """Watch over the units of `model`, after `share_weights`.
 
     Args:
-        stays_whole: whether parameters do, from their first use in a step to its last.
+        stays_whole: true where parameters stay unsharded from their first use in a step to its last.
 
     Returns:
-        None where nothing but the model as one unit is gathered from other ranks, or all of it in one order.
+        None where only the model as one unit is gathered from other ranks, or all of it in one order.
     """
     if plan.device == "cpu" and stays_whole:
         model.register_forward_pre_hook(_GatherAll([unit for unit in units(model) if group_of(unit)]))
@@ -68,30 +68,30 @@ class GatherWatch:
     def __init__(self, plan: Plan, names: Sequence[str]) -> None:
         self._plan, self._names = plan, names
         self.steps = 0
-        """Steps that have ended."""
+        """Number of completed steps."""
         self.hash = 0
         """Hash of the order of gathers since the last step ended."""
 
     def gathers(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Tell the ranks of `group` of the gather of unit `number`.
+        """Announce the gather of unit `number` to the ranks of `group`.
 
         Returns:
-            What is to be called before one waits for it. It raises an `AgreedError` where ranks are about to
-            do something else.
+            function to call before one waits for the gather. It raises an `AgreedError` where ranks are about
+                to do something else.
         """
         self.hash = (self.hash * 31 + number + 1) % _HASHES
         return self._compare(number, group)
 
     def meets(self, group: dist.ProcessGroup) -> None:
-        """Before the ranks of `group` communicate in another way, such as to reduce gradients.
+        """Announce that the ranks of `group` communicate in another way next, such as to reduce gradients.
 
         Raises:
-            AgreedError: as above.
+            AgreedError: a rank is about to gather a unit.
         """
         self._compare(len(self._names), group)()
 
     def end_step(self, differs: bool) -> None:
-        """After the ranks' hashes have been compared.
+        """Begin the next step, after the ranks' hashes have been compared.
 
         Raises:
             AgreedError: their gathers came in different orders.
@@ -143,7 +143,7 @@ class GatherWatch:
 
 
 class _Watched(AllGather):
-    """The gather of one unit, of which `watch` hears."""
+    """Gather of one unit that announces itself to `watch`."""
 
     def __init__(self, watch: GatherWatch, number: int, inner: AllGather) -> None:
         self._watch, self._number, self._inner = watch, number, inner
@@ -169,7 +169,7 @@ class _Watched(AllGather):
 
 
 class _Checked(dist.Work):
-    """A gather under way, of which each rank has told the others."""
+    """Gather in progress that is checked against the other ranks' announcements before it is waited for."""
 
     def __init__(self, check: Callable[[], None], work: dist.Work) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _Checked(dist.Work):
 
 
 def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether messages from the host's memory can be sent in a group of GPUs."""
+    """Return whether a GPU process group can also send messages from host memory."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -191,11 +191,11 @@ def _has_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def _nothing() -> None:
-    """There is nothing to be checked."""
+    """No-op check of a gather that needs none."""
 
 
 class _GatherAll:
-    """A forward hook that makes all units whole; they stay so."""
+    """Forward hook that unshards all units; they stay so."""
 
     def __init__(self, gathered: Sequence[FSDPModule]) -> None:
         self._gathered = gathered

@@ -1,7 +1,7 @@
-"""The rows of a whole global batch on every data rank, with gradients, for losses that couple samples.
+"""Gather of the whole global batch on every data rank, with gradients, for losses that couple samples.
 
-`global_batch` and `global_rows` are called by a user's loss or forward; which rows there are, a run announces
-around each step by `GlobalBatch.announced`.
+`global_batch` and `global_rows` are called by a user's loss or forward. A run announces the rows around each
+step by `GlobalBatch.announced`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wanma.job.plan.plan import Plan
 from wanma.parallel.mesh.parallel_mesh import Grid
 
 _SUMMED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""Gradients of low precision are summed over ranks in one that does not round each summand away."""
+"""Dtype in which gradients of low precision are summed over ranks, so that no summand is rounded away."""
 
 
 def global_batch(x: Tensor) -> Tensor:
@@ -47,23 +47,24 @@ def global_batch(x: Tensor) -> Tensor:
 
 
 def global_rows(x: Tensor) -> Tensor:
-    """Indices of this rank's own samples in the global batch: of the rows of `x` in `global_batch(x)`.
+    """Return the indices of this rank's own samples in the global batch: its rows in `global_batch(x)`.
 
     Args:
-        x: as of `global_batch`.
+        x: tensor as `global_batch` takes it.
 
     Returns:
         (rows,) int64 on the device of `x`; 0 for padding rows, whose losses do not count.
 
     Raises:
-        As `global_batch`.
+        JobError: the layout does not have the global batch in memory at once, or not whole samples.
+        WanmaError: `x` has another number of rows than the batch, or the run is between two batches.
     """
     here = _process.rows
     return torch.arange(len(x), device=x.device) if here is None and _is_alone(x) else _rows().indices(x)
 
 
 class Rows(Protocol):
-    """The global batch of the step under way, as `global_batch` and `global_rows` see it."""
+    """Global batch of the current step, as `global_batch` and `global_rows` see it."""
 
     def gather(self, x: Tensor) -> Tensor: ...
     def indices(self, x: Tensor) -> Tensor: ...
@@ -71,7 +72,7 @@ class Rows(Protocol):
 
 @contextmanager
 def announce(rows: Rows) -> Iterator[None]:
-    """Let `global_batch` and `global_rows` answer by `rows` inside."""
+    """Make `rows` the global batch of `global_batch` and `global_rows`, within the context."""
     before, _process.rows = _process.rows, rows
     try:
         yield
@@ -80,10 +81,10 @@ def announce(rows: Rows) -> Iterator[None]:
 
 
 class GlobalBatch:
-    """One rank's part in gathering global batches over a run.
+    """Gatherer of one rank's global batches over a run.
 
     Args:
-        most_samples: of a global batch.
+        most_samples: samples of the run's largest global batch.
     """
 
     def __init__(self, grid: Grid, most_samples: int) -> None:
@@ -94,15 +95,16 @@ class GlobalBatch:
         """True if a loss or a forward has gathered yet."""
 
     def announced(self, plan: Plan, samples: int) -> AbstractContextManager[None]:
-        """Announce a batch of so many samples, around its forward and backward.
+        """Announce a batch of `samples` samples, around its forward and backward.
 
         Args:
-            plan: of the step.
+            plan: plan of the step.
+            samples: samples of the global batch.
         """
         return announce(_SharedRows(self, plan, samples))
 
     def refuse(self, plan: Plan, samples: int) -> None:
-        """Called for each gathering.
+        """Refuse a gather that the layout cannot make; called for each of them.
 
         Raises:
             JobError: under `plan` a batch of so many samples is not in memory at once, or not as whole
@@ -114,11 +116,11 @@ class GlobalBatch:
             raise JobError(f"wanma.global_batch cannot gather the global batch: {reason}", way_out)
 
     def over_ranks(self, own: Tensor, sizes: list[int]) -> Tensor:
-        """All data ranks' rows one after the other.
+        """Return the rows of all data ranks, one after the other.
 
         Args:
-            own: this rank's.
-            sizes: rows by data rank.
+            own: rows of this rank.
+            sizes: number of rows by data rank.
         """
         if len(sizes) == 1:
             return own
@@ -135,7 +137,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class _SharedRows:
-    """The rows of one batch that the data ranks share."""
+    """Rows of one batch that the data ranks share."""
 
     run: GlobalBatch
     plan: Plan
@@ -155,7 +157,7 @@ class _SharedRows:
         return torch.arange(start, start + sizes[rank], device=x.device)
 
     def _sizes(self, x: Tensor) -> list[int]:
-        """Rows by data rank."""
+        """Return the number of rows by data rank, after a check that `x` has this rank's."""
         self.run.refuse(self.plan, self.samples)
         sizes = self.plan.sizes(self.samples)
         rows = max(sizes[self.run.data_rank], 1)
@@ -170,7 +172,7 @@ class _SharedRows:
 
 @dataclass
 class _Process:
-    """One rank. No context variable: backward runs a forward again in threads of its own."""
+    """State of this process. It is no context variable: backward repeats a forward in threads of its own."""
 
     rows: Rows | None = None
 
@@ -188,12 +190,12 @@ def _rows() -> Rows:
 
 
 def _is_alone(x: Tensor) -> bool:
-    """Return whether nothing is missing from `x`: no other ranks hold rows, or it is only looked at."""
+    """Return whether `x` is the global batch already: no other rank holds rows, or `x` is a meta tensor."""
     return x.is_meta or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _why_not(plan: Plan, samples: int) -> tuple[str, str] | None:
-    """Reason and way out."""
+    """Return the reason and way out of a plan that cannot gather; None where it can."""
     if plan.pp > 1:
         return (
             "a pipeline computes the micro-batches of a step one after the other",
@@ -217,9 +219,10 @@ def _why_not(plan: Plan, samples: int) -> tuple[str, str] | None:
 
 
 def _data_group(grid: Grid) -> dist.ProcessGroup:
-    """The ranks that hold different rows and are otherwise alike; torch wants every rank to make every group.
+    """Create the group of ranks that hold different rows and are otherwise alike.
 
-    A group of its own: gradients are summed over the others while backward goes on, in an order of their own.
+    torch wants every rank to make every group. It is a group of its own: gradients are summed over the others
+    while backward goes on, in an order of their own.
     """
     plan = grid.plan
     mine: dist.ProcessGroup | None = None
@@ -233,14 +236,14 @@ def _data_group(grid: Grid) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Rows of uneven shares over a group, sent as equal ones that padding fills up."""
+    """Exchange of uneven shares of rows over a group, padded to equal length."""
 
     group: dist.ProcessGroup
     grid: Grid
     sizes: list[int]
 
     def gather(self, own: Tensor) -> Tensor:
-        """(own rows, ...) to (all rows, ...)."""
+        """Gather (own rows, ...) of every rank to (all rows, ...)."""
         ranks, most = len(self.sizes), max(self.sizes)
         flat = own.detach().reshape(len(own), math.prod(own.shape[1:])).contiguous()
         as_bytes = _padded(flat, most).view(torch.uint8)  # which every backend knows
@@ -254,7 +257,7 @@ class _Exchange:
         return whole.view(sum(self.sizes), *own.shape[1:])
 
     def sum_own(self, whole: Tensor) -> Tensor:
-        """(all rows, ...) to (own rows, ...), summed over the ranks: the transpose of `gather`."""
+        """Reduce (all rows, ...) to (own rows, ...), summed over the ranks: the transpose of `gather`."""
         dtype = _SUMMED_AS.get(whole.dtype, whole.dtype)
         pieces = whole.detach().reshape(len(whole), -1).to(dtype).split(self.sizes)
         most, size = max(self.sizes), self.sizes[self.grid.data_rank]
@@ -281,7 +284,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumOwn(torch.autograd.Function):
-    """Backward of `_Gather`; has a backward itself, for penalties on gradients."""
+    """Backward of `_Gather`. It has a backward itself, for penalties on gradients."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, exchange: _Exchange) -> Tensor:

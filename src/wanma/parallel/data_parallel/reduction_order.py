@@ -1,11 +1,10 @@
-"""Reductions of FSDP2's units in one order, the same on all ranks whatever parts of the model each has used.
+"""Reduction of FSDP2's units in one order on all ranks, whatever parts of the model each has used.
 
 FSDP2 reduces a unit when backward has passed it, and of its parameters those that have a gradient. Where
 ranks use different parts, such as the heads of different tasks, they would add up gradients of different
-parameters, or wait for each other forever. Here a unit is reduced when its turn comes, with zeros for what
-has no gradient; one that is early waits, with whole gradients. At the end of a step ranks tell each other
-which parameters had a gradient at all. Those of the others stay None: optimizers leave such parameters
-alone.
+parameters, or wait for each other forever. Here a unit is reduced when its turn comes, with zeros for missing
+gradients; one that is early waits, with unsharded gradients. At the end of a step ranks tell each other which
+parameters had a gradient at all. Those of the others stay None: optimizers leave such parameters alone.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from wanma.parallel.parameters.fsdp_units import group_of, units
 
 
 class UnitOrder:
-    """The units of one model, or of one stage of it, and whose turn it is to be reduced.
+    """Order in which the units of one model, or of one stage of it, are reduced.
 
     The first step goes from the last unit to the first. Then the order is the one in which the first rank's
     backward has passed them, so that usual models hold nothing back.
 
     Args:
-        model: sharded by FSDP2.
-        grid: whose ranks sum gradients.
-        stopwatch: of the time spent on telling each other.
+        model: module sharded by FSDP2.
+        grid: device meshes of the ranks that sum gradients.
+        stopwatch: timer of the messages by which ranks agree.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, stopwatch: Stopwatch) -> None:
@@ -64,25 +63,26 @@ class UnitOrder:
         self._next = 0
         """Place in the order of the unit whose turn it is."""
         self._passed: list[_Unit] = []
-        """In the order in which backward has passed them for good, in the last micro-batch that reduces."""
+        """Units in the order in which backward has passed them, in the last micro-batch that reduces."""
         self._is_open = False
-        """A micro-batch that reduces has begun, and its reductions have not all been made."""
+        """Flag of a micro-batch that reduces, from its start until all its reductions have been made."""
 
     def begin_micro_batch(self, reduces: bool) -> None:
-        """Before its forward: end the one before.
+        """End the previous micro-batch, before the forward of the next.
 
         Args:
-            reduces: whether its backward reduces gradients, and not just adds them up.
+            reduces: true if its backward reduces gradients, false if it only accumulates them.
         """
         self._end_micro_batch()
         self._is_open = reduces
 
     def end_backward(self) -> None:
-        """After the last backward of a step: reduce what is left, and take zeros away that nobody has had a
-        gradient for. All ranks call it.
+        """Reduce the remaining units after a step's last backward, and drop zeros that stand for no gradient.
+
+        All ranks call it.
 
         Raises:
-            WanmaError: ranks have not gathered the same, or the model has changed a weight as it computed.
+            WanmaError: ranks have gathered different units, or the model has changed a weight in its forward.
         """
         self._is_open = True  # torch's pipelines begin none
         self._end_micro_batch()
@@ -97,7 +97,8 @@ class UnitOrder:
             self._copies[unit].end_step()
 
     def refuse_changes(self) -> None:
-        """
+        """Check that no forward has changed a weight.
+
         Raises:
             JobError: a copy of a weight has been written to.
         """
@@ -105,19 +106,19 @@ class UnitOrder:
             copies.end_step()
 
     def meet(self) -> None:
-        """Before ranks communicate otherwise than by gathers: all that gather from each other call it.
+        """Wait for the ranks that gather from each other, before other communication; all of them call it.
 
         Raises:
-            AgreedError: as of `GatherWatch`.
+            AgreedError: a rank is about to gather a unit.
         """
         if self.watch is not None and self._shards is not None:
             self.watch.meets(self._shards)
 
     def _tell(self) -> list[_Tells]:
-        """Sums over the data ranks of what each knows of each unit; of the places the first rank's.
+        """Sum each rank's facts about each unit over the data ranks; positions are those of the first rank.
 
         Raises:
-            AgreedError: as of `GatherWatch`.
+            AgreedError: a rank is about to gather a unit.
         """
         self.meet()
         place = {unit: at for at, unit in enumerate(self._passed, start=1)} if self._leads else {}
@@ -148,7 +149,7 @@ class UnitOrder:
         ]
 
     def _learn(self, told: Sequence[_Tells]) -> None:
-        """Take over the first rank's order in the first step; then append what nobody has used before."""
+        """Adopt the first rank's order in the first step; later append units that were never used before."""
         place = {unit: tells.place for unit, tells in zip(self._units, told, strict=True)}
         used = {unit for unit, tells in zip(self._units, told, strict=True) if tells.waits or any(tells.had)}
         if not self._is_learned:
@@ -174,7 +175,7 @@ class UnitOrder:
         return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, output)
 
     def _post_backward(self, unit: _Unit, *_: Any) -> None:
-        """Backward has passed a use of `unit`; FSDP2 calls it also at the end of all, for each unit."""
+        """Note that backward has passed a use of `unit`; FSDP2 also calls it at the end, for each unit."""
         unit.backwards += 1
         self._copies[unit].check_values()
         # Without a gradient it is not its backward, but a `torch.autograd.grad` within a forward.
@@ -213,10 +214,10 @@ class UnitOrder:
 
 @dataclass(frozen=True)
 class _Tells:
-    """All that ranks know together of a unit after a step."""
+    """Facts about one unit after a step, agreed on by all ranks."""
 
     waits: bool
-    """Some rank has a gradient that has not been reduced."""
+    """True if some rank has a gradient that has not been reduced."""
     place: int
     """Position in the order of rank 0's backward, counted from 1; 0: never passed."""
     had: list[bool]
@@ -224,7 +225,7 @@ class _Tells:
 
 
 class _Unit:
-    """One unit of FSDP2, and how far backward has come with it."""
+    """FSDP2 unit and the progress of backward in it."""
 
     def __init__(self, module: FSDPModule, group: Any) -> None:
         self._module, self.group = module, group
@@ -239,20 +240,20 @@ class _Unit:
 
     def end_micro_batch(self) -> None:
         self.forwards = self.backwards = 0
-        """Uses of the unit in this micro-batch, and how many of them backward has passed."""
+        """Number of uses of the unit in this micro-batch, and how many of them backward has passed."""
         self.is_passed = self.is_reduced = False
 
     def has_gradient(self) -> bool:
-        """Return whether this rank has one that has not been reduced."""
+        """Return whether this rank has a gradient that has not been reduced."""
         return any(_gradient(shard) is not None for shard in self._trained())
 
     def has_had(self) -> list[bool]:
-        """Flag by parameter: this rank has had a gradient in this step, reduced or not."""
+        """Return a flag by parameter: this rank has had a gradient in this step, reduced or not."""
         shards = zip(self.had, self.group.fsdp_params, strict=True)
         return [had or (_is_trained(shard) and _gradient(shard) is not None) for had, shard in shards]
 
     def hold(self, *, reshard: bool) -> None:
-        """Add gradients up, whole."""
+        """Accumulate unsharded gradients without a reduction."""
         group = self.group
         if not all(hasattr(shard, "_unsharded_param") for shard in group.fsdp_params):
             return  # it has never been used
@@ -281,10 +282,10 @@ class _Unit:
         self.group.reduce_grads = reduces
 
     def end_step(self, had: Sequence[bool]) -> None:
-        """Take away the zeros of parameters of which nobody had a gradient.
+        """Remove the zeros of parameters of which no rank had a gradient.
 
         Args:
-            had: as of `_Tells`.
+            had: flag by parameter, as in `_Tells`.
         """
         if self.group.device.type != "cpu":
             self.group.finalize_backward()  # waits for what was reduced after FSDP2 has
@@ -305,7 +306,7 @@ def _is_trained(shard: Any) -> bool:
 
 
 def _gradient(shard: Any) -> Tensor | None:
-    """The gradient of one of FSDP2's parameters that has not been reduced."""
+    """Return the gradient of one of FSDP2's parameters that has not been reduced."""
     if (accumulated := shard.unsharded_accumulated_grad) is not None:
         return accumulated  # type: ignore[no-any-return]
     return shard.unsharded_param.grad if hasattr(shard, "_unsharded_param") else None

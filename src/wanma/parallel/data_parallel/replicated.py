@@ -1,10 +1,10 @@
-"""Data parallel where every rank holds everything in the precision that it computes in, without FSDP2.
+"""Data parallelism without FSDP2: every rank holds all parameters in the precision that it computes in.
 
 FSDP2 does it too, by copying all parameters into one buffer and out of another before every step, and all
-gradients into a third. Here what computes are plain tensors in the memory of the state itself, and
-gradients are summed where backward has put them, while it goes on. From outside the state looks the same:
-DTensors under the module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not
-take, are held so beside it.
+gradients into a third. Here plain tensors in the memory of the state itself compute, and gradients are summed
+where backward has put them, while it goes on. From outside the state looks the same: DTensors under the
+module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not take, are held so
+beside it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from wanma.parallel.parameters.stale_parameters import Strays
 
 
 class Whole:
-    """The parameters of one module, or of one stage of it, whole on every data rank.
+    """Parameters of one module, or of one stage of it, replicated on every data rank.
 
     Args:
-        input_dtype: given to all floating-point tensors that come into the module; None leaves them.
-        divisor: of gradients, beside their sum.
-        only: parameters of `model`; the others are left alone. None: all.
-        compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
+        input_dtype: dtype to which all floating-point inputs of the module are cast; None leaves them.
+        divisor: number by which summed gradients are divided.
+        only: parameters of `model` to hold; the others are left alone. None: all.
+        compression: sums gradients over the replicas in fewer bytes, after backward; None: uncompressed.
         fixed: names of parameters that are frozen for good.
     """
 
@@ -60,13 +60,13 @@ class Whole:
         self._input_dtype = input_dtype
         self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
         self._bucket_bytes = grid.plan.bucket_bytes
-        # What a pipeline's schedule drives is complete only when its backwards are all done; single numbers
-        # beside FSDP2 are not worth it.
+        # Under a pipeline's schedule gradients are complete only after all its backwards; for single numbers
+        # beside FSDP2 an overlap is not worth it.
         overlaps = grid.plan.overlap and grid.plan.pp == 1 and only is None
         self._axes = data_sums(grid, beside_backward=overlaps)
         self._overlaps = overlaps and len(self._axes) == 1
         self._sums: GradientSums | None = None
-        """Of the step whose last micro-batch runs backward."""
+        """Reducer of the step whose last micro-batch runs backward; None before it."""
         self._is_last = False
         self._strays = Strays(model)
         self._held = hold(model, grid, only, fixed=fixed)
@@ -85,12 +85,12 @@ class Whole:
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Say whether the next backward is the step's last, in which gradients become complete."""
+        """Begin a micro-batch; the backward of the step's last one completes the gradients."""
         self._changes.begin_micro_batch()
         self._sums, self._is_last = None, last
 
     def refuse_changes(self) -> None:
-        """When a backward has failed.
+        """Check weights after a backward that has failed.
 
         Raises:
             JobError: a forward pass of the step has changed a weight.
@@ -101,7 +101,7 @@ class Whole:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
 
         Raises:
-            WanmaError: as of `Strays` and `ForwardChanges`.
+            WanmaError: a parameter is stale (`Strays`), or a forward has changed one (`ForwardChanges`).
         """
         self._strays.refuse()
         self._has_changed = self._changes.end_backward()
@@ -117,21 +117,21 @@ class Whole:
             state.grad = joined(gradient, state.device_mesh, state.placements, like=state)
 
     def computing(self) -> Iterator[Tensor]:
-        """As of `Sharded`."""
+        """Yield the tensors beside the module's parameters that are or were its parameters."""
         yield from (held.computing for held in self._held if held.computing is not None)
         yield from self._strays.given()
 
     def meet(self) -> None:
-        """As of `Sharded`: here nothing is gathered."""
+        """No-op counterpart of `Sharded.meet`: replicated parameters are not gathered."""
 
     def settle(self) -> None:
-        """As of `Sharded`: here every rank has its own."""
+        """No-op counterpart of `Sharded.settle`: every rank has its own weights."""
 
     def begin_steps(self) -> None:
-        """As of `Sharded`: steps are counted by their backwards here."""
+        """No-op counterpart of `Sharded.begin_steps`: steps are counted by their backwards."""
 
     def rest(self) -> None:
-        """Let the module's parameters be the state again."""
+        """Make the state the module's parameters again."""
         if self._computes:
             self._computes = False
             for held in self._held:
@@ -174,7 +174,7 @@ class Whole:
         return [size for size in self._sizes if self._held[size.parameter].is_trained]
 
     def _on_gradient(self, index: int) -> None:
-        """Backward has made the gradient of a parameter."""
+        """Report a gradient that backward has made to the reducer of the step's last micro-batch."""
         if self._sums is None and self._is_last and self._overlaps and not self._compresses:
             # Not before: the forward may have frozen or released parameters.
             self._sums = self._sums_of(self._take_complete, axis=0)
@@ -182,13 +182,12 @@ class Whole:
             self._sums.arrived(index)
 
     def _take_complete(self, index: int) -> Tensor | None:
-        """The gradient of a parameter of which tensor ranks have no parts."""
+        """Take the gradient of a parameter that is not split over tensor ranks."""
         gradient = self._held[index].take_gradient()
         return None if gradient is None else local_part(gradient).contiguous()
 
     def _over_tensor_ranks(self) -> dict[int, Tensor]:
-        """What gradients are left, as plain tensors, with the sum of those of which each tensor rank has a
-        part."""
+        """Take the remaining gradients as plain tensors, partial ones summed over the tensor ranks."""
         taken = {index: held.take_gradient() for index, held in enumerate(self._held)}
         gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
         plain = {index: local_part(gradient).contiguous() for index, gradient in gradients.items()}
@@ -205,10 +204,10 @@ class Whole:
         return plain
 
     def _over_data_ranks(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Sums of the gradients; none where no rank has one.
+        """Return the sums of the gradients over the data ranks; none where no rank has one.
 
         Args:
-            gradients: those that are not under way already.
+            gradients: gradients of which no sum is in progress.
         """
         if self._compression is not None and self._compression.is_on:
             names = {size.parameter: self._held[size.parameter].full_name for size in self._trained()}
@@ -238,8 +237,10 @@ class Whole:
 
 
 def kept_whole(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that FSDP2 does not take: of no dims, without elements, or trained in another data type than
-    most of the trained ones."""
+    """Return the parameters that FSDP2 does not take.
+
+    They have no dims, or no elements, or are trained in another dtype than most of the trained ones.
+    """
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -255,7 +256,10 @@ def kept_whole(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _hears(whole: Whole, index: int) -> Callable[[Tensor], None]:
-    """What tells `whole` of a gradient; it does not keep it alive, as a parameter's hook otherwise would."""
+    """Return a hook that reports a gradient to `whole`.
+
+    It does not keep `whole` alive, as a parameter's hook otherwise would.
+    """
     listener = weakref.ref(whole)
 
     def on_gradient(_parameter: Tensor) -> None:

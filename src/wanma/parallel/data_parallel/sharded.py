@@ -1,27 +1,27 @@
-"""Data parallel and ZeRO 0-3 as one mechanism: FSDP2 over the (replicate, shard) mesh.
+"""Data parallelism and ZeRO 0-3 as one mechanism: FSDP2 over the (replicate, shard) mesh.
 
-Parameters, gradients and optimizer state are DTensors under the module's own names at every stage
-and every size, one process included, so that there is one state format. The stages differ only in
-what is kept between micro-batches (Rajbhandari et al. 2020):
+Parameters, gradients and optimizer state are DTensors under the module's own names at every stage and every
+size, one process included, so that there is one state format. The stages differ only in what is kept between
+micro-batches (Rajbhandari et al. 2020):
 
-    nothing     ZeRO 0   whole everywhere; gradients all-reduced once per step
-    optimizer   ZeRO 1   whole parameters and gradients within a step, one reduce-scatter per step
-    gradients   ZeRO 2   whole parameters within a step, gradients reduce-scattered per micro-batch
+    nothing     ZeRO 0   unsharded; gradients all-reduced once per step
+    optimizer   ZeRO 1   unsharded parameters and gradients within a step, one reduce-scatter per step
+    gradients   ZeRO 2   unsharded parameters within a step, gradients reduce-scattered per micro-batch
     parameters  ZeRO 3   parameters gathered around each block, forward and backward
 
-In a pipeline torch's schedules reduce once, at the end of the step: gradients are whole until then, and so
-are parameters from their first use on.
+In a pipeline torch's schedules reduce once, at the end of the step: gradients are unsharded until then, and
+so are parameters from their first use on.
 
-Context ranks hold the same parameters and other tokens: to the state they are data ranks like others,
-and take part in its sharding. Experts are sharded over the ranks that hold the same ones.
+Context ranks hold the same parameters and other tokens: to the state they are data ranks like others, and
+take part in its sharding. Experts are sharded over the ranks that hold the same ones.
 
-Gradients are summed over the global batch; what FSDP2 divides by on the way (`Sharded.divisor`) is
-multiplied in beforehand, so that the loop divides once, by the global batch's target count.
+Gradients are summed over the global batch. FSDP2 divides them by `Sharded.divisor`, by which the loss is
+multiplied beforehand, so that the loop divides once, by the global batch's target count.
 
-On a CPU, what is neither sharded nor computed in another precision than it is kept in goes without FSDP2:
-`parallel.whole`. So do parameters that FSDP2 does not take, on every device: single numbers, those without
-elements, and those of another data type than most. They are whole on every rank at every stage, and in their
-own precision. Frozen weights are as `parallel.frozen_weights` says.
+On a CPU, parameters that are neither sharded nor computed in another precision than they are kept in go
+without FSDP2 (`replicated.py`). So do parameters that FSDP2 does not take, on every device: single numbers,
+those without elements, and those of another dtype than most. They are replicated at every stage, in their own
+precision. `parameters/frozen_weights.py` says how frozen weights are held.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def shard_data(
     compression: GradientCompression | None = None,
     fixed: Collection[str] = (),
 ) -> Sharded | Whole:
-    """Shard `model` over the data axes: each block is one unit of communication, the rest another.
+    """Shard `model` over the data ranks: each block is one unit of communication, the rest another.
 
     Args:
         experts: modules whose parameters have experts as dim 0. Where `ep` splits them, they are units of
@@ -92,7 +92,7 @@ def shard_data(
     divides = _divides(plan)
     divisor = plan.replicas if divides else 1
     if alone := kept_whole(model):
-        # The time of communication is told on CPUs alone.
+        # Communication is timed on CPUs alone.
         watch = stopwatch if plan.device == "cpu" else Stopwatch()
         scalars = Whole(model, grid, watch, None, divisor=divisor, only=alone, fixed=fixed)
     if once := held_once(model, plan, grid, DTYPES[plan.precision], fixed):
@@ -175,31 +175,34 @@ def shard_data(
 
 @dataclass(frozen=True)
 class Sharded:
-    """A module, or one stage of it, whose parameters FSDP2 holds."""
+    """Module, or one stage of it, whose parameters FSDP2 holds."""
 
     model: FSDPModule
     plan: Plan
     communication: Stopwatch
-    """Time spent in gradient and parameter communication (CPU only; on a GPU communication overlaps
-    with compute and is not separable by the host's clock)."""
+    """Time of the communication of gradients and parameters (CPU only).
+
+    On a GPU communication overlaps with compute and is not separable by the host's clock.
+    """
     divisor: int
-    """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
+    """Number by which communication divides the summed gradients; the loss is multiplied by it beforehand."""
     strays: Strays
     scalars: Whole | None
-    """Parameters that are one number."""
+    """Parameters without dims: single numbers."""
     frozen: FrozenWeights | None
-    """Parameters that are frozen for good and whole on every rank."""
+    """Parameters that are frozen for good and replicated on every rank."""
     order: UnitOrder
-    """In which gradients are reduced."""
+    """Order in which gradients are reduced."""
     weights: CommonWeights | None = None
-    """What this rank computes with, where it is the same memory on all ranks of the machine."""
+    """Weights with which this rank computes, where all ranks of the machine share their memory."""
     flags: Flags | None = None
-    """`requires_grad` of a model that may freeze and release parameters as it trains."""
+    """Flags `requires_grad` of a model that may freeze and release parameters as it trains."""
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Say what the backward of the next micro-batch communicates: all of it only at the last one.
+        """Begin a micro-batch: only the backward of the step's last one communicates everything.
 
-        For pipelines torch's schedules say it: here it is said as they do, for a dry run, which has none.
+        In a pipeline torch's schedules say so themselves; here it is done as they do, for a dry run, which
+        has no schedule.
         """
         if self.weights is not None:
             self.weights.begin_micro_batch(last)
@@ -215,15 +218,21 @@ class Sharded:
             self.model.set_reshard_after_backward(last)
 
     def stay_whole_if_shared(self) -> None:
-        """Let weights that all lie whole in memory that ranks share be whole to the end of a step: it
-        takes no memory, and modules may read each other's."""
+        """Keep weights unsharded to the end of a step where all of them lie in memory that ranks share.
+
+        It takes no memory, and modules may read each other's weights.
+        """
         found = [group_of(unit) for unit in units(self.model)]
         if self.weights is not None and all(is_common(group) for group in found if group is not None):
             self.order.reshards = False
             self.model.set_reshard_after_forward(False)
 
     def end_backward(self) -> None:
-        """As of `Whole`; most gradients have been reduced within backward."""
+        """Complete the gradients after the last backward of a step; most have been reduced within backward.
+
+        Raises:
+            WanmaError: as in `Whole.end_backward`.
+        """
         self.strays.refuse()
         self.order.end_backward()
         if self.scalars is not None:
@@ -235,7 +244,7 @@ class Sharded:
         self.settle()
 
     def computing(self) -> Iterator[Tensor]:
-        """Tensors beside the module's parameters that are or were its parameters."""
+        """Yield the tensors beside the module's parameters that are or were its parameters."""
         for group in filter(None, map(group_of, units(self.model))):
             for shard in group.fsdp_params:
                 yield shard.sharded_param
@@ -248,7 +257,11 @@ class Sharded:
             yield from self.frozen.computing()
 
     def refuse_changes(self) -> None:
-        """Act as `Whole` does."""
+        """Check weights after a backward that has failed.
+
+        Raises:
+            JobError: a forward pass of the step has changed a weight.
+        """
         self.order.refuse_changes()
         if self.scalars is not None:
             self.scalars.refuse_changes()
@@ -256,26 +269,29 @@ class Sharded:
             self.frozen.refuse_changes()
 
     def meet(self) -> None:
-        """
+        """Wait for the ranks that gather from each other, before any other communication.
+
         Raises:
             AgreedError: another rank is about to gather a part of the model.
         """
         self.order.meet()
 
     def settle(self) -> None:
-        """Until no rank computes with weights that this one may change: before an update, or when others have
-        been evaluated in their place. All ranks call it."""
+        """Wait until no rank computes with weights that this one may change; all ranks call it.
+
+        It precedes an update, and follows an evaluation of other weights in their place.
+        """
         self.meet()
         if self.weights is not None:
             self.weights.settle()
 
     def begin_steps(self) -> None:
-        """As of `Parallel`."""
+        """Begin counting steps anew, after forwards that belonged to no step."""
         if self.weights is not None:
             self.weights.begin_steps()
 
     def rest(self) -> None:
-        """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
+        """Reshard the parameters: a forward without backward leaves them unsharded."""
         for unit in units(self.model):
             unit.reshard()
         if self.scalars is not None:
@@ -285,22 +301,26 @@ class Sharded:
 
 
 def _divides(plan: Plan) -> bool:
-    """Whether gradients are divided by the replicas on the way.
+    """Return whether communication divides gradients by the replicas.
 
-    With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
-    tensor and copies), its default division by the replicas one in place, and none without replicas.
-    Not in fp16: a loss multiplied by the replicas would overflow where one process's does not. And not
-    where experts have fewer replicas than the rest.
+    With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new tensor
+    and copies), its default division by the replicas one in place, and none without replicas. Not in fp16: a
+    loss multiplied by the replicas would overflow where one process's does not. And not where experts have
+    fewer replicas than the rest.
     """
     return plan.shard_ranks == 1 and plan.ep == 1 and plan.precision != "fp16"
 
 
 def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard | None:
-    """Which dim of a parameter its shards cut: experts' dim 0 if it divides, so that each shard has whole
-    experts; else another that divides and is whole, so that none has more than its share.
+    """Return the dim along which a parameter is sharded: for experts dim 0 if it divides evenly.
+
+    Then each shard has complete experts. Else it is another dim that divides and is not split yet, so that no
+    shard has more than its share.
 
     Args:
+        parameter: parameter of the model.
         experts: ids of the parameters that have experts as dim 0.
+        shards: number of shards.
 
     Returns:
         None for FSDP2's own choice, which is dim 0 too.
@@ -317,7 +337,7 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
 def _communicate_by_ourselves(
     unit: FSDPModule, stopwatch: Stopwatch, mesh: DeviceMesh, *, ahead: bool
 ) -> None:
-    """Over `mesh` (replicate, shard), on CPUs."""
+    """Set this package's collectives over `mesh` (replicate, shard) in a unit, on CPUs."""
     gather: AllGather = GlooAllGather(stopwatch, ahead=ahead)
     scatter: ReduceScatter = GlooReduceScatter(stopwatch)
     if mesh.size(1) == 1:

@@ -1,13 +1,13 @@
-"""Weights of which the ranks of one machine have one whole copy: each keeps its shard as its part of it.
+"""Weights of which the ranks of one machine share one full copy: each rank's shard is its part of it.
 
 Ranks that shard parameters and share memory need not send them to each other. To gather them is to know that
-everybody has written its part, and what was gathered takes no memory of its own: a model that is sharded over
-the ranks of one machine lies there once, whole. In 16 bits the whole copy is beside the shards, and each rank
-rounds its part into it.
+everybody has written its part, and the gathered weights take no memory of their own: a model that is sharded
+over the ranks of one machine lies there once, in full. In 16 bits the full copy is beside the shards, and
+each rank rounds its part into it.
 
-FSDP2 asks a shard what is to be gathered and what became of it (`fsdp_pre_all_gather`,
-`fsdp_post_all_gather`, its way in for other formats of weights): here one element, and the whole tensor. What
-is split along another dim than the first is gathered as usual.
+FSDP2 asks a shard for the tensors to gather, and hands back the gathered ones (`fsdp_pre_all_gather`,
+`fsdp_post_all_gather`, its way in for other formats of weights): here one element, and the full tensor.
+Parameters split along another dim than the first are gathered as usual.
 
 Ranks meet twice a step: before weights change, when nobody computes with them any more
 (`CommonWeights.settle`), and as the first are gathered after that, when all have been changed.
@@ -36,26 +36,26 @@ from wanma.parallel.parameters.fsdp_units import group_of, units
 
 
 class CommonWeights:
-    """Of one rank: the groups whose ranks compute with the same tensors, and when they meet."""
+    """Shared weights of one rank: its groups that compute with the same tensors, and their barriers."""
 
     def __init__(self, groups: Sequence[SharedGroup], stopwatch: Stopwatch) -> None:
         self._groups, self._stopwatch = groups, stopwatch
         self.tensors: list[Common] = []
         self._may_have_changed = True
-        """Since ranks met: not all may have written their parts."""
+        """True if a rank may have changed its part, and not all ranks have met since."""
         self._is_between_steps = True
         self._steps = 0
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Before the forward of one; whoever has the weights may have changed them between two steps."""
+        """Begin a micro-batch, before its forward; weights may have changed between two steps."""
         self._may_have_changed |= self._is_between_steps
         self._is_between_steps = last
 
     def settle(self) -> None:
-        """Until no rank computes with the weights any more, so that each may change its part; all call it.
+        """Wait until no rank computes with the weights, so that each may change its part; all call it.
 
         Raises:
-            WanmaError: a module has changed a weight as it computed.
+            WanmaError: a module has changed a weight in its forward.
         """
         for tensor in self.tensors:
             tensor.check()
@@ -63,7 +63,7 @@ class CommonWeights:
         self._may_have_changed = True
 
     def gathered(self) -> None:
-        """Until all have changed what they were to change; all call it, before they compute."""
+        """Wait until all ranks have written their parts; all call it, before they compute."""
         if self._may_have_changed:
             for tensor in self.tensors:
                 tensor.write()
@@ -74,7 +74,7 @@ class CommonWeights:
             self._steps += 1
 
     def begin_steps(self) -> None:
-        """Watch the first steps from here on."""
+        """Begin counting steps anew: the first ones are watched for changes by a forward."""
         self._steps = 0
 
     def _meet(self) -> None:
@@ -86,10 +86,13 @@ class CommonWeights:
 
 
 def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonWeights | None:
-    """Let ranks compute with common copies of what FSDP2 has sharded; every rank of a shard group calls it.
+    """Make ranks compute with shared copies of FSDP2's shards; every rank of a shard group calls it.
 
-    Values stay. None where there is nothing to have in common: other devices, ranks of several machines or
-    without shared memory, offloaded parameters.
+    Values stay.
+
+    Returns:
+        None where nothing can be shared: other devices, ranks of several machines or without shared memory,
+            offloaded parameters.
     """
     if plan.device != "cpu" or plan.offload_parameters != "nothing":
         return None
@@ -121,9 +124,9 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
 
 
 def is_common(group: Any) -> bool:
-    """Say whether all parameters of one of FSDP2's groups lie whole in memory that ranks share.
+    """Return whether all parameters of one of FSDP2's groups lie unsharded in memory that ranks share.
 
-    To gather them copies nothing then. A group that is not sharded computes with a copy.
+    A gather copies nothing then. A group that is not sharded computes with a copy.
     """
     gather = group._all_gather_comm
     return isinstance(gather, _Gather) and gather.is_all
@@ -136,14 +139,14 @@ def communicates(group: Any) -> bool:
 
 
 class _Gather(AllGather):
-    """Of a unit of which some is common, or all."""
+    """All-gather of a unit of which some parameters, or all, are in shared memory."""
 
     def __init__(self, weights: CommonWeights, usual: AllGather | None) -> None:
         self._weights, self._usual = weights, usual
 
     @property
     def is_all(self) -> bool:
-        """Nothing is left to be gathered."""
+        """True if all parameters are in shared memory, so that nothing is left to gather."""
         return self._usual is None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -165,13 +168,16 @@ class _Gather(AllGather):
 
 
 class Common:
-    """One parameter's whole copy. Where it computes in the precision of the state, the shard itself becomes
-    this rank's part of it.
+    """Full copy of one parameter in shared memory.
+
+    Where it computes in the precision of the state, the shard itself becomes this rank's part of it.
 
     Args:
-        whole: what computes, and what fills the last ranks' parts up.
-        part: the memory of this rank's part of it as a tensor of its own. Were it a view, autograd would hold
-            a change to the shard against whoever computes with the whole.
+        name: name of the parameter.
+        shard: FSDP2's parameter.
+        whole: flat tensor that computes, with padding for the last ranks' parts.
+        part: memory of this rank's part of it as a tensor of its own. Were it a view, autograd would hold a
+            change to the shard against whoever computes with `whole`.
     """
 
     def __init__(self, name: str, shard: Any, whole: Tensor, part: Tensor) -> None:
@@ -185,13 +191,15 @@ class Common:
         self.keep()
 
     def __deepcopy__(self, memo: Any) -> Common:
-        """A copy of a parameter is no part of the whole."""
+        """Return this object: a copy of a parameter is no part of the shared memory."""
         return self
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Make the shard what it has to be, where somebody has put another in its place: `Module.to` and
-        `load_state_dict(assign=True)` do."""
+        """Restore the shard as this rank's part, where another tensor has taken its place.
+
+        `Module.to` and `load_state_dict(assign=True)` replace it.
+        """
         shard: Any = self._shard()
         if shard is None or hasattr(shard.sharded_param._local_tensor, "fsdp_pre_all_gather"):
             return
@@ -212,20 +220,21 @@ class Common:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Bring this rank's part to what its shard has become."""
+        """Copy the shard into this rank's part."""
         shard: Any = self._shard()
         if not self._is_shard and shard is not None:
             local = shard.sharded_param._local_tensor
             self._part[: local.numel()].copy_(local.view(-1))
 
     def note(self) -> None:
-        """Remember the values of this rank's part, before anybody computes with them."""
+        """Keep a checksum of this rank's part, before anybody computes with it."""
         self._noted = checksum(self._part)
 
     def check(self) -> None:
-        """
+        """Check that no forward has changed the weight.
+
         Raises:
-            WanmaError: as of `CommonWeights.settle`.
+            WanmaError: a module has changed a weight in its forward.
         """
         noted, self._noted = self._noted, None
         if self._whole._version != self._changes or (noted is not None and checksum(self._part) != noted):
@@ -238,10 +247,10 @@ class Common:
 
 
 class _Before:
-    """Answers what is to be gathered: one element.
+    """Answer to FSDP2's question for the tensors to gather: one element.
 
-    FSDP2 looks at the signature of whoever answers at every gather of every parameter. To find that of a
-    method out took longer than all the rest of a gather; this one is told.
+    FSDP2 looks at the signature of whoever answers at every gather of every parameter. To find out that of a
+    method took longer than all the rest of a gather; so this object states it.
     """
 
     __signature__ = Signature([Parameter("mesh", Parameter.POSITIONAL_ONLY)])
@@ -254,7 +263,7 @@ class _Before:
 
 
 def _named_shards(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """FSDP2's, of all units, with the parameters' names."""
+    """Yield FSDP2's parameters of all units with their names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in units(model):
         group = group_of(unit)
@@ -263,8 +272,10 @@ def _named_shards(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_by_rows(shard: Any) -> bool:
-    """Whether the ranks' shards, filled up to equal lengths, follow each other in the whole, and are gathered
-    as they are."""
+    """Return whether the ranks' shards, padded to equal length, follow each other in the full tensor.
+
+    They must also be gathered as they are.
+    """
     return bool(
         getattr(shard.mesh_info, "shard_mesh_size", 1) > 1
         and shard.fsdp_placement.dim == 0

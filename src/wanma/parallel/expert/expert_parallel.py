@@ -1,10 +1,10 @@
-"""Expert parallel: each rank of `ep` holds some of every layer's experts; tokens travel to them and back.
+"""Expert parallelism: each rank of `ep` holds some of every layer's experts; tokens travel to them and back.
 
-The ranks of `ep` are data and context ranks with different tokens. A layer's rows, sorted by expert, go
-to the experts' ranks and their results come back, in one exchange each. Within an expert `tp` splits
-the inner width: all its ranks then work on the same rows, and their results are summed, after the rows
-have come back, where they are narrow. A router works on single tokens, wherever they are; what it must
-know of whole samples it asks the ranks that share them.
+The ranks of `ep` are data and context ranks with different tokens. A layer's rows, sorted by expert, go to
+the experts' ranks and their results come back, in one exchange each. Within an expert `tp` splits the inner
+width: all its ranks then work on the same rows, and their results are summed, after the rows have come back,
+where they are narrow. A router works on single tokens, wherever they are; for facts about whole samples it
+asks the ranks that share them.
 """
 
 from __future__ import annotations
@@ -97,11 +97,13 @@ def _sum_parts(module: nn.Module, mesh: DeviceMesh, residual: Placement) -> None
 
 
 class Exchange(nn.Module):
-    """In the place of `GroupedFeedForward`: rows visit the ranks of `group`, each of which holds the next
-    experts in their order.
+    """Token dispatch, in place of `GroupedFeedForward`: rows go to the ranks of their experts and back.
+
+    Each rank of `group` holds the next experts in their order.
 
     Args:
-        core: what computes with the experts that are here.
+        core: module that computes with the experts of this rank.
+        group: ranks among which the experts are split.
     """
 
     def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:
@@ -110,7 +112,7 @@ class Exchange(nn.Module):
         self._group = group
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Tensor, *matrices: Tensor) -> Tensor:
-        """As `GroupedFeedForward`; `counts` are of all experts, `matrices` of those here."""
+        """Compute `GroupedFeedForward`; `counts` are of all experts, `matrices` of this rank's."""
         ranks = self._group.size()
         going = counts.view(ranks, -1)  # (ranks, experts of each)
         coming = all_to_all_single(going, None, None, self._group)  # (ranks, experts here)
@@ -133,7 +135,7 @@ class Exchange(nn.Module):
 
 
 class SplitSamples(WholeSamples):
-    """In the place of `WholeSamples`: asks the ranks of `cp`, and under `plan.sequence` those of `tp`."""
+    """Replacement of `WholeSamples` that asks the ranks of `cp`, and under `plan.sequence` those of `tp`."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class SplitSamples(WholeSamples):
         self._tensor = grid.axis("tp").get_group() if plan.sequence else None
 
     def total(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks that hold parts of the same samples."""
+        """Sum `counts` over the ranks that hold parts of the same samples."""
         counts = counts.contiguous()
         for group in (self._tensor, self._context):
             if group is not None:
@@ -151,7 +153,7 @@ class SplitSamples(WholeSamples):
         return counts
 
     def whole(self, x: Tensor) -> Tensor:
-        """(rows, part of the sequence, ...) to (rows, sequence, ...), by position."""
+        """Gather (rows, part of the sequence, ...) to (rows, sequence, ...), in the order of positions."""
         if self._tensor is not None:
             x = _gather(x, self._tensor)
         if self._context is None:
@@ -161,7 +163,7 @@ class SplitSamples(WholeSamples):
         return gathered[:, positions_in(order, len(order))]
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's part of what `whole` gave."""
+        """Return this rank's part of a tensor that `whole` gathered."""
         if self._context is not None:
             mine = self._order(x.shape[1] // self._context_ranks, x.device).chunk(self._context_ranks)
             x = x[:, mine[self._context_rank]]
@@ -170,14 +172,14 @@ class SplitSamples(WholeSamples):
         return x
 
     def _order(self, local: int, device: torch.device) -> Tensor:
-        """Positions that the context ranks hold, one rank after the other."""
+        """Return the positions that the context ranks hold, one rank after the other."""
         ranks, length = self._context_ranks, local * self._context_ranks
         held = [context_positions(length, self._kind, ranks, rank) for rank in range(ranks)]
         return torch.cat(held).to(device)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts one after the other along dim 1."""
+    """Gather the ranks' parts one after the other along dim 1."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=1)

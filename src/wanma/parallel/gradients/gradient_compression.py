@@ -1,10 +1,10 @@
-"""Compressed sums of gradients under a plan: what is kept of each parameter, and which method sums it.
+"""Compressed sums of gradients under a plan: state kept per parameter, and the method that sums it.
 
-Whoever holds gradients, `whole` or FSDP2 (`compressed_shard`), registers for each parameter a `Slot` that
-says how an exchange sees it, and hands over each bucket to `exchange`. What is lost on the way is kept
-under the parameter's name as DTensors of one row per rank that takes part: checkpoints save and load them
-like other state, and their sum over the rows, over all ranks, is what the model is still owed
-(`training.remainders`).
+The holder of gradients, `Whole` or FSDP2 (`sharded_compression`), registers for each parameter a `Slot` that
+says how an exchange sees it, and hands over each bucket to `exchange`. What compression leaves out of a
+gradient (error feedback) is kept under the parameter's name as DTensors of one row per rank that takes part:
+checkpoints save and load them like other state, and their sum over the rows, over all ranks, is what the
+model is still owed (`training/checkpointing/error_feedback_state.py`).
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from wanma.parallel.gradients.reduction_groups import levels_of
 from wanma.parallel.mesh.parallel_mesh import Grid
 
 ERROR, Q = "error", "q"
-"""Kinds of kept tensors."""
+"""Kinds of tensors that are kept per parameter: error feedback, and PowerSGD's matrix Q."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """How an exchange sees one parameter's gradient."""
+    """Layout of one parameter's gradient in a compressed exchange."""
 
     name: str
-    """Of the parameter, in the whole model."""
+    """Name of the parameter in the whole model."""
     state: Callable[[], Tensor]
-    """The parameter as checkpoints know it: a DTensor over (replicate, shard, and what else splits it)."""
+    """Function that returns the parameter as checkpoints know it: a DTensor over (replicate, shard, ...)."""
     destinations: int
-    """Ranks among which its sum is scattered; 1 where all get all of it, of what this rank's shard has."""
+    """Ranks among which the sum is scattered; 1 where every rank gets all of it."""
     length: int
-    """Elements for each destination, with what fills up the last."""
+    """Elements for each destination, padding included."""
     columns: int
-    """Elements of a row, as a matrix."""
+    """Columns of the gradient as a matrix."""
     shape: tuple[int, ...]
-    """Of what this rank hands over, without what fills it up."""
+    """Shape of what this rank hands over, without padding."""
 
     @property
     def is_scattered(self) -> bool:
@@ -66,29 +66,33 @@ class Slot:
 
 
 NamedPieces: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
-"""(name, values, result) of registered parameters, as of `Piece`: one or more; all have a result, or none."""
+"""Tuples (name, values, result) of registered parameters, as in `Piece`; all have a result, or none."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one step, on this rank; of sums within machines first, what goes between them."""
+    """Bytes of one step's compressed exchanges on this rank.
+
+    Where sums are made within machines first, only the exchange between machines counts.
+    """
 
     sent_bytes: int
     saved_bytes: int
-    """Fewer than whole gradients would have taken; negative where it was more."""
+    """Bytes saved against uncompressed gradients; negative where compression sent more."""
 
 
 class GradientCompression:
-    """All that a rank's compressed exchanges need and keep.
+    """Compressed exchanges of one rank and their state.
 
     Args:
-        device: of the buffers that are exchanged.
-        seed: of the job.
-        levels: where replicas sum within their machines first.
-        native: of the codec of int8; None where it is not compiled.
+        plan: plan of the run.
+        seed: seed of the job.
+        device: device of the buffers that are exchanged.
+        levels: groups by which replicas sum within their machines first; None: they do not.
+        native: library of the int8 codec; None where it is not compiled.
 
     Attributes:
-        note: what to tell the user, or nothing.
+        note: message for the user, or empty.
     """
 
     def __init__(
@@ -110,30 +114,30 @@ class GradientCompression:
         self._methods: dict[Compression, Method] = {}
         self._sent = self._whole = 0
         self.step = 0
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         self.unit = 1.0
-        """How many times the mean loss's gradients those are that are exchanged, and so the errors."""
+        """Ratio of the exchanged gradients, and so of the error feedback, to gradients of the mean loss."""
 
     @property
     def is_on(self) -> bool:
-        """Whether this step's gradients are compressed."""
+        """True if this step's gradients are compressed."""
         return self.step >= self._plan.compression_from_step
 
     def register(self, slot: Slot) -> None:
         self._slots[slot.name] = slot
 
     def exchange(self, buckets: Iterable[NamedPieces], group: dist.ProcessGroup) -> None:
-        """Sum over the ranks of `group`, all of which call it alike."""
+        """Sum buckets over the ranks of `group`; all of them call it with the same buckets."""
         with torch.no_grad():
             self._sent += sum(together(self._sums(buckets, group)))
 
     def end_step(self, *, applied: bool, unit: float) -> None:
-        """After the update of a step.
+        """Begin the next step, after the update of a step.
 
         Args:
-            applied: False where it was left out. Then what was kept goes, too: it has in it what made the
-                step wrong, and may not be finite.
-            unit: of the next step's gradients.
+            applied: False where the update was left out. Then the error feedback is dropped, too: it contains
+                what made the step wrong, and may not be finite.
+            unit: ratio of the next step's gradients to gradients of the mean loss.
         """
         if not applied:
             for name, memory in self._memories.items():
@@ -142,7 +146,7 @@ class GradientCompression:
         self.step += 1
 
     def rescale(self, unit: float) -> None:
-        """From now on gradients are `unit` times the mean loss's; what is kept, too."""
+        """Set the ratio of gradients to gradients of the mean loss, and rescale the error feedback to it."""
         if unit != self.unit:
             for memory in self._memories.values():
                 if memory.error is not None:
@@ -150,7 +154,7 @@ class GradientCompression:
             self.unit = unit
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is kept, in its own memory: 'error.NAME' (ranks, *shape of the parameter), and 'q.NAME'."""
+        """Return the kept tensors in place: 'error.NAME' (ranks, *shape of the parameter), and 'q.NAME'."""
         kept: dict[str, Tensor] = {}
         for slot in self._slots.values():
             if self._kind(slot) not in KEEP_ERRORS or not slot.state().requires_grad:
@@ -163,7 +167,7 @@ class GradientCompression:
         return kept
 
     def error_norm(self) -> float:
-        """Of all that this rank has left out so far and not yet sent, in gradients of the mean loss."""
+        """Return the norm of this rank's error feedback, in units of the mean loss's gradients."""
         errors = [memory.error for memory in self._memories.values() if memory.error is not None]
         if not errors:
             return 0.0
@@ -171,7 +175,7 @@ class GradientCompression:
         return float(torch.linalg.vector_norm(norms)) / self.unit
 
     def take_traffic(self) -> Traffic:
-        """Since the last time."""
+        """Return the bytes exchanged since the last call."""
         traffic = Traffic(self._sent, self._whole - self._sent)
         self._sent = self._whole = 0
         return traffic
@@ -235,7 +239,7 @@ class GradientCompression:
 
 
 def open_compression(grid: Grid, seed: int) -> GradientCompression | None:
-    """What the plan asks for; None where gradients are summed as they are. Every rank calls it."""
+    """Create the compression that the plan asks for; None without compression. Every rank calls it."""
     if not grid.plan.compressions:
         return None
     rounds = "int8" in grid.plan.compressions and grid.device.type == "cpu"
@@ -244,17 +248,19 @@ def open_compression(grid: Grid, seed: int) -> GradientCompression | None:
 
 
 def whole_slot(name: str, state: Callable[[], Tensor], shape: tuple[int, ...]) -> Slot:
-    """Of a gradient that each rank of the replicas has all of, or the same shard.
+    """Return the slot of a gradient that each rank of the replicas holds in full, or the same shard of.
 
     Args:
-        shape: of that.
+        name: name of the parameter in the whole model.
+        state: function that returns the parameter as checkpoints know it.
+        shape: shape of the gradient that a rank holds.
     """
     length = math.prod(shape)
     return Slot(name, state, 1, length, max(length // max(shape[0], 1), 1) if shape else 1, shape)
 
 
 def _error_of(slot: Slot, error: Tensor) -> Tensor:
-    """(ranks, *shape): this rank's row is the memory itself."""
+    """Return the error feedback as a DTensor (ranks, *shape); this rank's row is the memory itself."""
     state = slot.state()
     assert isinstance(state, DTensor)
     local = error.view(-1)[: math.prod(slot.shape)].view(1, *slot.shape)
@@ -270,7 +276,7 @@ def _error_of(slot: Slot, error: Tensor) -> Tensor:
 
 
 def _q_of(slot: Slot, q: Tensor) -> Tensor:
-    """(sets of ranks with matrices of their own, columns, rank)."""
+    """Return Q as a DTensor (sets of ranks with matrices of their own, columns, rank)."""
     state = slot.state()
     assert isinstance(state, DTensor)
     mesh = state.device_mesh
@@ -283,7 +289,7 @@ def _q_of(slot: Slot, q: Tensor) -> Tensor:
 def _global_sizes(
     local: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """Of a tensor of which one data rank has `local`, and the axes behind the data axes split the rest."""
+    """Return the full shape of a tensor: `local` times the ranks of the mesh dimensions that split it."""
     sizes = list(local)
     for axis in range(2, mesh.ndim):
         dim = getattr(placements[axis], "dim", None)
@@ -293,7 +299,7 @@ def _global_sizes(
 
 
 def _shifted(placement: Placement) -> Placement:
-    """For a tensor with one more dim before the others."""
+    """Return the placement for a tensor with one more dim before the others."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

@@ -1,8 +1,7 @@
 """Hooks of parameters, called as a plain loop over the global batch calls them.
 
-Such a loop has one backward per step, whose gradient is the mean loss's over all samples. Here that gradient
-is a sum over micro-batches and ranks, so the hooks are called once a step, when it is complete, with all of
-it.
+Such a loop has one backward per step, whose gradient is that of the mean loss over all samples. Here that
+gradient is a sum over micro-batches and ranks, so the hooks are called once a step, with the complete sum.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ class GradientHooks:
     """Gradient hooks of all parameters of a model.
 
     Args:
-        model: as the user built it; its parameters are about to be replaced.
+        model: module as the user built it; its parameters are about to be replaced.
+        plan: plan of the run.
 
     Raises:
-        JobError: there are some, and the plan splits tensors or has sites that agree on weights alone.
+        JobError: there are hooks, and the plan splits tensors or has sites that agree on weights alone.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -42,10 +42,10 @@ class GradientHooks:
                 taken[parameter] = self._hooks[name]
 
     def collect(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take over the hooks that have been registered on the state's parameters, since the last call.
+        """Adopt the hooks that have been registered on the state's parameters since the last call.
 
         Raises:
-            JobError: as above.
+            JobError: the plan splits tensors or has sites that agree on weights alone.
         """
         for name, parameter in parameters.items():
             if has_hooks(parameter):
@@ -56,10 +56,12 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, parameters: Mapping[str, nn.Parameter], correction: float, device: torch.device) -> None:
-        """Give each hook its gradient, and take over what it makes of it. All ranks of a stage call it.
+        """Call each hook with its gradient, and adopt what it makes of it. All ranks of a stage call it.
 
         Args:
-            correction: factor from the gradients as they stand to the mean loss's.
+            parameters: parameters of this rank by name.
+            correction: factor from the gradients as they stand to those of the mean loss.
+            device: device on which hooks get the gradients.
 
         Raises:
             WanmaError: a hook changes the parameter itself, or the shape of the gradient.
@@ -97,7 +99,7 @@ def _all(kinds: Iterable[Mapping[int, Hook]]) -> list[Hook]:
 
 
 def _after(name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks) -> Tensor | None:
-    """The gradient that hooks on a parameter leave it with."""
+    """Return the gradient that hooks on a parameter leave it with."""
     shown = nn.Parameter(value.clone())
     shown.grad = gradient
     for hook in _all(hooks.after_gradient):
@@ -111,7 +113,7 @@ def _after(name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks) ->
 
 
 def _whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """All of a tensor of which this rank has a part, on `device`: offloaded ones are elsewhere."""
+    """Gather a tensor of which this rank has a part on `device`, also from where it is offloaded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(device)
     local = tensor.to_local().to(device)

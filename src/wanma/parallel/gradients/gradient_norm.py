@@ -1,4 +1,4 @@
-"""This rank's contribution to the global gradient norm, right under every sharding."""
+"""Contribution of one rank to the global gradient norm, correct under every sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanma.job.plan.plan import Plan
 
 
 def squared_norm_share(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
-    """Sum of squares such that adding it up over all ranks of a site counts each element once.
+    """Return a sum of squares whose total over all ranks of a site counts each element once.
 
     A gradient that several ranks hold alike counts on each of them with weight one over their number.
 

@@ -1,8 +1,8 @@
-"""Sums of one step's gradients over the data ranks, bucket by bucket, begun while backward goes on.
+"""Bucketed all-reduce of one step's gradients over the data ranks, begun while backward goes on.
 
 Which parameters share a bucket, and the order of the buckets, follow from the model and the plan alone: all
-ranks begin the same sums in the same order, whichever gradients they have, and a run that carries on sums as
-the one that never stopped. So does a run without overlap, which begins them all at the end.
+ranks begin the same sums in the same order, whichever gradients they have, and a resumed run sums as the one
+that never stopped. So does a run without overlap, which begins them all at the end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from wanma.collectives.timing.communication_timer import Stopwatch
 
 @dataclass(frozen=True)
 class Size:
-    """Of one parameter that is trained."""
+    """Size of one trained parameter's gradient on this rank."""
 
     parameter: int
-    """Its number."""
+    """Index of the parameter."""
     shape: torch.Size
     dtype: torch.dtype
     is_early: bool
-    """Its gradient can be summed as soon as backward has made it."""
+    """True if the gradient can be summed as soon as backward has made it."""
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class Bucket:
 
 
 def buckets(sizes: Sequence[Size], bucket_bytes: int) -> list[Bucket]:
-    """All parameters in the order in which they are summed: from the last, whose gradient is made first.
+    """Assign all parameters to buckets, in the order of the sums: from the last, whose gradient is first.
 
     A large one goes alone, where it is: nothing is copied. Each bucket has one dtype; those that must wait
     for the end of backward come last.
@@ -76,13 +76,14 @@ def _runs(sizes: Iterable[Size], bucket_bytes: int) -> Iterable[Bucket]:
 
 
 class GradientSums:
-    """One step's, over one axis of data ranks.
+    """Sums of one step's gradients over one mesh dimension of the data ranks.
 
     Args:
-        layout: the buckets, the same on all ranks.
-        device: of the gradients.
+        layout: buckets, the same on all ranks.
+        device: device of the gradients.
         take: hands over the gradient of a parameter that has arrived, if it has one, plain and contiguous.
-        begin: how a bucket is summed.
+        begin: begins the sum of a bucket.
+        stopwatch: timer of the communication.
         join: puts gradients, each (elements,), one after the other into a new bucket.
     """
 
@@ -106,14 +107,15 @@ class GradientSums:
         self._has: set[int] = set()
         """Parameters of which this rank had a gradient."""
         self.was_said = False
-        """After `finish`: by some rank."""
+        """Result of `finish`: some rank passed `says`."""
         self.came_late = False
-        """After `finish`: some rank's backward went on with a gradient that was under way already."""
+        """Result of `finish`: some rank's backward changed a gradient whose sum had already begun."""
 
     def arrived(self, parameter: int) -> None:
-        """Backward has made its gradient, the last micro-batch's: begin what is complete, in order.
+        """Begin the sums of all complete buckets, in order; called when backward has made a gradient.
 
-        A bucket of which this rank has not all gradients holds up those behind it until `finish`.
+        Only the last micro-batch's gradients count. A bucket of which this rank lacks a gradient holds up
+        those behind it until `finish`.
         """
         at = self._place.get(parameter)
         if at is None or at < self._begun:
@@ -126,17 +128,17 @@ class GradientSums:
             self._begin_next()
 
     def finish(self, take: Callable[[int], Tensor | None], says: bool = False) -> dict[int, Tensor]:
-        """Begin what has not begun, and wait for all: after the last backward.
-
-        Args:
-            take: as above, of whatever parameter.
-            says: whatever ranks want to know of each other beside it.
+        """Begin the remaining sums, and wait for all: after the last backward.
 
         Which parameters have a gradient may differ between ranks, as where an expert got no token: all send
-        the same buckets, zeros for what they do not have, and whether they have it.
+        the same buckets, zeros for missing gradients, and flags that say which are missing.
+
+        Args:
+            take: hands over the gradient of any parameter, as in the constructor.
+            says: flag that the ranks exchange beside the gradients.
 
         Returns:
-            the sums by parameter; none of those of which no rank has a gradient.
+            sums by parameter; none of those of which no rank has a gradient.
         """
         if not self._layout:
             return {}
@@ -153,7 +155,7 @@ class GradientSums:
         ranks = torch.tensor(told, device=self._device)
         self._start(ranks)
         self._wait()
-        # In a dry run tensors have no values, and what one rank has all have.
+        # In a dry run tensors have no values, and all ranks have what one has.
         numbers = told if is_fake(ranks) else ranks.tolist()
         has, had_late = numbers[: len(sizes)], numbers[len(sizes) : -1]
         self.was_said = numbers[-1] > 0
@@ -176,7 +178,7 @@ class GradientSums:
         return sums
 
     def _late(self, early: int) -> dict[int, Tensor]:
-        """Gradients made after those of their bucket were taken, of the first `early` ones.
+        """Return gradients made after those of their bucket were taken, of the first `early` buckets.
 
         A backward may come to a parameter twice, in a reentrant checkpoint or because a user's loop calls it
         twice; nothing says so beforehand.
@@ -215,7 +217,7 @@ class GradientSums:
         self._under_way.append(self._begin(bucket.view(-1)))
 
     def _look(self) -> None:
-        """Note what has ended by now; who goes wrong says so when it is waited for."""
+        """Note which sums have ended by now; one that failed raises when it is waited for."""
         while self._under_way and self._under_way[0].is_done():
             self._end_first()
 

@@ -1,4 +1,4 @@
-"""Over whom and how the data ranks sum their gradients, as the plan says."""
+"""Process groups over which the data ranks sum their gradients, and their node hierarchy."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from wanma.parallel.mesh.parallel_mesh import Grid
 
 @dataclass(frozen=True)
 class DataSums:
-    """Over one axis."""
+    """Group over which gradients are summed along one mesh dimension, and the way of the sum."""
 
     group: dist.ProcessGroup
     begin: Begin
     join: Join
-    """Makes the buckets that `begin` is given."""
+    """Function that makes the buckets that `begin` is given."""
 
 
 def data_sums(grid: Grid, *, beside_backward: bool) -> list[DataSums]:
-    """One for each axis over which gradients are summed, in their order; every rank calls it.
+    """Return one entry per mesh dimension over which gradients are summed, in order; every rank calls it.
 
     Args:
-        beside_backward: whether sums are under way while a backward goes on.
+        grid: device meshes of the plan.
+        beside_backward: true if sums are in progress while a backward goes on.
     """
     # Torch may have one group for the replicas and for the ranks of `cp`, which communicate within a backward
     # too: the order of both would depend on which gradients a rank has.
@@ -50,8 +51,14 @@ def data_sums(grid: Grid, *, beside_backward: bool) -> list[DataSums]:
 
 
 def levels_of(grid: Grid) -> Levels | None:
-    """The replicas of this rank's part of the model, those of its machine and those with its place on the
-    others; None where the plan does not sum by machines first. Every rank calls it."""
+    """Return the node hierarchy of the replicas of this rank's part of the model.
+
+    It has two groups: the replicas on this rank's machine, and those at its position on the other machines.
+    Every rank calls it.
+
+    Returns:
+        None where the plan does not sum by machines first.
+    """
     if not grid.plan.hierarchical:
         return None
     within: dist.ProcessGroup | None = None
@@ -70,7 +77,7 @@ def levels_of(grid: Grid) -> Levels | None:
 
 
 def _own_group(grid: Grid) -> dist.ProcessGroup:
-    """The replicas of this rank's part of the model; torch wants every rank to make every group."""
+    """Create the group of the replicas of this rank's part; torch wants every rank to make every group."""
     mine: dist.ProcessGroup | None = None
     for members in _replicas(grid.plan):
         group = dist.new_group(members)
@@ -81,7 +88,7 @@ def _own_group(grid: Grid) -> dist.ProcessGroup:
 
 
 def _replicas(plan: Plan) -> list[list[int]]:
-    """Ranks that hold the same part of the model, of each part."""
+    """Return the ranks that hold the same part of the model, for each part."""
     ranks = torch.arange(plan.world_size).view(plan.sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
     found: list[list[int]] = ranks.movedim(2, -1).flatten(0, -2).tolist()
     return found

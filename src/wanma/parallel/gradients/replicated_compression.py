@@ -1,4 +1,4 @@
-"""Compressed sums of the gradients that `whole` holds: bucket by bucket, after the last backward."""
+"""Compressed all-reduce of replicated gradients: bucket by bucket, after the last backward."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ def sum_compressed(
     group: dist.ProcessGroup,
     stopwatch: Stopwatch,
 ) -> dict[int, Tensor]:
-    """Sums over `group`, in the memory of the gradients; every rank calls it.
+    """Sum gradients over `group` in place; every rank calls it.
 
-    Which parameters have a gradient may differ between ranks: who has none where another has one gives zeros.
-    Where nobody has one there is no sum, and what was left out of earlier gradients stays.
+    Which parameters have a gradient may differ between ranks: a rank without one gives zeros where another
+    has one. Where no rank has one there is no sum, and what was left out of earlier gradients stays.
 
     Args:
-        gradients: by number of the parameter, plain and contiguous.
-        layout: of all parameters that are trained, the same on all ranks.
-        names: of these.
+        gradients: gradients by parameter index, plain and contiguous.
+        layout: buckets of all trained parameters, the same on all ranks.
+        names: names of these parameters by index.
+        compression: compressed exchanges of this rank.
+        group: ranks that sum.
+        stopwatch: timer of the communication.
     """
     sizes = [size for bucket in layout for size in bucket.sizes]
     if not sizes:
@@ -39,7 +42,7 @@ def sum_compressed(
     with stopwatch.waiting("data"):
         has = torch.tensor([float(size.parameter in gradients) for size in sizes], device=device)
         dist.all_reduce(has, group=group)
-        # In a dry run tensors have no values, and what one rank has all have.
+        # In a dry run tensors have no values, and all ranks have what one has.
         ranks = [1.0] * len(sizes) if is_fake(has) else has.tolist()
         sums: dict[int, Tensor] = {}
         for size, number in zip(sizes, ranks, strict=True):

@@ -1,9 +1,11 @@
-"""Compressed sums of gradients under FSDP2: of shards that nobody repeats the reduce-scatter is compressed,
-of repeated ones (replicas, hybrid shard) the all-reduce between the replicas, which crosses the slower links;
-the shards' reduce-scatter within one replica then stays whole.
+"""Compressed sums of gradients under FSDP2, through its communication hooks.
 
-FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it asks the replicas' process group for that, so
-that a group is put in its place which sums as the plan says.
+Without replicas the reduce-scatter of the shards is compressed. With replicas (hybrid shard) it is the
+all-reduce between them, which crosses the slower links; the reduce-scatter within one replica then stays
+uncompressed.
+
+FSDP2 accepts another reduce-scatter, but no other all-reduce: it asks the replicas' process group for that.
+So a group that sums as the plan says takes the place of theirs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from wanma.job.errors import WanmaError
 from wanma.parallel.gradients.gradient_compression import GradientCompression, Slot, whole_slot
 
 _NAMED = 5
-"""Parameters in one message, at most."""
+"""Largest number of parameters named in one message."""
 
 
 def compress_unit(
@@ -32,11 +34,13 @@ def compress_unit(
     compression: GradientCompression,
     names: Mapping[int, str],
 ) -> None:
-    """Let one unit of FSDP2's sum its gradients through `compression`; without effect where nobody shares.
+    """Make one unit of FSDP2 sum its gradients through `compression`; no effect on a single data rank.
 
     Until compression begins they are summed as without it.
 
     Args:
+        unit: unit of FSDP2.
+        compression: compressed exchanges of this rank.
         names: id of each sharded parameter → its name in the whole model.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
@@ -59,7 +63,10 @@ def compress_unit(
 
 
 class CompressedReduceScatter(ReduceScatter):
-    """Of one unit, whose buffer holds for each rank its shard of each parameter, one after the other."""
+    """Compressed reduce-scatter of one unit.
+
+    Its buffer holds for each rank its shard of each parameter, one after the other.
+    """
 
     def __init__(self, compression: GradientCompression, slots: Sequence[Slot], inner: ReduceScatter) -> None:
         self._compression, self._slots, self._inner = compression, slots, inner
@@ -91,7 +98,7 @@ class CompressedReduceScatter(ReduceScatter):
 
 
 class ReplicaGroup(dist.ProcessGroup):
-    """The ranks of `group`, for the one call that FSDP2 makes of replicas: the all-reduce of a unit's shards.
+    """Process group of the replicas that serves one call of FSDP2: the all-reduce of a unit's shards.
 
     Nothing else goes through it, and torch does not know it by name.
     """
@@ -103,7 +110,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self._group, self._compression, self._slots = group, compression, slots
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work | None:  # type: ignore[override]
-        """Torch calls it as it calls a group of its own; there is nothing left to wait for."""
+        """Sum `tensors` over the replicas; torch calls it as it calls its own groups, and need not wait."""
         (flat,) = tensors
         if not self._compression.is_on:
             dist.all_reduce(flat, op=options.reduceOp, group=self._group)
@@ -119,10 +126,10 @@ class ReplicaGroup(dist.ProcessGroup):
 
 
 def _places(slots: Sequence[Slot], width: int) -> list[tuple[Slot, int, int]]:
-    """Where in a buffer of `width` elements each trained parameter's are.
+    """Return the slice of each trained parameter in a buffer of `width` elements.
 
     Raises:
-        WanmaError: it does not hold all of them.
+        WanmaError: the buffer does not hold all of them.
     """
     trained = [slot for slot in slots if slot.state().requires_grad]
     if sum(slot.length for slot in trained) != width:
@@ -141,14 +148,14 @@ def _places(slots: Sequence[Slot], width: int) -> list[tuple[Slot, int, int]]:
 
 
 def _replicated(parameter: Any, name: str) -> Slot:
-    """This rank's shard of a parameter, as all its replicas have it."""
+    """Return the slot of this rank's shard of a parameter, which all its replicas hold alike."""
     padded = tuple(parameter.padded_sharded_param_size)
     slot = whole_slot(name, partial(_state_of, parameter), padded)
     return Slot(name, slot.state, 1, slot.length, slot.columns, tuple(parameter.sharded_size))
 
 
 def _scattered(parameter: Any, name: str, shards: int) -> Slot:
-    """A whole parameter, which is scattered among its shards.
+    """Return the slot of a full parameter whose sum is scattered among its shards.
 
     One that is cut along another dim than the first comes with its parts below each other.
     """
@@ -162,7 +169,7 @@ def _scattered(parameter: Any, name: str, shards: int) -> Slot:
 
 
 def _state_of(parameter: Any) -> Tensor:
-    """The parameter as checkpoints know it, which is the one in its module.
+    """Return the parameter as checkpoints know it: the one in its module.
 
     `allocate` has put another there than FSDP2 was given, which finds it before the first forward.
     """
@@ -173,5 +180,5 @@ def _state_of(parameter: Any) -> Tensor:
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Id of each parameter → its name, while all of them are sharded."""
+    """Return the name of each parameter by its id, while all of them are sharded."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

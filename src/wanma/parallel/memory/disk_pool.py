@@ -1,4 +1,4 @@
-"""A rank's memory on disk: tensors in mapped files, for what a plan offloads there.
+"""Allocator of tensors in mapped files, for parts of the state that a plan offloads to disk.
 
 The files have no names: their space is free again when the process ends, however it ends.
 """
@@ -26,21 +26,23 @@ from wanma.observe.units import bytes_text
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 20, 1 << 30
-"""Files are as large as all before them together, within these bounds: an open file for every tensor
-would exceed what a process may have."""
+"""Bounds of a file's size in bytes; each file is as large as all before it together.
+
+An open file for every tensor would exceed what a process may have.
+"""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Of the GNU C library; others have none."""
+"""Function `malloc_trim` of the GNU C library; None for other libraries."""
 
 
 def open_scratch(job: Job, worker: Worker) -> Scratch:
-    """Where this rank puts what its plan offloads to disk."""
+    """Return the disk pool of this rank, in the job's scratch folder or the run directory's."""
     folder = job.cluster.scratch
     return Scratch(Path(folder) if folder is not None else RunDirectory(worker.run_directory).scratch)
 
 
 def pool_of_state(pool: Scratch | None, plan: Plan) -> Scratch | None:
-    """Disk pool that holds parameters or optimizer state under `plan`; None where memory holds both.
+    """Return the disk pool of parameters or optimizer state under `plan`; None where memory holds both.
 
     Memory has no room for a copy of what lies there.
     """
@@ -48,18 +50,18 @@ def pool_of_state(pool: Scratch | None, plan: Plan) -> Scratch | None:
 
 
 class Scratch:
-    """Allocates tensors in files below `folder`, which is made when the first one is.
+    """Allocator of tensors in files below `folder`, which is made when the first tensor is.
 
-    Pages that were touched stay in memory until `rest`, or until the kernel wants them.
+    Pages that were touched stay in memory until `rest`, or until the kernel needs them.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.bytes = 0
-        """Reserved on disk."""
+        """Bytes reserved on disk."""
         self._files: list[mmap.mmap] = []
         self._used = 0
-        """Of the last file."""
+        """Bytes of the last file that are in use."""
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def __enter__(self) -> Scratch:
@@ -68,14 +70,14 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the folder as it was; the files go with the last tensor that lies in them."""
+        """Remove the folder if it is empty; the files go with the last tensor that lies in them."""
         self._free.clear()
         self._files.clear()
         with contextlib.suppress(OSError):  # another rank still uses it, or nobody ever did
             self.folder.rmdir()
 
     def empty(self, size: int) -> Tensor:
-        """`size` bytes, uninitialised, (size,) uint8.
+        """Allocate `size` bytes, uninitialised: (size,) uint8.
 
         Raises:
             WanmaError: the disk is full, or the folder cannot be written to.
@@ -88,12 +90,12 @@ class Scratch:
         return torch.frombuffer(self._files[-1], dtype=torch.uint8, count=max(size, 1), offset=start)[:size]
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Of the same shape and dtype, contiguous."""
+        """Allocate a contiguous tensor of the same shape and dtype, uninitialised."""
         flat = self.empty(tensor.numel() * tensor.element_size())
         return flat.view(tensor.dtype).view(tensor.shape)
 
     def borrow(self, size: int) -> Tensor:
-        """As `empty`, for as long as until `give_back`."""
+        """Allocate `size` bytes until `give_back`: (size,) uint8."""
         free = self._free[size]
         return free.pop() if free else self.empty(size)
 
@@ -101,10 +103,10 @@ class Scratch:
         self._free[lent.numel()].append(lent)
 
     def rest(self) -> None:
-        """Let go of the memory in which pages of the files are, which the files keep.
+        """Release the memory of the files' pages, whose content the files keep.
 
-        And of what the process has freed: between long-lived gradients the heap keeps holes as large as the
-        activations that have gone elsewhere.
+        It also returns memory that the process has freed: between long-lived gradients the heap keeps holes
+        as large as the activations that were offloaded.
         """
         for file in self._files:
             file.madvise(mmap.MADV_DONTNEED)

@@ -1,9 +1,9 @@
-"""Let parameters and activations wait in the host's memory or on disk while nobody needs them.
+"""Offload of parameters and activations to host memory or disk while nobody needs them.
 
-Parameters: the shards that FSDP2 gathers from are elsewhere; a block's whole parameters are on the device
-while it computes, as in ZeRO 3. Activations: what autograd keeps of a block goes elsewhere as the forward
-goes on, and comes back as backward reaches the block. Neither changes a number. Optimizer state is
-`training.state_home`'s.
+Parameters: the shards that FSDP2 gathers from are elsewhere; a block's unsharded parameters are on the device
+while it computes, as in ZeRO 3. Activations: tensors that autograd saves for a block's backward go elsewhere
+as the forward goes on, and come back as backward reaches the block. Neither changes a number. Optimizer state
+is offloaded by `training/optimizer/optimizer_state_offload.py`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,33 @@ from wanma.parallel.memory.offload_target import Away, Disk, Host, Parcel
 from wanma.parallel.parameters.fsdp_units import group_of, units
 
 SMALL_BYTES = 1 << 12
-"""Tensors up to this size stay: to fetch one takes longer than it is worth."""
+"""Largest tensor, in bytes, that is not offloaded: to fetch one takes longer than it is worth."""
 
 
 def offload_policy(plan: Plan) -> OffloadPolicy:
-    """What FSDP2 must know: on GPUs that shards are in the host's memory, be it mapped from a disk."""
+    """Return FSDP2's offload policy: on GPUs, shards in host memory, be it mapped from a disk."""
     if plan.device == "cpu" or plan.offload_parameters == "nothing":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=plan.offload_parameters == "host")
 
 
 def parameters_device(plan: Plan, device: torch.device) -> torch.device:
-    """Where the parameters' shards are."""
+    """Return the device of the parameters' shards."""
     return device if plan.offload_parameters == "nothing" else torch.device("cpu")
 
 
 def offload_parameters(
     model: nn.Module, blocks: Iterable[nn.Module], plan: Plan, scratch: Scratch | None
 ) -> None:
-    """Move the shards of a model that FSDP2 has sharded into files, and their values with them.
+    """Move the shards of a model that FSDP2 has sharded into files, with their values.
 
-    Without effect for other places: `offload_policy` and `parameters_device` have brought them there.
+    No effect without offload to disk: `offload_policy` and `parameters_device` have placed the shards.
+
+    Args:
+        model: module sharded by FSDP2.
+        blocks: blocks of the model, gathered one by one.
+        plan: plan of the run.
+        scratch: disk pool of this rank; None where the plan needs none.
     """
     if plan.offload_parameters != "disk":
         return
@@ -65,9 +71,9 @@ def offload_parameters(
 
 
 def offload_activations(blocks: Iterable[nn.Module], plan: Plan, scratch: Scratch | None) -> None:
-    """Let what autograd keeps of each block wait elsewhere until backward; after recompute and compile.
+    """Offload the tensors that autograd saves for each block until backward; after recompute and compile.
 
-    What selective recompute keeps is not autograd's and stays on the device.
+    Results that selective recompute keeps are not autograd's and stay on the device.
     """
     if plan.offload_activations == "nothing":
         return
@@ -81,7 +87,7 @@ def offload_activations(blocks: Iterable[nn.Module], plan: Plan, scratch: Scratc
 
 
 def _rest_between(blocks: Iterable[nn.Module], scratch: Scratch) -> None:
-    """Let go of the memory behind shards on disk when a block has been gathered, forward and backward."""
+    """Release the memory behind shards on disk when a block has been gathered, forward and backward."""
 
     def rest(*_: Any) -> None:
         scratch.rest()
@@ -111,7 +117,7 @@ def _offloading(block: nn.Module, forward: Callable[..., Any], luggage: _Luggage
 
 
 class _Luggage:
-    """All that waits elsewhere: what several blocks keep, such as a mask, is sent once."""
+    """Offloaded storages of all blocks: one that several blocks save, such as a mask, is sent once."""
 
     def __init__(self, away: Away) -> None:
         self.away = away
@@ -119,7 +125,7 @@ class _Luggage:
         self._last: weakref.ref[_Journey] | None = None
 
     def depart(self, stays: set[int]) -> _Journey:
-        """For one run of one block.
+        """Begin one run of one block.
 
         Args:
             stays: identities of storages that are not sent, those of parameters.
@@ -138,7 +144,7 @@ class _Luggage:
 
 
 class _Journey:
-    """What one run of a block keeps for its backward."""
+    """Tensors that one run of a block saves for its backward."""
 
     def __init__(self, luggage: _Luggage, stays: set[int], before: weakref.ref[_Journey] | None) -> None:
         self._luggage, self._stays, self._before = luggage, stays, before
@@ -182,7 +188,7 @@ class _Journey:
 
 
 class _Item:
-    """A tensor in a parcel."""
+    """Tensor in an offloaded storage."""
 
     def __init__(self, parcel: Parcel, local: Tensor, tensor: Tensor) -> None:
         self._parcel = parcel

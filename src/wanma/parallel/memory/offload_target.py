@@ -1,4 +1,4 @@
-"""Memory of a device that waits elsewhere: sent there, and brought back when it is wanted."""
+"""Offload targets of device memory: host memory or disk, with the copies there and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanma.parallel.memory.disk_pool import Scratch
 
 
 class Away(ABC):
-    """A place, and the way there and back."""
+    """Offload target with its copies there and back."""
 
     @abstractmethod
     def send(self, content: Tensor) -> Sent:
@@ -21,23 +21,23 @@ class Away(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """All of a block has been sent, or is about to be brought."""
+        """Release staging memory: all of a block has been sent, or is about to be fetched."""
 
 
 class Sent(ABC):
-    """What a place holds until nobody refers to it any more."""
+    """Content at an offload target, kept until nobody refers to it any more."""
 
     @abstractmethod
     def begin(self) -> None:
-        """It will be wanted soon."""
+        """Begin to fetch the content: `bring` follows soon."""
 
     @abstractmethod
     def bring(self) -> Tensor:
-        """(bytes,) uint8 on the device, for the current stream."""
+        """Return the content, (bytes,) uint8 on the device, for the current stream."""
 
 
 class Disk(Away):
-    """Mapped files; each way waits for its copy."""
+    """Offload target in mapped files; each copy is waited for."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -67,7 +67,7 @@ class _OnDisk(Sent):
 
 
 class Host(Away):
-    """Pinned memory of the host, by copies on a stream of their own beside the computation."""
+    """Offload target in pinned host memory, by copies on a stream of their own beside the computation."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -110,7 +110,7 @@ class _OnHost(Sent):
 
 
 class Parcel:
-    """One storage that waits elsewhere, for all tensors that lie in it.
+    """Offloaded storage, for all tensors that lie in it.
 
     While a parcel exists, the identity of the storage it was made of belongs to no other.
     """
@@ -122,12 +122,12 @@ class Parcel:
         self._here: UntypedStorage | None = None
 
     def begin(self) -> None:
-        """It will be opened soon."""
+        """Begin to fetch the storage: `open` follows soon."""
         if self._here is None:
             self._sent.begin()
 
     def open(self) -> UntypedStorage:
-        """The storage's content, on its device; it stays here until nobody refers to the parcel any more."""
+        """Return the storage's content on its device, where it stays while anybody refers to the parcel."""
         if self._here is None:
             self._here = self._sent.bring().untyped_storage()
         return self._here

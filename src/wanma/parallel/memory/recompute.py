@@ -1,8 +1,8 @@
-"""Trade memory for compute: keep less of each block than backward needs, and run the block again there.
+"""Recompute (activation checkpointing): blocks keep few activations and run again in backward.
 
 full        a block's inputs are kept, and all of it runs again (Chen et al. 2016)
-selective   beside them the results of what costs most to run again (`models.costly`), so that about
-            half of the products and all that is cheap runs again (Korthikanti et al. 2022, section 5)
+selective   the results that cost most to compute again are kept too (`selective_recompute.py`): about half
+            of the products and everything cheap runs again (Korthikanti et al. 2022, section 5)
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from wanma.parallel.context.ring_attention import OPERATOR as RING_ATTENTION
 from wanma.parallel.memory.recomputed_attributes import RecomputedAttributes
 
 _SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-"""In which torch runs a block the first and the second time."""
+"""Dispatch modes in which torch runs a block the first and the second time."""
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around the first run of a block, and around the second."""
+"""Contexts of the first run of a block and of the second."""
 
 
 def recompute(blocks: list[nn.Module], plan: Plan) -> None:
     """Apply `plan.recompute` to a stage's blocks in place; parameter names stay as they are.
 
-    A block's forward is replaced and no hook added, so that FSDP2's hooks stay outside of what runs again
-    and torch.compile sees an operator that it knows.
+    A block's forward is replaced and no hook added, so that FSDP2's hooks stay outside of what runs again and
+    torch.compile sees an operator that it knows.
     """
     if plan.compile and plan.recompute != "none":
         # Dropout counts its calls. A compiled block computes its masks once more, from the same keys.
@@ -94,12 +94,12 @@ def _recomputing(
 
 
 def _versions(arguments: tuple[Any, ...]) -> list[int]:
-    """Counts of the changes of tensors in place."""
+    """Return the version counters of tensors, which count their changes in place."""
     return [x._version for x in arguments if isinstance(x, torch.Tensor)]
 
 
 def _buffer_versions(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
-    """Identity of each buffer and the count of its changes in place, by path."""
+    """Return the identity and version counter of each buffer, by path."""
     return {
         f"{path}.{name}".lstrip("."): (id(buffer), buffer._version)
         for path, module in modules
@@ -109,9 +109,10 @@ def _buffer_versions(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[in
 
 
 def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | None:
-    """What `checkpoint` asks for at every run: what the first run was told of its samples, in the second.
+    """Return the function that makes the contexts of a block's two runs, which share its sample context.
 
-    None where nothing is kept and nothing was told.
+    Returns:
+        None where nothing is kept and no module depends on samples.
     """
     if not keeps_some and not any(isinstance(module, SampleAware) for module in block.modules()):
         return None
@@ -133,10 +134,10 @@ def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | N
 
 
 def hide_hooks(module: nn.Module) -> None:
-    """Let the hooks that a module inside of a block has, FSDP2's, be no part of what is kept or runs again.
+    """Exclude the hooks of modules inside a block, FSDP2's, from what is kept or runs again.
 
-    Torch 2.13 wants to see the same operators in the second run, and a sharded module that is gathered
-    in the first may still be so in the second.
+    torch 2.13 expects the same operators in the second run, and a sharded module that is gathered in the
+    first may still be so in the second.
     """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
@@ -158,12 +159,12 @@ def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Policy:
-    """Keep what is costly; nothing without a `costly`."""
+    """Policy of selective recompute: keep costly results; nothing without a `costly`."""
 
     def __init__(self, costly: Costly | None) -> None:
         self._costly = costly
         self._costly_again = Costly()
-        """For the second run, in which torch 2.11 asks again."""
+        """Counter for the second run, in which torch 2.11 asks again."""
 
     def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         costly = self._costly_again if context.is_recompute else self._costly

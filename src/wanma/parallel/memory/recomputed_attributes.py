@@ -1,7 +1,7 @@
-"""Attributes of a block that its forward changes: a second run in backward must leave them as the first did.
+"""Check of attributes that a block's forward changes: recompute in backward must not change them again.
 
 A counter, a list that grows or a moving average that a module keeps as a plain attribute would be changed
-twice a step. What is set anew by each run, such as the latest attention, is the same after both.
+twice a step. An attribute that each run sets anew, such as the latest attention, is the same after both.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from wanma.job.errors import JobError
 from wanma.models.user_modules.user_attributes import ATTRIBUTES_OF_MODULES, is_users
 
 _WATCHED_RUNS = 4
-"""First runs of a block in which it is looked at."""
+"""Number of first runs of a block that are checked."""
 _DEPTH, _ITEMS = 3, 100
 _TOLERANCE = 1e-5
 """Relative difference that rounding may make between the two runs."""
 
 
 class RecomputedAttributes:
-    """Watches one block in its first runs."""
+    """Check of one block's attributes in its first runs."""
 
     def __init__(self, block: nn.Module) -> None:
         self._name = type(block).__name__
@@ -36,7 +36,7 @@ class RecomputedAttributes:
         self._runs = 0
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward`, to be run once now and perhaps once more in backward, which compares the two."""
+        """Return `forward` with a comparison of attributes after its first run and its run in backward."""
         self._runs += 1
         if self._runs > _WATCHED_RUNS or not self._modules:
             return forward
@@ -75,7 +75,7 @@ class RecomputedAttributes:
 
 
 def _value(value: Any, depth: int) -> Any:
-    """Comparable form of a value: numbers, texts and their containers; None for anything else."""
+    """Return the comparable form of a value: numbers, texts and their containers; None for anything else."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -102,7 +102,7 @@ def _digest(tensor: Tensor) -> Any:
         tensor = torch.view_as_real(tensor)
     precise = tensor.detach().double()
     size = float(precise.abs().sum())
-    # Beside the size: a sum that rounding has left is no difference.
+    # Relative to the size: a difference that rounding has left in a sum is none.
     return [str(tuple(tensor.shape)), size, size + float(precise.sum())]
 
 

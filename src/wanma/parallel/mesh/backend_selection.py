@@ -1,4 +1,4 @@
-"""What the collectives of a run go over, on CPUs: memory that ranks share, or Gloo."""
+"""Choice of the process-group backend of a run's CPU ranks: shared memory or Gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wanma.job.sections.parallel import Collectives
 
 
 def backend_name(worker: Worker, device: torch.device, collectives: Collectives) -> str:
-    """What `init_process_group` is to be given.
+    """Return the backend name that `init_process_group` is given.
 
     Raises:
         WanmaError: shared memory is wanted of this rank, and cannot be had.
@@ -33,8 +33,10 @@ def backend_name(worker: Worker, device: torch.device, collectives: Collectives)
 
 
 def native_library() -> NativeLibrary:
-    """The collectives' C++. Compiled where it is not there yet: about four seconds, once for this user and
-    processor."""
+    """Return the library of the shared-memory collectives, compiled from C++ where it is not there yet.
+
+    Compiling takes about four seconds, once for this user and processor.
+    """
     found = compiled(COLLECTIVES)
     if found.path is not None and not load(found.path).wanma_has_float16():
         return NativeLibrary(None, f"{cpp_compiler()} does not know 16-bit numbers (g++ 12 or later does)")
@@ -42,7 +44,10 @@ def native_library() -> NativeLibrary:
 
 
 def tell_transport(worker: Worker, collectives: Collectives) -> None:
-    """Say it once, in rank 0's log; as a message of the run where it is not what could be."""
+    """Print the transport of the collectives in rank 0's log.
+
+    A message of the run says why they use Gloo where shared memory was possible in principle.
+    """
     world = dist.group.WORLD
     if worker.rank != 0 or world is None or collectives == "gloo":
         return

@@ -1,4 +1,4 @@
-"""From a plan to process groups: one device mesh, its axes in the plan's rank order."""
+"""Device meshes and process groups of a plan, with mesh dimensions in the plan's rank order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from wanma.parallel.mesh.backend_selection import backend_name, tell_transport
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's place in the mesh.
+    """Device meshes of one plan as one rank sees them.
 
-    The world is seen in up to three ways, all of them meshes of one root, as FSDP2 wants it: by the
-    plan's axes; by who holds which part of the state, (stage, replicate, shard, state_tp); and the
-    same for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp). Where the plan has
-    sites, these come first in each view (site, state_site, expert_site), and all other axes are within one.
+    The world is seen in up to three ways, all of them meshes of one root, as FSDP2 wants it: by the plan's
+    dimensions; by the part of the state that ranks hold, (stage, replicate, shard, state_tp); and the same
+    for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp). Where the plan has sites,
+    these come first in each view (site, state_site, expert_site), and all other dimensions are within one.
     """
 
     plan: Plan
@@ -38,25 +38,25 @@ class Grid:
     axes: DeviceMesh
     state: DeviceMesh
     experts: DeviceMesh | None
-    """None without expert parallelism."""
+    """Expert mesh (expert_stage, expert_replicate, expert_shard, ep, expert_tp); None without `ep`."""
     ranks_by_node: tuple[int, ...] = ()
-    """As of `Worker`."""
+    """Ranks of each node, as in `Worker`."""
     communication: Stopwatch = field(default_factory=Stopwatch, compare=False)
-    """What it costs in time, all of this rank's."""
+    """Timer of all communication of this rank."""
 
     @property
     def state_mesh(self) -> DeviceMesh:
-        """(replicate, shard): the ranks that hold the same part of the model, over the data and `cp`."""
+        """Mesh (replicate, shard) of the ranks that hold the same part of the model, `cp` included."""
         return self.state["replicate", "shard"]
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """(expert_replicate, expert_shard): the ranks that hold the same experts."""
+        """Mesh (expert_replicate, expert_shard) of the ranks that hold the same experts."""
         assert self.experts is not None
         return self.experts["expert_replicate", "expert_shard"]
 
     def axis(self, name: str) -> DeviceMesh:
-        """The one-dimensional mesh of a plan's axis that this rank lies on."""
+        """Return the one-dimensional mesh of a plan's dimension to which this rank belongs."""
         if name == "tp":
             return self.state["state_tp"]  # the one that FSDP2 finds in parameters split by `tp`
         if name == "ep":
@@ -65,12 +65,12 @@ class Grid:
         return self.axes[name]
 
     def at(self, name: str) -> int:
-        """This rank's coordinate on axis `name`."""
+        """Return this rank's coordinate in mesh dimension `name`."""
         return self.plan.coordinates(self.rank)[name]
 
     @property
     def site(self) -> int:
-        """Number of this rank's site."""
+        """Index of this rank's site."""
         return self.plan.site_of(self.rank)
 
     @property
@@ -79,7 +79,7 @@ class Grid:
 
     @property
     def counts_loss(self) -> bool:
-        """One rank of those that compute the same losses: the last stage's first tensor rank.
+        """Selection of one rank of those that compute the same losses: the last stage's first tensor rank.
 
         Context ranks compute the losses of different positions.
         """
@@ -90,18 +90,20 @@ class Grid:
 def process_grid(
     worker: Worker, plan: Plan, deadline_seconds: float, collectives: Collectives = "auto"
 ) -> Iterator[Grid]:
-    """Join the run's process group and build its mesh; leave both in order, whatever happens inside.
+    """Join the run's process group and build its mesh; close both on exit, also after an error.
 
     A group is made for a single process too: the same code then runs at every size.
 
     Args:
-        deadline_seconds: after which the supervisor calls a silent run hung. Collectives wait longer
-            than that, so that its report, which names the cause, comes before their bare time-out.
-        collectives: of a CPU's ranks; `parallel.collectives` of the job.
+        worker: context of this rank.
+        plan: plan of the run.
+        deadline_seconds: silence in seconds after which the supervisor calls a run hung. Collectives wait
+            longer than that, so that its report, which names the cause, comes before their bare time-out.
+        collectives: transport of CPU ranks; `parallel.collectives` of the job.
 
     Raises:
-        WanmaError: the plan wants another number of ranks than were started, or has no such device; or
-            `collectives` is 'shared', and that cannot be.
+        WanmaError: the plan needs another number of ranks than were started, or a device that is missing; or
+            `collectives` is 'shared', and shared memory cannot be used.
     """
     if plan.world_size != worker.world_size:
         raise WanmaError(
@@ -135,7 +137,7 @@ def process_grid(
 
 
 def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple[int, ...] = ()) -> Grid:
-    """The meshes of a plan, in a process group that has been joined; every rank calls it.
+    """Build the meshes of a plan in a process group that has been joined; every rank calls it.
 
     Args:
         ranks_by_node: as of `Worker`.

@@ -1,8 +1,8 @@
 """Tensors that all sites hold alike, beside those of which each site has its own.
 
-What a site computes with are DTensors over the ranks of that site. The same local part as a DTensor over all
-sites says that every site has it: it is then saved once, compared among all, and found under its own name
-by a plan without sites.
+The tensors with which a site computes are DTensors over the ranks of that site. The same local part as a
+DTensor over all sites says that every site has it: it is then saved once, compared among all, and found under
+its own name by a plan without sites.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from wanma.parallel.mesh.parallel_mesh import Grid
 
 
 def over_sites(local: Tensor, like: Tensor, grid: Grid) -> Tensor:
-    """The tensor of the shape of `like`, alike on all sites, of which this rank holds `local`.
+    """Return a tensor of the shape of `like`, equal on all sites, of which this rank holds `local`.
 
     Args:
-        local: on any device, in the shape of the local part of `like`.
-        like: this site's. What is no DTensor is the same everywhere already.
+        local: this rank's part, on any device, in the shape of the local part of `like`.
+        like: tensor of this site. A plain tensor is the same everywhere already.
+        grid: device meshes of the plan.
     """
     if not isinstance(like, DTensor):
         return local
@@ -38,12 +39,12 @@ def over_sites(local: Tensor, like: Tensor, grid: Grid) -> Tensor:
 
 
 def everywhere(tensor: Tensor, grid: Grid) -> Tensor:
-    """`tensor`, this site's, as what all sites hold alike."""
+    """Return this site's `tensor` as a tensor that all sites hold alike."""
     return over_sites(local_part(tensor), tensor, grid)
 
 
 def on_site(tensor: Tensor, grid: Grid) -> Tensor:
-    """`tensor` as this site's own: what has no placements is whole on each of its ranks."""
+    """Return `tensor` as a DTensor of this site alone; a plain tensor is replicated on its ranks."""
     if isinstance(tensor, DTensor):
         return tensor
     mesh = grid.state["replicate", "shard"]

@@ -1,12 +1,12 @@
-"""Weights that a model changes as it computes: clamped, renormalised, or of a teacher that follows a student.
+"""Detection of weights that a model's forward changes: clamped, renormalised, or averaged from a student.
 
-A plain loop over the global batch makes such a change once a step and keeps it. Here a model that
-computes with its state keeps it too, which is the same where all replicas make the same change, once, or
-where making it again changes nothing. Copies of shards lose it, and are told of here. Everything else is
-refused.
+A plain loop over the global batch makes such a change once a step and keeps it. Here a model that computes
+with its state keeps it too, which is the same where all replicas make the same change, once, or where making
+it again changes nothing. Copies of shards lose it, and a change to them is refused here, like every other
+one.
 
-`torch.Tensor._version` tells most changes, but none by way of `.data`. These are seen by their values, in the
-first steps and in some of the later ones.
+`torch.Tensor._version` reveals most changes, but none by way of `.data`. These are seen by their values, in
+the first steps and in some of the later ones.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from wanma.checkpoint.format.local_shards import local_part
 from wanma.job.errors import AgreedError, JobError
 
 WATCHED_STEPS = 3
-"""First steps in which values are compared: a teacher begins as its student, and follows it from the second
-on."""
+"""Number of first steps in which values are compared.
+
+A teacher begins as its student, and follows it from the second step on.
+"""
 _STEPS_BETWEEN_LOOKS = 100
-"""Steps from one later comparison to the next, for changes that begin with training under way. To read all
-weights twice in so many steps costs less than a thousandth of them."""
+"""Steps from one later comparison to the next, for changes that begin while training runs.
+
+To read all weights twice in so many steps costs less than a thousandth of them.
+"""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BETWEEN_STEPS = "change weights between two steps, in a loop of your own (wanma.session)"
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The values of this rank's part of a tensor as integers, that not-a-numbers are equal too."""
+    """Return the bits of this rank's part of a tensor as integers, so that equal NaNs compare equal."""
     local = local_part(tensor).detach()
     if local.is_complex():
         local = torch.view_as_real(local)
@@ -57,7 +61,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
-    """Make the refusal of a changed weight of which ranks compute with copies."""
+    """Return the refusal of a change to a weight of which ranks compute with copies."""
     replicas = "; replicas in fp32 keep the change (parallel.shard = 'nothing', train.precision = 'fp32')"
     return JobError(
         f"{name} was changed in a forward pass, which does not compute with a rank's own weights here: they "
@@ -67,10 +71,10 @@ def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
 
 
 class ForwardChanges:
-    """Changes to weights that compute in the memory of the state, in one step.
+    """Changes in one step to weights that compute in the memory of the state.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -81,13 +85,13 @@ class ForwardChanges:
         self._sums: list[Tensor] | None = None
         self._micro_batches = 0
         self._after_first: dict[int, Tensor] = {}
-        """Values of the weights that the first micro-batch has changed, as integers."""
+        """Values of the weights that the first micro-batch has changed, as integers, by parameter index."""
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Before the first forward of a step.
+        """Note the weights before the first forward of a step.
 
         Args:
-            tensors: what computes, in the order of the names.
+            tensors: tensors that compute, in the order of the names.
         """
         self._tensors = tensors
         self._versions = [tensor._version for tensor in tensors]
@@ -100,10 +104,10 @@ class ForwardChanges:
         self._micro_batches += 1
 
     def end_backward(self) -> bool:
-        """After the last backward of a step.
+        """Check the weights after the last backward of a step.
 
         Returns:
-            whether a weight has changed.
+            True if a weight has changed.
 
         Raises:
             JobError: several micro-batches have each changed it; or the forward has hooked its gradient.
@@ -129,7 +133,7 @@ class ForwardChanges:
         """Compare the weights of replicas, after some rank's have changed; every data rank calls it.
 
         Raises:
-            AgreedError: those of others have changed otherwise.
+            AgreedError: the weights of another replica have changed otherwise.
         """
         mine = [int(checksum(tensor)) for tensor in self._tensors]
         for group in groups:
@@ -152,10 +156,11 @@ class ForwardChanges:
 
 
 class GatheredCopies:
-    """Whole copies of the shards of one of FSDP2's units, which are thrown away when they have been used.
+    """Unsharded copies of the shards of one FSDP2 unit, which are discarded after use.
 
     Args:
-        model: that has the unit's parameters, by name.
+        model: module that has the unit's parameters, by name.
+        group: FSDP2's parameter group of the unit.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
@@ -173,10 +178,10 @@ class GatheredCopies:
             self._places = [local_part(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params]
 
     def check_values(self) -> None:
-        """While they are there.
+        """Compare the copies with the shards, while they are gathered.
 
         Raises:
-            JobError: this rank's part of one is no longer equal to its shard.
+            JobError: this rank's part of a copy is no longer equal to its shard.
         """
         if not is_watched(self._steps) or not self._group.is_unsharded:
             return
@@ -194,9 +199,10 @@ class GatheredCopies:
                 raise self._refusal(name)
 
     def end_step(self) -> None:
-        """
+        """Check the copies at the end of a step.
+
         Raises:
-            JobError: one has been written to since it was gathered first.
+            JobError: a copy has been written to since it was gathered first.
         """
         self._steps += 1
         for name, shard in zip(self._names, self._group.fsdp_params, strict=True):
@@ -212,10 +218,12 @@ class GatheredCopies:
 
 
 def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
-    """Refuse hooks on a tensor that computes: its gradient is one micro-batch's.
+    """Refuse hooks on a tensor that computes: they would see one micro-batch's gradient.
 
     Args:
-        own: how many of wanma's are there.
+        name: name of the parameter.
+        computing: tensor that computes.
+        own: number of wanma's own hooks on it.
     """
     if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own:
         raise JobError(
@@ -226,7 +234,7 @@ def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
 
 
 def _start(shard: Any, size: int) -> int:
-    """Index at which the part of this rank begins in a dim of `size` elements."""
+    """Return the index at which this rank's part begins in a dim of `size` elements."""
     shards, rank = (
         getattr(shard.mesh_info, "shard_mesh_size", 1),
         getattr(shard.mesh_info, "shard_mesh_rank", 0),
@@ -235,6 +243,6 @@ def _start(shard: Any, size: int) -> int:
 
 
 def is_empty(tensor: Tensor) -> bool:
-    """Return whether it has no values, as in a dry run."""
+    """Return whether a tensor has no values, as in a dry run."""
     local = local_part(tensor)
     return is_fake(local) or local.is_meta

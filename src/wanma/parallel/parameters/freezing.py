@@ -1,8 +1,8 @@
-"""Freezing and releasing parameters while a model trains, as plain torch has it: by `requires_grad`.
+"""Freezing and releasing of parameters while a model trains, as plain torch has it: by `requires_grad`.
 
 A module computes with other tensors than those that are its state between steps. A model that freezes or
 releases parameters in its forward changes the first, a loop between two steps the second; each must follow
-the other. What the job itself freezes stays frozen: it has no state to be trained with.
+the other. Parameters that the job itself freezes stay frozen: they have no state to be trained with.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def frozen_for_good(model: nn.Module, is_frozen: Any) -> frozenset[str]:
-    """Freeze what the job freezes; names of all parameters of a whole model that are never trained, of tied
-    ones all names.
+    """Freeze the job's frozen parameters; return the names of all that are never trained.
+
+    The names are those of a full model; of tied parameters all names.
 
     Args:
-        is_frozen: tells of a name whether the job freezes it.
+        model: module before it is split.
+        is_frozen: function that says for a name whether the job freezes it.
     """
     fixed = set()
     for name, parameter in model.named_parameters():
@@ -38,9 +40,10 @@ def frozen_for_good(model: nn.Module, is_frozen: Any) -> frozenset[str]:
 
 
 def refuse_release(name: str, parameter: torch.Tensor) -> None:
-    """
+    """Refuse to train a parameter that is frozen for good.
+
     Raises:
-        WanmaError: always; `parameter`, which is frozen for good, is to be trained.
+        WanmaError: always.
     """
     if parameter.dtype in LOW:
         cause = f"it is kept in {str(parameter.dtype).removeprefix('torch.')}, and what is trained in fp32"
@@ -53,11 +56,12 @@ def refuse_release(name: str, parameter: torch.Tensor) -> None:
 
 
 class Flags:
-    """`requires_grad` of the shards that FSDP2 holds of one module, and of the whole tensors that compute.
+    """Flags `requires_grad` of one module's FSDP2 shards, kept equal to those of the tensors that compute.
 
     FSDP2 hands a shard's flag on to the tensor that it gathers, never back.
 
     Args:
+        model: module that FSDP2 has sharded.
         fixed: names of parameters that are frozen for good.
     """
 
@@ -86,13 +90,13 @@ class Flags:
             unit.register_forward_hook(torch.compiler.disable(follow), prepend=True)
 
     def settle(self) -> None:
-        """After the last backward of a step: take over what has changed since the forward."""
+        """Adopt the flags that have changed since the forward, after the last backward of a step."""
         for shard in self._shards:
             shard.settle()
 
 
 class _Shard:
-    """One parameter."""
+    """Flag of one parameter."""
 
     def __init__(self, shard: Any, name: str, is_fixed: bool) -> None:
         self._shard, self._name, self._is_fixed = shard, name, is_fixed
@@ -103,7 +107,7 @@ class _Shard:
         return bool(self._shard.sharded_param.requires_grad)
 
     def follow(self) -> None:
-        """After a forward, in which the whole tensor was in its place."""
+        """Adopt the flag of the gathered tensor, after a forward."""
         self._last = self._shard._unsharded_param.requires_grad
         self._take(self._last)
 

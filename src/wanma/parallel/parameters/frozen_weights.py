@@ -1,9 +1,9 @@
-"""Weights that the job freezes, such as those beside adapters: in the precision that computes, and once.
+"""Weights that the job freezes, such as those beside adapters: kept once, in the precision that computes.
 
-What is trained is kept in fp32, that small updates are not rounded away, and computes as a copy in 16 bits.
-What is never updated needs no more than that copy. Where blocks are gathered for each use (ZeRO 3), it is
-sharded; elsewhere it is whole on every data rank and computes in the memory of the state. Ranks that share
-memory have one common copy (`parallel.common_weights`).
+Trained weights are kept in fp32, so that small updates are not rounded away, and compute as a copy in 16
+bits. Weights that are never updated need no more than that copy. Where blocks are gathered for each use (ZeRO
+3), it is sharded; elsewhere it is replicated on every data rank and computes in the memory of the state.
+Ranks that share memory have one common copy (`data_parallel/shared_memory_weights.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from wanma.parallel.parameters.replicated_parameters import Held, hold, is_of_ex
 
 @torch.no_grad()
 def round_frozen(module: nn.Module, dtype: torch.dtype, fixed: Collection[str]) -> None:
-    """Give weights of `module` that are frozen for good the precision that computes, in place.
+    """Cast the weights of `module` that are frozen for good to the precision that computes, in place.
 
-    Single numbers keep theirs, in which they compute too. So do weights of a class of their own, such as
-    those that are gathered in fp8: what they are cast to follows from fp32.
+    Single numbers keep their precision, in which they compute too. So do weights of a class of their own,
+    such as those that are gathered in fp8: they are cast from fp32.
 
     Args:
-        dtype: in which FSDP2 gives the weights to the module's forward.
+        module: module before FSDP2 shards it.
+        dtype: dtype in which FSDP2 gives the weights to the module's forward.
         fixed: names of parameters that are frozen for good.
     """
     if dtype not in LOW:
@@ -46,10 +47,13 @@ def round_frozen(module: nn.Module, dtype: torch.dtype, fixed: Collection[str]) 
 def held_once(
     model: nn.Module, plan: Plan, grid: Grid, dtype: torch.dtype, fixed: Collection[str]
 ) -> set[nn.Parameter]:
-    """Parameters of `model` that need not be gathered: frozen for good, and whole for all of a step.
+    """Return the parameters of `model` that need no gather: frozen for good, and unsharded for all of a step.
 
     Args:
-        dtype: precision that computes; parameters of another are gathered, to be cast.
+        model: module before FSDP2 shards it.
+        plan: plan of the run.
+        grid: device meshes of the plan.
+        dtype: dtype that computes; parameters of another are gathered, to be cast.
         fixed: names of parameters that are frozen for good.
     """
     if plan.reshards or plan.offload_parameters != "nothing":
@@ -66,10 +70,12 @@ def held_once(
 
 
 class FrozenWeights:
-    """Frozen parameters of one module, or of one stage of it, whole on every data rank.
+    """Frozen parameters of one module, or of one stage of it, replicated on every data rank.
 
     Args:
-        parameters: of `model`; their state takes their place.
+        model: module before FSDP2 shards it.
+        grid: device meshes of the plan.
+        parameters: parameters of `model` to hold; their state takes their place.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, parameters: Collection[nn.Parameter]) -> None:
@@ -79,9 +85,9 @@ class FrozenWeights:
         self._computes = False
         self._steps = 0
         self._places: list[tuple[int, int]] = []
-        """Version and address of each weight as a step began."""
+        """Version and address of each weight at the start of a step."""
         self._sums: list[Tensor] = []
-        """Checksums of the values as a step began in which they are compared."""
+        """Checksums of the weights at the start of a step in which values are compared."""
         # Outside what is compiled, as FSDP2's are.
         model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
 
@@ -90,7 +96,7 @@ class FrozenWeights:
         return {held.state for held in self._held}
 
     def end_backward(self) -> None:
-        """After the last backward of a step.
+        """Check the weights after the last backward of a step, and make the state the parameters again.
 
         Raises:
             WanmaError: the forward has changed a weight, or released it.
@@ -101,7 +107,8 @@ class FrozenWeights:
             self.rest()
 
     def refuse_changes(self) -> None:
-        """
+        """Check that no forward has changed a weight.
+
         Raises:
             JobError: a forward pass of the step has changed a weight.
         """
@@ -115,11 +122,11 @@ class FrozenWeights:
                 raise refuse_lost_change(held.full_name, on_cpu=self._on_cpu)
 
     def computing(self) -> Iterator[Tensor]:
-        """Tensors as of `Sharded.computing`."""
+        """Yield the tensors that compute, as in `Sharded.computing`."""
         yield from (held.computing for held in self._held if held.computing is not None)
 
     def rest(self) -> None:
-        """Let the module's parameters be the state again."""
+        """Make the state the module's parameters again."""
         if self._computes:
             self._computes = False
             for held in self._held:
@@ -152,5 +159,5 @@ def _place(held: Held) -> tuple[int, int]:
 
 
 def _is_common(mesh: DeviceMesh) -> bool:
-    """Return whether the ranks that shard over `mesh` (replicate, shard) compute with one copy."""
+    """Return whether the ranks that shard over `mesh` (replicate, shard) compute with one shared copy."""
     return mesh.size(1) > 1 and mesh.device_type == "cpu" and shared_group(mesh.get_group(1)) is not None

@@ -15,5 +15,5 @@ def units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:
 
 
 def group_of(unit: FSDPModule) -> Any:
-    """FSDP2's own: of its `fsdp_params` and what gathers them. None: the unit holds no parameters."""
+    """Return FSDP2's parameter group of a unit; None where the unit holds no parameters."""
     return unit._get_fsdp_state()._fsdp_param_group

@@ -1,4 +1,4 @@
-"""Give every parameter memory and its initial value, each rank only its own part, alike for any layout."""
+"""Allocation and initial values of parameters: each rank's own part, with the same values in any layout."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from wanma.models.structure.parameter_initialization import initial_part
 
 
 def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Give a model that was built on the meta device memory on two devices, which may be the same.
+    """Allocate a model that was built on the meta device; its parameters hold no values yet.
 
-    Its parameters hold nothing yet.
+    Args:
+        model: module on the meta device.
+        parameters: device of the parameters.
+        buffers: device of the buffers, which may be the same.
     """
     model.to_empty(device=parameters)
     for module in model.modules():
@@ -32,7 +35,9 @@ def draw(model: nn.Module, seed: int, but: Container[str] = ()) -> None:
     A value is a function of (seed, parameter name) alone; a rank draws the tiles that its box touches.
 
     Args:
-        but: names of parameters that something else fills.
+        model: module whose parameters have memory.
+        seed: seed of the job.
+        but: names of parameters that are filled otherwise.
     """
     for name, parameter in model.named_parameters():
         if name in but:

@@ -1,4 +1,4 @@
-"""Parameters whose state is whole on every data rank, and what computes in the memory of the state.
+"""Parameters whose state is replicated on every data rank, and the tensors that compute in its memory.
 
 From outside they look as sharded ones do: DTensors under the module's own names, over (replicate, shard).
 """
@@ -28,7 +28,9 @@ def hold(
     """Make parameters of `model` its state: DTensors over all ranks that hold them.
 
     Args:
-        only: those that are meant; None: all.
+        model: module whose parameters are replaced.
+        grid: device meshes of the plan.
+        only: parameters to hold; None: all.
         fixed: names of parameters that are frozen for good.
     """
     everywhere = (Replicate(), Replicate())
@@ -54,12 +56,12 @@ def hold(
 
 
 def is_of_experts(parameter: Tensor) -> bool:
-    """True if `ep` splits it: ranks that hold the same part are others than of the rest of the model."""
+    """Return whether `ep` splits a parameter, so that its copies are on other ranks than the rest's."""
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _whole_mesh(parameter: DTensor, grid: Grid) -> DeviceMesh:
-    """The mesh of all ranks that hold a part of it, those that hold the same one first."""
+    """Return the mesh of all ranks that hold a part of a parameter, those with the same part first."""
     if is_of_experts(parameter):
         assert grid.experts is not None
         return grid.experts["expert_replicate", "expert_shard", "ep", "expert_tp"]
@@ -68,35 +70,35 @@ def _whole_mesh(parameter: DTensor, grid: Grid) -> DeviceMesh:
 
 @dataclass
 class Held:
-    """One parameter, and the modules that name it: several where modules share it."""
+    """Parameter and the modules that name it: several where modules share it."""
 
     full_name: str
-    """In the model, as the first of those modules has it."""
+    """Name in the model that the first of those modules gives it."""
     state: nn.Parameter
     tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
-    """Splits of it by `tp` and `ep`."""
+    """Mesh and placements by which `tp` and `ep` split the parameter; None: they do not."""
     named: list[tuple[nn.Module, str]] = field(default_factory=list)
     computing: nn.Parameter | None = None
     is_fixed: bool = False
-    """Frozen for good."""
+    """True if the parameter is frozen for good."""
     began_trained: bool = False
-    """It was to be trained when the step began."""
+    """True if the parameter was to be trained when the step began."""
 
     @property
     def is_early(self) -> bool:
-        """True if the gradient is complete once backward has made it: tensor ranks have no parts of it."""
+        """True if the gradient is complete once backward has made it: no sum over tensor ranks is due."""
         return self.tensor_ranks is None or all(place.is_shard() for place in self.tensor_ranks[1])
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Give the modules `parameter` under their names."""
+        """Set `parameter` in the modules under their names."""
         for module, name in self.named:
             module._parameters[name] = parameter
 
     def alias(self, on_gradient: Callable[[Tensor], None] | None = None) -> nn.Parameter:
-        """Tensor that computes, in the memory of the state; made anew where that has moved since.
+        """Return the tensor that computes in the memory of the state; made anew where that has moved.
 
         Args:
-            on_gradient: to be called when a backward has made its gradient.
+            on_gradient: function to call when a backward has made its gradient.
         """
         local = local_part(self.state)
         if self.computing is None or local_part(self.computing).data_ptr() != local.data_ptr():
@@ -114,16 +116,16 @@ class Held:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether this step may have made a gradient."""
+        """True if this step may have made a gradient."""
         if self.computing is None:
             return self.state.requires_grad
         return self.began_trained or self.computing.requires_grad
 
     def take_flag(self) -> None:
-        """Freeze or release the state as the model has done with what computes.
+        """Freeze or release the state as the model has frozen or released the tensor that computes.
 
         Raises:
-            WanmaError: it is frozen for good.
+            WanmaError: the parameter is frozen for good.
         """
         assert self.computing is not None
         if self.computing.requires_grad != self.began_trained:
@@ -133,7 +135,7 @@ class Held:
 
     @torch.no_grad()
     def take_data(self) -> None:
-        """Copy what a forward pass has assigned to the data of what computes into the state."""
+        """Copy data that a forward pass has assigned to the tensor that computes into the state."""
         if self.computing is None:
             return
         given, local = local_part(self.computing), local_part(self.state)
@@ -141,7 +143,7 @@ class Held:
             local.copy_(given)
 
     def take_gradient(self) -> Tensor | None:
-        """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
+        """Take this rank's gradient from the tensor that computes: placed as the parameter, or partial."""
         if self.computing is None:
             return None
         gradient, self.computing.grad = self.computing.grad, None
@@ -154,13 +156,13 @@ class Held:
 
 
 def is_owed(gradient: Tensor) -> bool:
-    """True if each tensor rank has a summand of it."""
+    """Return whether each tensor rank has a summand of a gradient."""
     return isinstance(gradient, DTensor) and gradient.placements[0].is_partial("sum")
 
 
 @torch.no_grad()
 def joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
-    """The DTensor of the shape of `like` of which this rank holds `local`."""
+    """Return the DTensor of the shape of `like` of which this rank holds `local`."""
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -1,4 +1,4 @@
-"""Parameters that a model computes with behind its modules' backs."""
+"""Detection of stale parameters: tensors that a model computes with after others took their place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanma.job.errors import JobError
 
 
 class Strays:
-    """Watches the parameters that a model had before its state took their place.
+    """Check of the parameters that a model had before its state took their place.
 
     Modules are given other tensors to compute with, under their own names. A model that has kept the first
     ones elsewhere, in a list or a closure, computes with those, and their gradients reach nobody.
@@ -26,11 +26,11 @@ class Strays:
         ]
 
     def given(self) -> Iterator[Tensor]:
-        """Objects that are still there."""
+        """Yield the first parameters that still exist."""
         yield from (parameter for _, one, _ in self._given if (parameter := one()) is not None)
 
     def refuse(self) -> None:
-        """After a backward.
+        """Check the first parameters after a backward.
 
         Raises:
             JobError: one of them has got a gradient, or has been frozen or released.

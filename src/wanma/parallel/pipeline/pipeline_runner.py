@@ -1,4 +1,4 @@
-"""Pipeline parallel: each rank keeps one run of blocks or several; torch's schedules drive them."""
+"""Pipeline parallelism: execution of a rank's stages by torch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] 
 }
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(output, targets) of one micro-batch -> its summed loss."""
+"""Function (output, targets) of one micro-batch -> its summed loss."""
 
 
 class Pipeline:
-    """Runs micro-batches through this rank's stages.
+    """Runner of micro-batches through this rank's stages.
 
     Args:
-        parts: the stages' modules, and
-        numbers: which stages they are.
-        data_parallel: how each of them is held by the data ranks.
-        clock: of what they compute.
-        draws: of the model's forward.
+        parts: modules of the stages.
+        numbers: indices of the stages.
+        plan: plan of the run.
+        grid: device meshes of the plan.
+        data_parallel: data parallelism of each stage.
+        clock: timer of the stages' compute.
+        draws: random draws of the model's forward.
         strays: parameters of the model before it was cut.
     """
 
@@ -78,7 +80,7 @@ class Pipeline:
         self._group = grid.axis("pp").get_group()
         self._boundaries: dict[tuple[int, ...], list[_Boundary]] = {}
         self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
-        """The newest that trains and the newest that evaluates, each with the shape it was made for."""
+        """Newest training (True) and evaluation (False) schedule, each with its micro-batches' shape."""
         self._loss: Loss | None = None
         self._work = OwnWork(grid.communication)
         cuts_graph = plan.schedule in SPLIT_BACKWARD
@@ -88,10 +90,13 @@ class Pipeline:
         }
 
     def run(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
-        """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
+        """Run forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
 
         Args:
-            positions: where in the sequence the activations between stages lie; None: all of it.
+            batch: this rank's rows of a step.
+            positions: sequence positions of the activations between stages; None: the complete sequence.
+            count: number of micro-batches.
+            loss: loss of one micro-batch on the last stage.
 
         Returns:
             the sum of the micro-batches' losses on the last stage, zero elsewhere.
@@ -122,7 +127,7 @@ class Pipeline:
         return total
 
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
-        """`run` without backward, and of any number of micro-batches."""
+        """Run forward alone, as `run`, of any number of micro-batches."""
         self._tell(positions, loss)
         self._clock.is_on = False
         try:
@@ -132,7 +137,7 @@ class Pipeline:
             self._clock.is_on = True
 
     def _changed_meanwhile(self) -> JobError:
-        """The refusal of a forward pass that changes what the backward of another needs."""
+        """Return the refusal of a forward pass that changes what the backward of another needs."""
         try:
             for part in self._data_parallel.values():
                 part.refuse_changes()
@@ -151,7 +156,7 @@ class Pipeline:
             announcer.positions = positions
 
     def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
-        """torch's schedule for so many micro-batches of this shape, with stages and buffers of its own."""
+        """Return torch's schedule for `count` micro-batches of this shape, with stages and buffers."""
         shape = (count, batch.rows // count, *batch.inputs[0].shape[1:])
         known, schedule = self._schedules.get(trains, (None, None))
         if known == shape:
@@ -169,7 +174,7 @@ class Pipeline:
         return kind(mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
 
     def _forward_only(self, stages: list[Stage], count: int) -> Any:
-        """A schedule that takes any number of micro-batches, without its backward.
+        """Return a schedule for any number of micro-batches, without its backward.
 
         torch's own `eval` skips only the computation of a backward: it still wants as many micro-batches as
         training does, and fails for the schedules in which a rank holds neighbouring stages.
@@ -197,11 +202,11 @@ class Pipeline:
 
     @torch.no_grad()
     def _find_boundaries(self, batch: Batch, rows: int) -> list[_Boundary]:
-        """What goes into the first stage and what each stage puts out, for micro-batches of `rows` samples.
+        """Return the boundaries before the first and after each stage, for micro-batches of `rows` samples.
 
-        Each stage is run once, on zeros but for the first, in evaluation mode: models that count in
-        training what they see have then seen nothing. torch finds the same out by runs in training, on
-        memory that nobody has written to.
+        Each stage runs once, on zeros but for the first, in evaluation mode: models that count in training
+        what they see have then seen nothing. torch finds the same out by runs in training, on memory that
+        nobody has written to.
         """
         keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
         given = batch.inputs[0][:rows].clone()  # which a stage may change
@@ -282,33 +287,34 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """The tensor between two stages."""
+    """Shape and dtype of the tensor between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    """Its gradient is wanted: something before it is trained."""
+    """True if the tensor needs a gradient: something before it is trained."""
 
     def example(self) -> Tensor:
-        """One without storage, from which torch makes its buffers."""
+        """Return such a tensor without storage, from which torch makes its buffers."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
 
 class _Announcer:
-    """Tells the dropout of one stage its samples: the schedule, and not we, calls the module.
+    """Hooks that tell the dropout of one stage its samples: the schedule, and not wanma, calls the module.
 
-    Which samples a call computes comes with its arguments.
+    The arguments of a call say which samples it computes.
 
     Args:
-        draws: of the model's forward.
-        no_views: whether the stage may not put out a view: schedules that take a backward apart cut the graph
-            off what is put out.
+        part: module of the stage.
+        draws: random draws of the model's forward.
+        no_views: true if the stage may not put out a view: schedules that take a backward apart cut the graph
+            off the output.
     """
 
     def __init__(self, part: nn.Module, draws: RandomDraws, *, no_views: bool) -> None:
         self.positions: Tensor | None = None
         self.changes_input = False
-        """True if the stage writes to its input, which is a leaf of the graph here and must stay as it is."""
+        """True if the stage writes to its input, which is a leaf of the graph here and must not change."""
         self._draws = draws
         self._drawing = ExitStack()
         self._forward: Forward | None = None
@@ -341,9 +347,9 @@ SAMPLES = "wanma_samples"
 _FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """Names of the actions of torch's schedules that belong to a forward."""
 _CHANGED_MEANWHILE = "has been modified by an inplace operation"
-"""In torch's message for it."""
+"""Part of torch's message about a tensor that changed before its backward."""
 _NOT_TAKEN_APART = {
     "backward through the graph a second": "a parameter that one stage uses twice",
     "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalisation",
 }
-"""What torch says when it fails to take a backward apart, and of what it means to say so."""
+"""Parts of torch's messages when it fails to take a backward apart, and the cause of each."""

@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages: each keeps its blocks, the ends what comes before and after them."""
+"""Partition of a model into pipeline stages: each keeps its blocks, the ends the modules around them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from wanma.planner.rules.capabilities import installed_torch
 
 
 def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
-    """The layout by which a model is cut: its own, or that of a plain sequence of modules.
+    """Return the layout by which a model is cut: its own, or that of a plain sequence of modules.
 
     Raises:
-        JobError: it is neither declared nor seen how the model's parts follow each other.
+        JobError: the order of the model's parts is neither declared nor visible.
     """
     name, key = type(model).__name__, f"parallel.pp = {plan.pp}"
     if any(isinstance(module, GroupedBatchNorm) for module in model.modules()):
@@ -52,13 +52,13 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
 
 
 def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.Module:
-    """A copy of `model` with what pipeline stage `stage` of `plan.stages` holds.
+    """Return a copy of `model` with the part that pipeline stage `stage` of `plan.stages` holds.
 
-    Parameter names stay those of the whole model, so that every stage writes the same checkpoint.
+    Parameter names stay those of the full model, so that every stage writes the same checkpoint.
 
     Raises:
-        JobError: the plan's cuts do not fit the model's blocks, or there are too few of them; or what stays
-            holds a parameter of what does not.
+        JobError: the plan's cuts do not fit the model's blocks, or there are too few of them; or a kept
+            module holds a parameter of another stage.
     """
     assert layout.blocks is not None
     model = copy.deepcopy(model)
@@ -86,35 +86,32 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
     absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
     for path in absent:
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, None)  # which the model's forward asks for
+        setattr(model.get_submodule(parent), child, None)  # the model's forward tests the attribute for None
     absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
     return model
 
 
 @runtime_checkable
 class Stageable(Protocol):
-    """A model that knows itself how to leave out what other stages hold."""
+    """Model that removes by itself what other stages hold."""
 
     def keep_stage(self, held: range, *, is_first: bool, is_last: bool) -> None:
-        """Keep the blocks in `held`, and what comes before or after all blocks where the stage is an end.
-
-        Raises:
-            JobError: the model cannot be cut between blocks.
-        """
+        """Keep the blocks in `held`, and the modules before or after all blocks where the stage is an end."""
 
 
 class _Absent:
-    """Parameters and buffers of the whole model, of which a stage is about to lose most."""
+    """Parameters and buffers of the full model, of which a stage is about to lose most."""
 
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
         self._tensors = [(name, weakref.ref(tensor)) for name, tensor in named]
 
     def refuse(self, stage: nn.Module, key: str) -> None:
-        """After the cut.
+        """Check a stage after the cut.
 
         Raises:
-            JobError: something else than a module's attribute still holds one, which nobody would train.
+            JobError: something else than a module's attribute still holds a tensor of another stage, which
+                nobody would train.
         """
         kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         if self._held(kept):
@@ -132,7 +129,7 @@ class _Absent:
 
 
 def _refuse_shared(model: nn.Module, key: str) -> None:
-    """Children that share a parameter would be trained as two where a cut comes between them."""
+    """Refuse children that share a parameter: a cut between them would train it as two."""
     seen: dict[int, str] = {}
     named: list[tuple[str, torch.Tensor]] = [
         *model.named_parameters(remove_duplicate=False),
@@ -149,7 +146,7 @@ def _refuse_shared(model: nn.Module, key: str) -> None:
 
 
 def _refuse_hooks(model: nn.Module, blocks: str, key: str) -> None:
-    """Hooks of what all stages have a part of: each would run them, with its own inputs and outputs."""
+    """Refuse hooks on modules of which all stages have a part: each would run them, with its own inputs."""
     parts = blocks.split(".") if blocks else []
     for path in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
         module = model.get_submodule(path)
@@ -168,7 +165,7 @@ def _refuse_hooks(model: nn.Module, blocks: str, key: str) -> None:
 
 
 def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:
-    """For models whose FLOPs the planner could not see; empty where there are too few blocks."""
+    """Return cuts balanced by parameters, for models of unknown FLOPs; empty for too few blocks."""
     held = [block for block in blocks._modules.values() if block is not None]
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in held]
     first, last = 0.0 if layout.first else None, 0.0 if layout.last else None

@@ -1,7 +1,7 @@
-"""Tied parameters that a pipeline puts on two stages: two copies, equal at the start and kept equal.
+"""Tied weights that a pipeline puts on two stages: two copies, equal at the start and kept equal.
 
-The first stage's copy is the tensor: it is saved, counted in the gradient norm, and named in rules. The
-other stage's begins as its copy, gets the same gradient, the sum of both, and so the same updates.
+The first stage's copy is the tensor: it is saved, counted in the gradient norm, and named in rules. The other
+stage's begins as its copy, gets the same gradient, the sum of both, and so the same updates.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from wanma.parallel.mesh.parallel_mesh import Grid
 
 @dataclass(frozen=True)
 class Tie:
-    """One tensor under two names; a side that another rank holds is None here."""
+    """Tensor under two names; a side that another rank holds is None here."""
 
     kept: str
-    """Name under which it is saved."""
+    """Name under which the tensor is saved."""
     copy: str
     first: nn.Parameter | None
     second: nn.Parameter | None
@@ -32,15 +32,15 @@ class Tie:
 
 @dataclass(frozen=True)
 class Ties:
-    """Those of which this rank holds a side."""
+    """Tied weights of which this rank holds a side."""
 
     ties: tuple[Tie, ...]
     group: dist.ProcessGroup | None
-    """This rank and the one that holds the other side; None where it holds both."""
+    """Group of this rank and the one that holds the other side; None where one rank holds both."""
 
     @property
     def names(self) -> dict[str, str]:
-        """Copies that are here: name -> name under which the same tensor is saved."""
+        """Names of this rank's copies: name -> name under which the same tensor is saved."""
         return {tie.copy: tie.kept for tie in self.ties if tie.second is not None}
 
     @torch.no_grad()
@@ -60,12 +60,12 @@ class Ties:
 
     @torch.no_grad()
     def copy_first(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give every copy the values of the first stage's tensor.
+        """Copy the values of the first stage's tensors to the copies.
 
         Every rank calls it, with tensors of the same kind: weights, or one kind of optimizer state.
 
         Args:
-            tensors: by parameter name; what is not tied is left alone.
+            tensors: tensors by parameter name; those that are not tied are left alone.
         """
         for tie in self.ties:
             sides = [local_part(tensors[name]) for name in (tie.kept, tie.copy) if name in tensors]
@@ -76,7 +76,7 @@ class Ties:
 
 
 def tie_stages(parts: list[nn.Module], tied: tuple[tuple[str, str], ...], plan: Plan, grid: Grid) -> Ties:
-    """Find the tied parameters of which `parts`, the stages of this rank, hold a side.
+    """Return the tied weights of which `parts`, the stages of this rank, hold a side.
 
     Every rank calls it.
     """
@@ -89,8 +89,10 @@ def tie_stages(parts: list[nn.Module], tied: tuple[tuple[str, str], ...], plan: 
 
 
 def between_ends(layout: Layout) -> tuple[tuple[str, str], ...]:
-    """The ties of which one side lies before the blocks and the other after them: a stage that holds both
-    has one tensor."""
+    """Return the ties of which one side lies before the blocks and the other after them.
+
+    A stage that holds both sides has one tensor.
+    """
 
     def is_last(name: str) -> bool:
         return any(name.startswith(f"{path}.") for path in layout.last)
@@ -99,7 +101,7 @@ def between_ends(layout: Layout) -> tuple[tuple[str, str], ...]:
 
 
 def _ends_group(plan: Plan, grid: Grid) -> dist.ProcessGroup | None:
-    """This rank and the one at the pipeline's other end, the first stage's first.
+    """Create the group of this rank and the one at the pipeline's other end, the first stage's rank first.
 
     torch wants every rank to make every group.
     """

@@ -1,4 +1,4 @@
-"""torch's pipeline stage, as wanma runs it: it tells its own work from waiting for other stages."""
+"""Pipeline stage of torch with timers: its own work, apart from its waits for other stages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.parallel.profiling.compute_timer import WorkClock
 
 _CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
-"""In torch's message for it."""
+"""Part of torch's message about a stage that writes to its input."""
 
 
 class OwnWork:
-    """A rank's own work within a schedule; all other time is spent waiting for what other stages send."""
+    """Timer of a rank's own work within a schedule; all other time it waits for other stages."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -38,7 +38,7 @@ class OwnWork:
 
     @contextmanager
     def telling_what_is_waited(self) -> Iterator[None]:
-        """Around a whole schedule."""
+        """Record the wait for other stages, around a complete schedule."""
         self._seconds, self._depth = 0.0, 0
         began = time.perf_counter()
         yield
@@ -46,13 +46,16 @@ class OwnWork:
 
 
 class Stage(PipelineStage):
-    """torch's stage; before its first step it says hello to its neighbours, but not to its own rank.
+    """Pipeline stage of torch that does not greet its own rank before the first step.
 
-    torch 2.11 does that too where a rank holds neighbouring stages, and Gloo refuses it.
+    torch greets all neighbours; torch 2.11 does so even where a rank holds neighbouring stages, and Gloo
+    refuses it.
 
     Args:
-        work: what computing is told to.
-        clock: likewise.
+        work: timer of the rank's own work within a schedule.
+        clock: timer of the rank's compute.
+        arguments: positional arguments of torch's stage.
+        keywords: keyword arguments of torch's stage.
     """
 
     def __init__(self, work: OwnWork, clock: WorkClock, *arguments: Any, **keywords: Any) -> None:

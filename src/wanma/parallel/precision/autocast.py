@@ -1,4 +1,4 @@
-"""Low precision for users' modules, which may mix in tensors that FSDP2 does not cast."""
+"""Autocast of the forward of users' modules, which may mix in tensors that FSDP2 does not cast."""
 
 from __future__ import annotations
 

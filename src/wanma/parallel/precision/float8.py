@@ -1,4 +1,4 @@
-"""The blocks' matrix products in fp8 (Micikevicius et al. 2022), by torchao with a scale for each tensor.
+"""Matrix products of the blocks in fp8 (Micikevicius et al. 2022), by torchao with a scale per tensor.
 
 Inputs, weights and gradients are scaled and cast for each product; weights, optimizer and all that lies
 between the products stay as they are. It changes the numbers: such a plan is approximate. It needs a GPU
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 MULTIPLE = 16
-"""Of which both dims of a matrix must be one, on every rank: what the product wants."""
+"""Divisor of both dims of a matrix, on every rank, that fp8 products require, in elements."""
 
 
 def compute_in_fp8(blocks: list[nn.Module], plan: Plan, *, pretend: bool = False) -> None:
-    """Let the linear layers of `blocks` compute in fp8, in place; before anything splits them.
+    """Make the linear layers of `blocks` compute in fp8, in place; before anything splits them.
 
-    Left alone are layers whose dims do not suit, layers with adapters, and all that is not in a block.
+    Layers whose dims do not suit, layers with adapters, and all modules outside the blocks stay as they are.
 
     Args:
-        pretend: compute what fp8 would give on a device that has none.
+        blocks: modules whose linear layers compute in fp8.
+        plan: plan of the run.
+        pretend: emulate fp8 products on a device that has none.
 
     Raises:
         WanmaError: torchao is not installed, this GPU has no products in fp8, or no layer suits.

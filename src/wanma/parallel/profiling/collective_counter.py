@@ -1,4 +1,4 @@
-"""What a step asks of the network: every collective, with the axis it runs on and the bytes it moves."""
+"""Counter of a step's collectives, each with the ranks of its group and the bytes it moves."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of operation of a step, as one rank issues it."""
+    """Kind of collective that one rank issues in a step."""
 
     kind: str
     ranks: tuple[int, ...]
-    """Of its group."""
+    """Ranks of its process group."""
     tensor_bytes: int
-    """The whole tensor that it is about: gathered, reduced or exchanged; of a message, what is sent."""
+    """Bytes of the full tensor that is gathered, reduced or exchanged; of a message, bytes sent."""
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Counts the collectives that run inside, as torch dispatches them, whoever asks for them."""
+    """Counter of the collectives that run within the context, as torch dispatches them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -81,7 +81,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def _ranks(leaves: list[Any]) -> tuple[int, ...]:
-    """Of the process group among an operation's arguments: an object, or the name of one."""
+    """Return the ranks of the process group among an operation's arguments: an object, or a group's name."""
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf)))
@@ -97,4 +97,4 @@ def _ranks(leaves: list[Any]) -> tuple[int, ...]:
 
 
 _by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-"""From a group's name, by which functional collectives know it; torch has no public way."""
+"""Resolver of a process group's name, by which functional collectives know it; torch has no public way."""

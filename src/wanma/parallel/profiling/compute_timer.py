@@ -1,8 +1,8 @@
-"""How long a rank computes in a step, without what it waits for others: its pace, and who is slow, follow
-from it.
+"""Timer of a rank's compute seconds per step, without its waits for other ranks.
 
-On a CPU all that is waited for is timed where it is waited for, and left out. A GPU waits within what is
-queued on it: there the device's own clock tells the forward alone, in which data ranks exchange nothing.
+A rank's pace, and which rank is slow, follow from it. On a CPU every wait is timed where it happens, and left
+out. A GPU waits within its queue: there the device's own clock times the forward alone, in which data ranks
+exchange nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from typing import Any
 import torch
 
 FORWARDS = 3.0
-"""Of a forward's time, what forward and backward take: backward computes the gradients of inputs and of
-weights (Kaplan et al. 2020, section 2.1). Ranks are compared with each other, so that it cancels."""
+"""Ratio of the time of forward and backward to that of the forward.
+
+Backward computes the gradients of inputs and of weights (Kaplan et al. 2020, section 2.1). Ranks are compared
+with each other, so that an error in it cancels.
+"""
 
 
 class WorkClock:
-    """Adds up the pieces of a step between `start` and `stop`, or a whole step's forward and backward.
+    """Timer of the pieces of a step between `start` and `stop`, or of a step's compute in one piece.
 
     Args:
         device: "cpu" or "cuda".
-        waited: seconds that this process has waited for other ranks so far; not asked on GPUs.
-        by_piece: between the pieces it waits for others, untimed, as for its neighbours in a pipeline.
+        waited: returns the seconds that this process has waited for other ranks so far; not called on GPUs.
+        by_piece: true if the rank waits for others between the pieces, untimed, as in a pipeline.
 
     Attributes:
-        is_on: whether pieces count; evaluation's do not.
+        is_on: true if pieces count; evaluation's do not.
     """
 
     def __init__(self, device: str, waited: Callable[[], float], *, by_piece: bool) -> None:
@@ -42,7 +45,7 @@ class WorkClock:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All of a step's forwards and backwards, and what is between them, in one piece if that can be."""
+        """Time all of a step's forwards and backwards, and what is between them, in one piece if possible."""
         if self._by_piece:
             yield
             return
@@ -55,7 +58,7 @@ class WorkClock:
             self.stop(forward=False)
 
     def start(self) -> None:
-        """A forward or a backward of this rank begins."""
+        """Start the timer: a forward or a backward of this rank begins."""
         if not self.is_on:
             return
         if self._device == "cuda":
@@ -65,7 +68,7 @@ class WorkClock:
             self._began = (time.perf_counter(), self._waited())
 
     def stop(self, *, forward: bool) -> None:
-        """It has ended, or on a GPU is queued."""
+        """Stop the timer: the forward or backward has ended, or on a GPU is queued."""
         if not self.is_on:
             return
         if self._device == "cuda":
@@ -80,7 +83,7 @@ class WorkClock:
             self._began = None
 
     def take(self) -> float:
-        """Seconds since the last call; on a GPU when all that was queued has ended."""
+        """Return the seconds since the last call; on a GPU, call it when all that was queued has ended."""
         if self._device == "cuda":
             queued, self._queued = self._queued, []
             forwards: float = sum(begin.elapsed_time(end) for begin, end in queued)

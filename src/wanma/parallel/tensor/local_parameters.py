@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from wanma.collectives.timing.communication_timer import waiting
 
 Part = Callable[[DTensor], Tensor]
-"""From a parameter to the plain tensor that a rank computes with, differentiable."""
+"""Function from a parameter to the plain tensor that a rank computes with; differentiable."""
 
 Around = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-"""(forward, input) -> output: what happens to a module's input before and to its output after."""
+"""Function (forward, input) -> output that wraps a module's forward."""
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Make `module`'s own parameters DTensors on `mesh`; every rank has the whole values, or none yet."""
+    """Make `module`'s own parameters DTensors on `mesh`; every rank has the full values, or none yet."""
     for name, placement in placements.items():
         whole = module.get_parameter(name)
         split = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
@@ -34,7 +34,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Pla
 
 
 def compute_locally(module: nn.Module, parts: Mapping[str, Part], around: Around | None = None) -> None:
-    """Let `module`'s forward see `parts` of its parameters in their place."""
+    """Make `module`'s forward see `parts` of its parameters in place of the DTensors."""
     forward = type(module).forward
 
     def local_forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
@@ -52,23 +52,26 @@ def compute_locally(module: nn.Module, parts: Mapping[str, Part], around: Around
 
 
 def own_shard(parameter: DTensor) -> Tensor:
-    """A rank's part of a split parameter."""
+    """Return a rank's part of a split parameter."""
     return parameter.to_local()
 
 
 def whole_with_partial_gradient(parameter: DTensor) -> Tensor:
-    """All of a parameter that every rank uses on something else: its gradient is a sum over ranks."""
+    """Return a replicated parameter whose gradient is a sum over ranks: each applies it to other data."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
 def convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    """From what the ranks hold as `source` to `target`; backward is the transpose.
+    """Convert `x` from placement `source` on the ranks to `target`; backward is the transpose.
 
-    Whole tensors that others were converted to are what split matrices take: their gradient is a sum over
-    the ranks. The gradient of a sum is whole.
+    A replicated tensor that was gathered or left as is enters split matrices: its gradient is a sum over the
+    ranks. The gradient of a sum is replicated.
 
     Args:
-        source, target: `Shard` (evenly) or `Replicate` to `Replicate`, or `Partial` to either.
+        x: this rank's part.
+        mesh: ranks of one mesh dimension.
+        source: placement of `x`: `Shard` (evenly), `Replicate` or `Partial`.
+        target: placement of the result: `Replicate`; from `Partial` also `Shard`.
     """
     group = mesh.get_group()
     converted: Tensor = _Convert.apply(x, source, target, group.size(), group.group_name)  # type: ignore[no-untyped-call]  # torch's
@@ -90,7 +93,7 @@ class _Convert(torch.autograd.Function):
 
 
 def _move(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
-    """Torch's functional collectives by their operators, which compile too."""
+    """Move `x` by the operators of torch's functional collectives, which compile too."""
     if source == target:
         return x.view_as(x)
     if torch.compiler.is_compiling():
@@ -118,5 +121,5 @@ def _sent(x: Tensor, source: Placement, target: Placement, ranks: int, group: st
 
 
 def shard_of_last_dim(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Parts along the last dim as the one tensor that they are."""
+    """Return the DTensor of which the ranks hold parts along the last dim."""
     return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False)

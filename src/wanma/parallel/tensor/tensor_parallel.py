@@ -1,15 +1,15 @@
-"""Tensor parallel: split the matrices that a model's layout declares over the `tp` axis.
+"""Tensor parallelism: the matrices that a model's layout declares, split over mesh dimension `tp`.
 
-Pairs of matrices are split by outputs and then by inputs, so that a rank computes with its own heads and
-its own part of the inner width (Shoeybi et al. 2019). What lies between the pairs, the residual stream,
-is whole on every rank; or, under `plan.sequence`, a part of the sequence (Korthikanti et al. 2022). Each
-pair costs one collective before it and one after it, in forward as in backward:
+Pairs of matrices are split by outputs and then by inputs, so that a rank computes with its own heads and its
+own part of the inner width (Shoeybi et al. 2019). The residual stream between the pairs is replicated on
+every rank; or, under `plan.sequence`, split along the sequence (Korthikanti et al. 2022). Each pair costs one
+collective before it and one after it, in forward as in backward:
 
                     before (`gathered`, `head`)         after (`row`, `vocabulary`)
-    whole           nothing; backward all-reduce        all-reduce; backward nothing
+    replicated      nothing; backward all-reduce        all-reduce; backward nothing
     plan.sequence   all-gather; backward reduce-scatter reduce-scatter; backward all-gather
 
-Logits stay split over the vocabulary: a DTensor, of which `training.cross_entropy` takes the parts.
+Logits stay split over the vocabulary: a DTensor, of which `training/loss/cross_entropy.py` takes the parts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from wanma.parallel.tensor.local_parameters import (
 
 
 def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
-    """Split in place what `layout.tensor` names.
+    """Split the modules that `layout.tensor` names, in place.
 
     Raises:
-        JobError: nothing may be split, a dim or the heads do not divide by the axis, or `plan.sequence`
-            meets a module of which the layout does not say what it does with a part of the sequence.
+        JobError: nothing may be split, a dim or the heads do not divide by `tp`, or `plan.sequence` meets a
+            module of which the layout does not say what it does with a part of the sequence.
     """
     size = grid.plan.tp
     if not layout.tensor:
@@ -67,10 +67,10 @@ def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
 
 
 def heads_seen(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int]:
-    """Key and value heads that the query heads of `rank` look at.
+    """Return the key and value heads to which the query heads of `rank` attend.
 
-    Each once where every one serves the same number of the rank's query heads, in their order; else one
-    for every query head, some of them several times.
+    Each comes once where every one serves the same number of the rank's query heads, in their order; else
+    there is one for every query head, some of them several times.
     """
     mine = range(rank * heads // ranks, (rank + 1) * heads // ranks)
     looked_at = [query * kv_heads // heads for query in mine]
@@ -81,11 +81,11 @@ def heads_seen(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The ranks that share each matrix, and what they hold between the matrices."""
+    """Ranks that share each matrix, and the placement of what they hold between the matrices."""
 
     mesh: DeviceMesh
     residual: Placement
-    """Of hidden states (rows, sequence, hidden) between the split matrices."""
+    """Placement of hidden states (rows, sequence, hidden) between the split matrices."""
     layout: Layout
 
     @property
@@ -97,11 +97,11 @@ class _Axis:
         return self.mesh.get_local_rank()
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """From the residual stream to what split matrices take."""
+        """Convert the residual stream to the replicated input of split matrices."""
         return convert(hidden, self.mesh, self.residual, Replicate())
 
     def reduce(self, parts: Tensor) -> Tensor:
-        """From a sum over the ranks to the residual stream."""
+        """Sum partial outputs over the ranks into the residual stream."""
         return convert(parts, self.mesh, Partial(), self.residual)
 
 
@@ -139,7 +139,7 @@ def _key_value(module: nn.Module, axis: _Axis) -> None:
 
 
 def _rows_of_heads(parameter: DTensor, kv_heads: int, seen: list[int]) -> Tensor:
-    """The rows of a whole projection that some of its heads have."""
+    """Return the rows of a replicated projection that belong to the heads `seen`."""
     by_head = whole_with_partial_gradient(parameter).unflatten(0, (kv_heads, -1))
     return torch.cat([by_head[head] for head in seen])
 
@@ -156,7 +156,7 @@ def _row(module: nn.Module, axis: _Axis) -> None:
 
 
 def _nothing(parameter: DTensor) -> Tensor:
-    """Zeros that take part in backward, where other ranks wait for this one's gradient."""
+    """Return zeros that take part in backward, where other ranks wait for this one's gradient."""
     return whole_with_partial_gradient(parameter) * 0.0
 
 
@@ -210,8 +210,11 @@ _ROLES: dict[TensorRole, Callable[[nn.Module, _Axis], None]] = {
 }
 
 _INPUTS_WHOLE, _OUTPUTS_WHOLE = ("lora_a",), ("lora_b",)
-"""A linear's adapter (`models.lora`) is two products, of which the inner dim is never split: the first is
-split by inputs alone, and the second by outputs alone, where the linear itself is."""
+"""Adapter parameters that stay replicated where inputs (first) or outputs (second) are not split.
+
+An adapter (`models/layers/lora.py`) is two products whose inner dim is never split. The first is split by
+inputs alone, and the second by outputs alone, where the linear layer itself is.
+"""
 
 _SPLIT_DIM: dict[TensorRole, int] = {"column": 0, "row": 1, "vocabulary": 0, "head": 0}
 
@@ -246,7 +249,7 @@ def _check_divides(name: str, module: nn.Module, role: TensorRole, layout: Layou
 
 
 def _refuse_undeclared(model: nn.Module, layout: Layout, roles: dict[str, TensorRole]) -> None:
-    """A module that acts on a part of the sequence without saying so would get a part of its gradient."""
+    """Refuse modules that act on a part of the sequence undeclared: their gradient would be partial."""
     gathered = [f"{name}." for name, role in roles.items() if role == "gathered"]
     for name, module in model.named_modules():
         if not _own(module) or name in roles or name.startswith(tuple(gathered)):
