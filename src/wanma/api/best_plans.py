@@ -1,4 +1,4 @@
-"""`wanma.plan`: the best plans of a model on machines that need not be here, from Python."""
+"""Search for the best plans of a model on any cluster, present or not, from Python (`wanma.plan`)."""
 
 from __future__ import annotations
 
@@ -40,30 +40,31 @@ def plan(
     calibration: Calibration | None = None,
     keep: int = 10,
 ) -> list[tuple[Plan, Forecast]]:
-    """The best plans of a model on a cluster, the fastest first, each of another layout.
+    """Return the best plans of a model on a cluster, the fastest first, each of another layout.
 
-    What the job's `[parallel]` says is kept and all else searched, as with `parallel = "auto"`. Nothing is
-    started, and nothing depends on this machine but where `cluster` is left out. Plans and forecasts pickle.
+    Keys set in the job's `[parallel]` are fixed and all others searched, as with `parallel = "auto"`. Nothing
+    is started, and the result depends on this node only if `cluster` is left out. Plans and forecasts can be
+    pickled.
 
     Args:
         model_or_job: a job, its sections as nested mappings, the path of a job file; or a module, with the
             rest of the job in `overrides`.
-        cluster: machines that need not be here: a `Cluster`, one line ('8x8 H100 SXM, 8x400G'), or a cluster
-            file; default: this machine, with its stored calibration.
-        example: of a module, the positional arguments of one forward, dim 0 the samples; only shapes and
-            types count, so that tensors on the meta device will do.
-        targets_per_sample: of a module's loss: the sequence's length for text.
+        cluster: nodes that need not exist: a `Cluster`, one line ('8x8 H100 SXM, 8x400G'), or a cluster
+            file; default: this node, with its stored calibration.
+        example: positional arguments of one forward of a module, dim 0 the samples; only shapes and types
+            count, so that tensors on the meta device are enough.
+        targets_per_sample: targets of a module's loss per sample: the sequence length for text.
         overrides: 'train.global_batch=512', 'train.precision=bf16' and so on.
-        calibration: what was measured of the cluster's devices.
-        keep: most plans.
+        calibration: measured rates of the cluster's devices.
+        keep: maximum number of plans.
 
     Returns:
-        (plan, forecast) pairs. Where nobody knows the machine's rates there is one, by the rule that jobs
-        then follow, without a time. A forecast's `reasons` say so where wanma does not run a plan.
+        (plan, forecast) pairs. If the rates of the hardware are unknown there is one pair, by the rule that
+        jobs then follow, without a time. A forecast's `reasons` say so if wanma cannot run a plan.
 
     Raises:
         JobError: the job, the module's example, `keep` or the cluster is wrong, or the model fits nowhere;
-            says by how much, and what would do.
+            says by how much, and what would help.
     """
     if keep < 1:
         raise JobError(f"keep={keep}: wanma.plan returns at least one plan", "give keep=1 or more")
@@ -89,13 +90,13 @@ def plan(
 
 
 def _module(given: Any) -> nn.Module | None:
-    """`given`, where it is one; whoever has a module has imported torch."""
+    """Return `given` if it is a module, else None; a program that has a module has imported torch."""
     torch = sys.modules.get("torch")
     return given if torch is not None and isinstance(given, torch.nn.Module) else None
 
 
 def _job(given: Any, module: nn.Module | None, overrides: Sequence[str]) -> Job:
-    """The job with its layout left open, but for what it says."""
+    """Return the job with its layout left open, except for the keys that it sets."""
     if module is not None:
         kind = type(module)
         given = {"model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}

@@ -1,4 +1,4 @@
-"""`wanma.load`: a trained model as a plain module in this process, whatever layout it was trained on."""
+"""Loading of a trained model as a plain module in this process, whatever its layout (`wanma.load`)."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from wanma.models.model_spec import ModelSpec
 
 _NAMED = 4
-"""Tensors in one message, at most."""
+"""Maximum tensors named in one message."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained model and all that belongs to it."""
+    """Trained model with its tokenizer, job and step."""
 
     model: nn.Module
     """Plain module in evaluation mode, with the trained weights."""
     tokenizer: Tokenizer | None
     """Tokenizer of the run's text; None for a run that read none."""
     config: Job
-    """The job that the run was trained with."""
+    """Job with which the run was trained."""
     step: int
-    """Optimizer steps behind the weights."""
+    """Optimizer steps that the weights were trained for."""
     checkpoint: Path
     averaged: bool
-    """The weights are averaged ones (train.weight_average)."""
+    """True if the weights are averaged ones (train.weight_average)."""
 
     def __repr__(self) -> str:
         averaged = ", averaged weights" if self.averaged else ""
         return f"<{type(self.model).__name__} of step {self.step}{averaged}, {self.checkpoint}>"
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         return self.model(*inputs, **keywords)
 
     @overload
@@ -87,12 +87,12 @@ class Loaded:
         top_p: float = Sampling.top_p,
         seed: int = Sampling.seed,
     ) -> str | list[str]:
-        """Continuation of a prompt, or of each of several, without the prompt itself.
+        """Generate the continuation of a prompt, or of each of several, without the prompt itself.
 
         Args:
-            prompt: of several, number n (from 0) draws by `seed` + n.
-            tokens: most tokens to write; fewer where the model ends its document.
-            temperature, top_k, top_p, seed: as of `Sampling`.
+            prompt: one prompt, or several; number n (from 0) of several draws by `seed` + n.
+            tokens: maximum tokens to generate; fewer if the model ends its document.
+            temperature, top_k, top_p, seed: as in `Sampling`.
 
         Raises:
             WanmaError: the model writes no text.
@@ -113,10 +113,10 @@ class Loaded:
         top_p: float = Sampling.top_p,
         seed: int = Sampling.seed,
     ) -> Iterator[str]:
-        """Pieces of `sample`'s text as they come.
+        """Yield pieces of `sample`'s text as they are generated.
 
         Raises:
-            WanmaError: as of `sample`.
+            WanmaError: as in `sample`.
         """
         return self._stream(prompt, tokens, Sampling(temperature, top_k, top_p, seed))
 
@@ -140,18 +140,19 @@ def load(
     device: str | torch.device = "cpu",
     on_message: Callable[[str], None] = warnings.warn,
 ) -> Loaded:
-    """Read a run's trained model, for inference, evaluation or a notebook; the run may still be going on.
+    """Load a run's trained model, for inference, evaluation or a notebook; the run may still be active.
 
     Args:
-        run: its directory.
-        step: of the checkpoint to take; None: the newest that is whole.
-        model: module to fill, of a run whose model was a Python object; it is put into evaluation mode.
-        averaged: take the averaged weights where the run keeps them (`train.weight_average`).
-        on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
+        run: run directory.
+        step: step of the checkpoint; None: the newest complete one.
+        model: module to fill, for a run whose model was a Python object; it is put into evaluation mode.
+        averaged: load the averaged weights if the run keeps them (`train.weight_average`).
+        device: device of the loaded model.
+        on_message: receives the reason if damage makes the result older than the newest checkpoint.
 
     Raises:
-        WanmaError: no run is there, it has no such checkpoint or a damaged one, or its model cannot be
-            made from the job alone.
+        WanmaError: there is no run, it has no such checkpoint or a damaged one, or its model cannot be
+            built from the job alone.
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory(Path(run))
     if not run.job.is_file():
@@ -168,7 +169,7 @@ def load(
 
 
 def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
-    """The one that the run keeps; data of one's own come as tokens."""
+    """Return the tokenizer that the run stores; None for a user's own dataset, which holds tokens."""
     kept = run.path / "tokenizer"
     if kept.is_dir():
         return load_tokenizer(kept)
@@ -178,7 +179,7 @@ def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
 def _model(
     job: Job, run: RunDirectory, saved: Saved, state: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> nn.Module:
-    """The job's model, as plain as its maker makes it."""
+    """Build the job's model, without any parallelism."""
     from wanma.models.model_spec import build_model, empty_model, model_spec
 
     section = job.model.model_copy(update={"lora_rank": 0})  # adapters are added to the weights
@@ -198,11 +199,13 @@ def _model(
 
 
 def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Module:
-    """Model that `model.factory` makes; of an object that `wanma.train` was given, only if its class takes no
-    arguments, for with others it may be another model with weights of the same shapes.
+    """Build the model of `model.factory`, whose arguments must be known.
+
+    A class of an object that was passed to `wanma.train` is only accepted if it takes no arguments: with
+    others it may be another model with weights of the same shapes.
 
     Raises:
-        WanmaError: it cannot be made so.
+        WanmaError: the model cannot be built so.
     """
     from wanma.job.file.import_path import import_object
     from wanma.models.model_spec import build_plain
@@ -231,7 +234,7 @@ def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Modu
 
 
 def _parameters(maker: Any) -> list[str] | None:
-    """Names of a callable's parameters; None where they cannot be read."""
+    """Return the names of a callable's parameters; None if they cannot be read."""
     try:
         return list(inspect.signature(maker).parameters)
     except (TypeError, ValueError):
@@ -252,8 +255,10 @@ def _refuse_other_code(model: nn.Module, run: RunDirectory, state: Mapping[str, 
 def _image_sizes(
     section: ModelSection, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, int, int], int]:
-    """((channels, height, width), classes) of wanma's vision models, as far as their weights depend on them:
-    the data may be gone."""
+    """Return ((channels, height, width), classes) of wanma's vision models, derived from their weights.
+
+    Sizes on which the weights do not depend get a default: the data may no longer exist.
+    """
     first = shapes.get("model.first.weight") or shapes["model.conv1.weight"]
     height, width = (224, 224) if first[-1] == 7 else (32, 32)  # the kernel of a stem for large images
     if "model.hidden.weight" in shapes:  # of a convnet: 32 × (height // 4) × (width // 4) inputs
@@ -266,7 +271,7 @@ def _image_sizes(
 
 
 class _Weights:
-    """A checkpoint's weights under the model's own names, averaged ones preferred, adapters added."""
+    """Weights of a checkpoint by the model's own names, averaged ones preferred, adapters merged."""
 
     def __init__(self, saved: Saved, averaged: bool, job: Job) -> None:
         self._saved, self._start = saved, job.checkpoint.start_from
@@ -281,10 +286,10 @@ class _Weights:
             }
 
     def fill(self, model: nn.Module, run: RunDirectory) -> None:
-        """Put them into `model`, in place; of tied parameters only the first name was saved.
+        """Copy the weights into `model`, in place; of tied parameters only the first name was saved.
 
         Raises:
-            WanmaError: it is another model.
+            WanmaError: `model` is another model.
         """
         import torch
 
@@ -323,11 +328,11 @@ class _Weights:
                     tensor.data = value
 
     def _read(self, name: str, added: set[str], dtype: torch.dtype, unrounded: Unrounded) -> Tensor:
-        """One tensor; a weight with the adapter of its layer, if that is to be added.
+        """Read one tensor; a weight with the adapter of its layer, if that is to be merged.
 
         Args:
-            dtype: of the module's: frozen weights that were saved in 16 bits are given as many.
-            unrounded: tells what those were before, where that is known.
+            dtype: dtype in the module: frozen weights that were saved in 16 bits get at least its bits.
+            unrounded: source of those weights before rounding, if known.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""`wanma.session`: wanma inside one's own training loop, alone or under `wanma launch`."""
+"""Training session in a user's own training loop, alone or under `wanma launch` (`wanma.session`)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from wanma.training.loop.session import Session
 
 OWN_MODEL = "__main__:own_loop"
-"""Stands in `[model]` for a module that the user's program makes."""
+"""Placeholder in `[model]` for a module that the user's program makes."""
 SESSION = "session"
-"""Kind of the event by which a launched script tells the command's console what its job wants of it."""
+"""Kind of the event by which a launched script sends its job's settings to the command's console."""
 STARTERS = (
     "nodes",
     "node_rank",
@@ -61,7 +61,7 @@ STARTERS = (
     "start_seconds",
     "hang_seconds",
 )
-"""Keys of `[cluster]` that matter before a launched script begins: for them the command's word holds."""
+"""Keys of `[cluster]` that take effect before a launched script starts: the command's values hold."""
 
 
 @contextmanager
@@ -74,23 +74,23 @@ def session(
     overrides: Sequence[str] = (),
     run_directory: Path | str | None = None,
 ) -> Iterator[Session]:
-    """A training session of this process: see `Session` for what to do with it.
+    """Open a training session in this process; see `Session` for its use.
 
-    Under `wanma launch --ranks N SCRIPT` each of the N processes gets its rank's session, and where it
-    runs is the command's to say, the run directory included. Under torchrun and its kin, too, but nobody of
-    ours watches. Otherwise this process is the only rank.
+    Under `wanma launch --ranks N SCRIPT` each of the N processes gets its rank's session, and the command
+    decides on nodes and run directory. Ranks of torchrun and similar launchers get theirs too, without a
+    supervisor of wanma. Otherwise this process is the only rank.
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
-            out: of it only `statistics_group` and `lora` count here.
+            out: only its `statistics_group` and `lora` matter here.
         optimizer: function or class that makes a torch.optim.Optimizer of parameter groups.
         schedule: function (step) or (step, steps) -> share of `train.learning_rate`; steps count from 0.
-        callbacks: called in the process of rank 0 as the run goes on, in a thread of their own.
+        callbacks: called in the process of rank 0 during the run, in a separate thread.
         overrides: 'train.steps=500' and so on.
-        run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
+        run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is continued.
 
     Raises:
-        WanmaError: the job is wrong, or wants another number of ranks than there are; another process
+        WanmaError: the job is wrong, or needs another number of ranks than there are; another process
             is training in the run directory.
     """
     import torch.distributed as dist
@@ -130,7 +130,7 @@ def session(
 
 @contextmanager
 def _inside(worker: Worker) -> Iterator[Worker]:
-    """From here on the supervisor judges this rank by its steps, and has it stop after one of them."""
+    """Enter the session of a supervised rank: its supervisor checks its steps, and can drain it."""
     in_session.set(True)
     worker.control.progress(0, "joining the other ranks")
     try:
@@ -144,7 +144,7 @@ def _inside(worker: Worker) -> Iterator[Worker]:
 
 @contextmanager
 def _joined(job: Job, prepared: Prepared, worker: Worker, objects: Mapping[str, Any]) -> Iterator[Session]:
-    """The session of one rank, in the run's process group."""
+    """Open the session of one rank, in the run's process group."""
     from wanma.parallel.mesh.parallel_mesh import process_grid
     from wanma.training.loop.session import Session
     from wanma.training.loop.train_worker import longest_silence
@@ -175,10 +175,10 @@ def _joined(job: Job, prepared: Prepared, worker: Worker, objects: Mapping[str, 
 
 @contextmanager
 def _alone(job: Job, run_directory: Path | str | None, place: Place | None) -> Iterator[Worker]:
-    """A rank that nobody of ours supervises; the first, or only, one has run directory and console itself.
+    """Yield a rank without a supervisor; rank 0 opens the run directory and console itself.
 
     Args:
-        place: among the ranks that another launcher has started; None: there is only this one.
+        place: place among the ranks of another launcher; None: this is the only rank.
     """
     run = run_directory_of(job, run_directory)
     run.create()
@@ -200,7 +200,7 @@ def _alone(job: Job, run_directory: Path | str | None, place: Place | None) -> I
 
 
 def _among(place: Place, run: RunDirectory, control: Unsupervised) -> Worker:
-    """A rank that another launcher, such as torchrun, has started."""
+    """Return the worker context of a rank that another launcher, such as torchrun, has started."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
     given = TCPStore(place.store_host, place.store_port, is_master=place.serves_store, multi_tenant=True)
@@ -228,13 +228,13 @@ def _among(place: Place, run: RunDirectory, control: Unsupervised) -> Worker:
 
 
 def _placed_among(job: Job, place: Place) -> Job:
-    """`job` on as many machines as another launcher has started ranks on."""
+    """Return `job` with the number of nodes on which another launcher has started ranks."""
     nodes = {"nodes": len(place.ranks_by_node)}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=nodes)})
 
 
 def _placed(job: Job, launched: ClusterSection) -> Job:
-    """`job` where `wanma launch` has put it."""
+    """Return `job` with the cluster keys of `wanma launch`."""
     given = {key: getattr(launched, key) for key in {*STARTERS, *launched.model_fields_set}}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=given)})
 
@@ -242,7 +242,7 @@ def _placed(job: Job, launched: ClusterSection) -> Job:
 def _too_late(
     job: Job, launched: ClusterSection | None, run_directory: Path | str | None, worker: Worker
 ) -> list[str]:
-    """What the script says and only the command that started it could have heeded."""
+    """Return texts on settings of the script that only the command that started it could have applied."""
     told = []
     if run_directory is not None and Path(run_directory).absolute() != worker.run_directory:
         told.append(

@@ -1,4 +1,4 @@
-"""`wanma.train`: a whole job from Python, with one's own model, data and loss if wanted."""
+"""Training of a job from Python, with the user's own model, data and loss if given (`wanma.train`)."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished training."""
+    """Result of a training."""
 
     run: RunDirectory
     exit_code: int
-    """0: finished; 130 or 143: stopped in order, the same call carries on."""
+    """Exit code; 0: finished, 130 or 143: stopped in order, the same call continues the run."""
 
     @property
     def report(self) -> Report:
-        """What happened, read from the run directory."""
+        """Report of the run, read from the run directory."""
         from wanma.report.run_report import read_report
 
         return read_report(self.run)
 
     def weights(self) -> dict[str, Tensor]:
-        """Full parameters and buffers of the newest checkpoint, on CPU, by the model's own names.
+        """Return the full parameters and buffers of the newest checkpoint, on CPU, by the model's own names.
 
-        A damaged one is skipped, with a warning.
+        A damaged checkpoint is skipped, with a warning.
 
         Raises:
-            WanmaError: there is no whole checkpoint.
+            WanmaError: there is no complete checkpoint.
         """
         from wanma.checkpoint.load.reader import load_full
         from wanma.checkpoint.load.verification import find_whole
@@ -75,20 +75,20 @@ def train(
     overrides: Sequence[str] = (),
     run_directory: Path | str | None = None,
 ) -> Result:
-    """Train `job` and wait for it; the same as `wanma train`, in processes of its own.
+    """Train `job` and wait for its end; the same as `wanma train`, in separate processes.
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file.
         model: a plain module instead of `[model]`; afterwards it holds the trained weights.
         data: a map-style dataset, or a pair (training, validation), instead of `[data]`.
         loss: function (output, targets) -> one loss per target (reduction="none"); default: cross entropy.
-        metrics: of validation, by name: functions (output, targets) -> one value per sample or target, whose
-            mean is taken; or (values, mask), (values, weights), (sum, count).
+        metrics: validation metrics by name: functions (output, targets) -> one value per sample or target,
+            whose mean is taken; or (values, mask), (values, weights), (sum, count).
         optimizer: function or class that makes a torch.optim.Optimizer of parameter groups.
         schedule: function (step) or (step, steps) -> share of `train.learning_rate`; steps count from 0.
-        callbacks: called in this process as the run goes on.
+        callbacks: called in this process during the run.
         overrides: 'train.steps=500' and so on.
-        run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
+        run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is continued.
 
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
@@ -129,7 +129,7 @@ def train(
 
 
 def _refuse_ranks() -> None:
-    """Every rank would start ranks of its own, and all would train in one run directory."""
+    """Refuse a process that is a rank: each would start ranks, and all would train in one run directory."""
     worker, place = current_worker.get(), place_among()
     known = worker or place
     if known is not None:
@@ -143,7 +143,7 @@ def _refuse_ranks() -> None:
 
 
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:
-    """Refuse, before anything starts, what cannot be a model, a dataset, a loss or metrics."""
+    """Refuse, before anything starts, objects that cannot be a model, a dataset, a loss or metrics."""
     if model is not None:
         from wanma.models.user_modules.validation import check_ready
 
@@ -163,10 +163,10 @@ def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:
 
 
 def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put the trained weights into the user's module, in place; of tied ones only the first name was saved.
+    """Copy the trained weights into the user's module, in place; of tied ones only the first name was saved.
 
-    Not by `load_state_dict`, which wants what else a module saves (`get_extra_state`) and may read it in its
-    own way.
+    `load_state_dict` is not used: it needs the other state of a module (`get_extra_state`), and a module may
+    read that in its own way.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The benchmark suite: measurements that a user runs on machines of their own, and what they look like.
+"""Benchmarks that a user runs on their own nodes, and their output.
 
-The comparisons with other systems, in `benchmarks/` of the repository, are ours to run.
+Comparisons with other systems are in the repository's folder `benchmarks/`.
 """

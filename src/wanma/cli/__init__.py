@@ -1,1 +1,1 @@
-"""The commands: each parses, calls one function of a room below and prints. No logic lives here."""
+"""Command line of wanma: each command parses, calls one function of a lower room, and prints; no logic."""

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what completion offers for them."""
+"""Arguments shared by several commands, lookup of runs by name, and shell completion."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Completer = Callable[..., Iterable[str]]
 
 
 def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """JOB and its overrides.
+    """Add the arguments JOB and KEY=VALUE.
 
     Args:
-        required: else an option may stand in its place.
+        required: False if an option may replace JOB.
     """
     job = parser.add_argument(
         "job", metavar="JOB", type=Path, nargs=None if required else "?", help="job file, .toml or .yaml"
@@ -30,7 +30,7 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN and where to look for it; `chosen_run` reads them."""
+    """Add the argument RUN and its folder option; `chosen_run` reads them."""
     run = parser.add_argument(
         "run_name", metavar="RUN", nargs="?", help="a run's name or folder; default: the newest"
     )
@@ -39,7 +39,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """--step, which insists on one checkpoint of the run."""
+    """Add the option --step, which selects one checkpoint of the run."""
     parser.add_argument(
         "--step",
         metavar="N",
@@ -55,10 +55,10 @@ def add_runs_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_run(arguments: argparse.Namespace, *, scripts: bool = False) -> RunDirectory:
-    """The run that RUN names: a folder, a name below `--runs`, or the newest.
+    """Return the run of RUN: a folder, a name below `--runs`, or the newest.
 
     Args:
-        scripts: scripts without a session, of which nothing but their end is known, count as well.
+        scripts: include scripts without a session, of which only the end is recorded.
 
     Raises:
         WanmaError: there is none.
@@ -67,7 +67,7 @@ def chosen_run(arguments: argparse.Namespace, *, scripts: bool = False) -> RunDi
 
 
 def run_called(name: str | None, folder: Path, *, scripts: bool = False) -> RunDirectory:
-    """The run that `name` means, as `chosen_run`."""
+    """Return the run with this name, as in `chosen_run`."""
     runs = [run for run in list_runs(folder) if scripts or run.job.is_file()]
     if name is None:
         if not runs:
@@ -96,10 +96,10 @@ def run_called(name: str | None, folder: Path, *, scripts: bool = False) -> RunD
 
 
 def chosen_place(name: str | None, runs: Path) -> str:
-    """Where the checkpoints are that `name` means: a URL, a folder that holds some, or those of a run.
+    """Return the place of the checkpoints of `name`: a URL, a folder with checkpoints, or that of a run.
 
     Raises:
-        WanmaError: it is none of them.
+        WanmaError: `name` is none of them.
     """
     if name is not None and "://" in name:
         return name
@@ -117,10 +117,10 @@ def chosen_place(name: str | None, runs: Path) -> str:
 
 
 def run_at(path: Path) -> RunDirectory:
-    """The run in folder `path`.
+    """Return the run in folder `path`.
 
     Raises:
-        WanmaError: no run is there.
+        WanmaError: there is no run.
     """
     if not (path / "job.toml").is_file():
         raise WanmaError(f"there is no run in {path}", "`wanma runs` lists those there are", EXIT_USAGE)
@@ -128,7 +128,7 @@ def run_at(path: Path) -> RunDirectory:
 
 
 def numbers(text: str) -> list[int]:
-    """'1,2,4', for argparse."""
+    """Parse a list of numbers such as '1,2,4', for argparse."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -136,7 +136,7 @@ def numbers(text: str) -> list[int]:
 
 
 def complete_with(action: argparse.Action, completer: Completer) -> None:
-    """Tell argcomplete how to complete an argument."""
+    """Set the completer of an argument, for argcomplete."""
     action.completer = completer  # type: ignore[attr-defined]  # argcomplete looks for it there
 
 
@@ -147,7 +147,7 @@ def job_files(prefix: str, **_: Any) -> list[str]:
 
 
 def override_texts(prefix: str, **_: Any) -> list[str]:
-    """Keys for 'train.st', then the values of an enumeration for 'train.precision='."""
+    """Complete keys, as in 'train.st', then the values of an enumeration, as in 'train.precision='."""
     from wanma.job.file.schema import tables
 
     name, chosen, _value = prefix.partition("=")

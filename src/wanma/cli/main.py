@@ -1,4 +1,4 @@
-"""The command `wanma`: the one place where errors become text and exit codes."""
+"""Entry point of the command `wanma`; the only place that turns errors into text and exit codes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that say no more than that a disk is full."""
+"""Error numbers of a full disk or quota."""
 EXIT_BROKEN_PIPE = 141
-"""What a shell reports for a program that SIGPIPE ended, as in `wanma runs | head -1`."""
+"""Exit code that a shell reports for a program ended by SIGPIPE, as in `wanma runs | head -1`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code; prints at most one error message."""
+    """Run one command and return its exit code; print at most one error message."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
@@ -58,7 +58,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Whatever is left in the buffers has no reader or no room; with it, Python would complain at exit."""
+    """Discard buffered output that has no reader or no room; Python would fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

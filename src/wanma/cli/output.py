@@ -1,4 +1,4 @@
-"""Print what a room hands over: text and rich renderables, in the width that there is."""
+"""Terminal output of text and rich renderables, fitted to the available width."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
 WIDTH_WITHOUT_TERMINAL = 120
 _LABEL = re.compile(r"\s*(?:(?:\S+ )*\S+ {2,}|[a-z ,]+: |· )?")
-"""Indentation of a line and its label, below whose end wrapped text continues: '  peak memory   ',
-'  time: '."""
+"""Pattern of a line's indentation and label, below whose end wrapped text continues.
+
+Examples are ' peak memory ' and ' time: '."""
 _DEEPEST = 24
-"""Columns, at most, by which a continued line is indented."""
+"""Maximum columns by which a continued line is indented."""
 
 
 def warn(text: str) -> None:
-    """On standard error, so that what a command prints can still be piped."""
+    """Print a warning to standard error, so that standard output can still be piped."""
     print(f"warning: {text}", file=sys.stderr)
 
 
 def show(content: str | RenderableType) -> None:
-    """Plain text and colours only where there is a terminal.
+    """Print text or a renderable; colours only on a terminal.
 
-    Tables and text are as wide as the terminal, or COLUMNS where that is set; else tables have 120 columns,
-    and text has the lines that it has.
+    The width is that of the terminal, or COLUMNS if set. Otherwise tables have 120 columns, and text is not
+    wrapped.
     """
     width = columns()
     if isinstance(content, str):
@@ -42,7 +43,7 @@ def show(content: str | RenderableType) -> None:
 
 
 def columns() -> int | None:
-    """Columns of the terminal, or COLUMNS; None where neither is known."""
+    """Return the columns of the terminal, or COLUMNS; None if neither is known."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     given = os.environ.get("COLUMNS", "")
@@ -50,10 +51,10 @@ def columns() -> int | None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of `text` within `width` columns, broken between words; continued ones are indented below the
-    first one's text.
+    """Wrap the lines of `text` at `width` columns, between words.
 
-    A single word that is longer, such as a path, stays whole, so that it can be copied.
+    Continued lines are indented below the text of the first one. A longer word, such as a path, stays in one
+    piece, so that it can be copied.
     """
     return "\n".join(_wrapped(line, width) for line in text.splitlines())
 

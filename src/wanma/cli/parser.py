@@ -1,4 +1,4 @@
-"""The command line as argparse sees it, and what to say when it does not fit."""
+"""Parser of the command line (argparse), with errors for unknown commands and options."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are `JobError`, told in one place; options are never guessed from their beginning."""
+    """Argument parser whose errors are `JobError`; it does not guess options from their beginning."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **keywords)
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """All commands."""
+    """Return the parser of all commands."""
     parser = Parser(prog="wanma", description=_OVERVIEW)
     parser.add_argument("--version", action="version", version=f"wanma {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
@@ -87,7 +87,7 @@ def build_parser() -> Parser:
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse, with overrides allowed before and after options.
+    """Parse the arguments; overrides may stand before and after options.
 
     Raises:
         JobError: unknown command or option, a missing or wrong argument.

@@ -1,7 +1,7 @@
-"""The one stream of events of a run, written by rank 0 into every sink.
+"""Recorder of a run: the one stream of events, written by rank 0 into every sink.
 
-Recording must never end a training: a sink whose disk is full or whose reader is gone is reported
-once as a message, its records are counted as lost, and it is tried again with the next one.
+Recording must never end a training: a sink whose disk is full or whose reader is gone is reported once as a
+message, its records are counted as lost, and it is tried again with the next one.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ STEP_KEYS = (
     "memory_bytes",
     "mfu",
 )
-"""What every step record must bring; docs/run-directory.md says what each means."""
+"""Required keys of a step record, defined in docs/run-directory.md."""
 
 
 class Sink(Protocol):
-    """Where events go."""
+    """Destination of the event stream."""
 
     name: str
-    """In messages: what the user loses when this sink fails."""
+    """Name in messages: the data that the user loses when this sink fails."""
 
     def open(self, run: RunDirectory, first_step: int) -> None:
-        """Get ready; drop what an earlier run recorded for `first_step` and later.
+        """Open the sink; drop records of an earlier run for `first_step` and later.
 
         Raises:
             WanmaError: this sink cannot work at all.
         """
 
     def write(self, event: Event) -> None:
-        """Take one event.
+        """Write one event.
 
         Raises:
-            OSError: it could not be kept; the next call may succeed again.
+            OSError: the event could not be written; the next call may succeed.
         """
 
     def close(self) -> None:
-        """Finish. Nothing is written afterwards."""
+        """Close the sink; no event follows."""
 
 
 class Recorder:
-    """Rank 0's end of the stream.
+    """Writer of the event stream on rank 0.
 
     Args:
-        run: where the files go.
-        sinks: opened here, closed by `close`.
+        run: run directory of the files.
+        sinks: sinks, opened here and closed by `close`.
         first_step: number of the first step to be recorded: 1, or the one after the checkpoint.
-        still_mine: called before each record; raises when another process records the run now.
+        still_mine: called before each record; raises if another process records the run now.
 
     Raises:
-        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened); also, of
-            every method, what `still_mine` raises.
+        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened); also,
+            from every method, the error of `still_mine`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Recorder:
         still_mine()
         self._sinks: list[Sink] = []
         self._lost: dict[str, int] = {}
-        """Name of a failing sink → events lost since it began to fail."""
+        """Events lost since a sink began to fail, by the name of the sink."""
         try:
             for sink in sinks:
                 sink.open(run, first_step)
@@ -97,13 +97,13 @@ class Recorder:
         self._write({"kind": "step", "time": time.time(), **record})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record anything but a step: start, validation, checkpoint, message, finish."""
+        """Record an event other than a step: start, validation, checkpoint, message, finish."""
         if kind == "start":  # lets a reader tell a run that goes on from one that died
             fields = {"process": os.getpid(), "host": socket.gethostname(), **fields}
         self._write({"kind": kind, "time": time.time(), **fields})
 
     def message(self, text: str, level: str = "info") -> None:
-        """Tell the user something; `level` is info, warning or error."""
+        """Record a message for the user; `level` is info, warning or error."""
         self.event("message", level=level, text=text)
 
     def close(self) -> None:

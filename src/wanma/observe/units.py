@@ -1,4 +1,4 @@
-"""Numbers as people read them; used by the console and by the report."""
+"""Texts of numbers for people, used by the console and by the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_text(value: float | None) -> str:
-    """'1.5 GiB'."""
+    """Return a number of bytes as text, such as '1.5 GiB'."""
     if value is None or not math.isfinite(value):
         return NONE
     exponent = 0
@@ -22,7 +22,7 @@ def bytes_text(value: float | None) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """'12 ms', '0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
+    """Return a duration as text: '12 ms', '0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 0.1:
@@ -40,7 +40,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Four significant digits: '6,844', '2.345', '1.2e-05'."""
+    """Return a number with four significant digits: '6,844', '2.345', '1.2e-05'."""
     if value is None or not math.isfinite(value):
         return NONE
     if value == 0:
@@ -54,10 +54,10 @@ def number_text(value: float | None) -> str:
 
 
 def share_text(value: float | None) -> str:
-    """'48.3 %' of a share of one."""
+    """Return a share of one as text, such as '48.3 %'."""
     return NONE if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def count_text(number: int, noun: str) -> str:
-    """'1 step', '1,200 steps'."""
+    """Return a count as text, such as '1 step' or '1,200 steps'."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

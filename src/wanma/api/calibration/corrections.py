@@ -1,4 +1,4 @@
-"""`wanma plan --learn RUN`: a run beside a forecast of it, and forecasts corrected by what it missed."""
+"""Correction of the calibration by a finished run (`wanma plan --learn RUN`), and its table."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a run taught."""
+    """Result of learning from a run: new corrections, and the forecast before and after them."""
 
     run: RunDirectory
     device: str
-    """Whose corrections changed."""
+    """Device whose corrections changed."""
     corrections: Corrections
     lessons: tuple[Lesson, ...]
     measured_seconds: float
     before_seconds: float
-    """Of the same step, as it would have been forecast until now."""
+    """Step time in seconds as forecast with the old corrections."""
     after_seconds: float
-    """As it is forecast from now on."""
+    """Step time in seconds as forecast with the new corrections."""
     path: Path
-    """The file that keeps it."""
+    """Calibration file that stores the corrections."""
 
 
 def learn(run: RunDirectory, path: Path | None = None) -> Learned:
-    """Correct the calibration by one run; its next forecast is nearer to what it took.
+    """Correct the calibration by one run, so that its next forecast is nearer to the measurement.
 
     Args:
-        path: the calibration's file; default: `calibration_file()`.
+        path: calibration file; default: `calibration_file()`.
 
     Raises:
-        WanmaError: the run is too short, its plan cannot be read, or the machine's rates are unknown.
+        WanmaError: the run is too short, its plan cannot be read, or the rates of the node are unknown.
     """
     report = read_report(run)
     seconds = usual_step_seconds(report)
@@ -89,7 +89,7 @@ def learn(run: RunDirectory, path: Path | None = None) -> Learned:
 
 
 def learned_table(found: Learned) -> RenderableType:
-    """What changed, and what that does to the run's own forecast."""
+    """Return a table of the changed corrections, with their effect on the run's own forecast."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -155,7 +155,7 @@ def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Cali
 
 
 def _device(cluster: Cluster, plan: Plan, calibration: Calibration) -> str:
-    """Whose rates the forecast used, as the calibration calls it."""
+    """Return the device whose rates the forecast used, by its name in the calibration."""
     node = cluster.nodes[0]
     device = node.devices[0] if plan.device == "cuda" else node.cpu
     assert device is not None  # it was forecast

@@ -1,4 +1,4 @@
-"""A small decoder under the runtime's own ways to split it, timed on the ranks of a calibration."""
+"""Benchmark of a small decoder under the runtime's own ways to split it, on the ranks of a calibration."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 
 def program_cases(worker: Worker, shared: float) -> list[Case]:
-    """One for each of `plans`; all ranks call it, in a process group that they have joined.
+    """Return one benchmark case for each of `plans`; all ranks of a process group call it.
 
     Args:
-        shared: as of `microbenchmarks.measure`.
+        shared: threads per core, as in `microbenchmarks.measure`.
     """
     return [
         Case(operator, (worker.world_size, BLOCKS), "", partial(_seconds, _micro_batch(worker, plan), shared))
@@ -34,7 +34,7 @@ def program_cases(worker: Worker, shared: float) -> list[Case]:
 
 
 def _micro_batch(worker: Worker, plan: Plan) -> Callable[[], object]:
-    """Forward and backward of one that is not its step's last: what is done once a step is left out."""
+    """Return a function that runs forward and backward of a micro-batch, except for once-per-step work."""
     section = ModelSection.model_validate(
         {
             "family": "decoder",
@@ -61,7 +61,7 @@ def _micro_batch(worker: Worker, plan: Plan) -> Callable[[], object]:
 
 
 def _seconds(run: Callable[[], object], shared: float, seconds: float) -> float:
-    """Of one run, on this rank; all ranks run as often, for they wait for each other inside."""
+    """Return the seconds of one run on this rank; all ranks run equally often, because they wait in it."""
     everyone = dist.group.WORLD
     assert everyone is not None
     ranks = everyone.size()

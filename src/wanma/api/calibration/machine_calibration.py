@@ -1,4 +1,4 @@
-"""`wanma cluster --calibrate`: operators and collectives of this machine, measured and kept."""
+"""Measurement of this node's operators and collectives for forecasts (`wanma cluster --calibrate`)."""
 
 from __future__ import annotations
 
@@ -36,36 +36,38 @@ RESULT = "measured.json"
 PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
 DEFAULT_SECONDS = 60.0
 LEAST_SECONDS = 2.0
-"""For each number of ranks: with less, no operator runs long enough to be timed."""
+"""Minimum seconds for each number of ranks: with less, no operator runs long enough to be timed."""
 PASS_SECONDS, MOST_PASSES = 5.0, 3
-"""The numbers of ranks are measured in turn, so many times, where each time has so long: what slows a machine
-for a minute, as neighbours do whom it does not see, would otherwise fall on one of them alone, and plans on
-more or fewer ranks be compared by it."""
+"""Seconds of a pass over all numbers of ranks, and maximum number of passes.
+
+Each number of ranks is measured once per pass: a slowdown of the node for a minute, by neighbours that it
+cannot see, would otherwise distort one of them alone, and the comparison of plans with more or fewer ranks.
+"""
 SILENCE_SECONDS = 300.0
-"""Beyond the measuring itself: processes start, kernels are built, collectives connect."""
+"""Timeout in seconds beyond the measurement: processes start, kernels are built, collectives connect."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the ranks of one measurement have found."""
+    """Measurement of one number of ranks."""
 
     points: tuple[Point, ...]
     disturbed: int
-    """As of `microbenchmarks.Measurements`."""
+    """Disturbed measurements, as in `microbenchmarks.Measurements`."""
     processors: int | None
-    """Of a GPU."""
+    """Multiprocessors of a GPU; None on a CPU."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks of one measurement are told."""
+    """Parameters of one measurement, for its ranks."""
 
     plan: Plan
     seconds: float
     shared: float
-    """As of `microbenchmarks.measure`."""
+    """Threads per core, as in `microbenchmarks.measure`."""
     folder: Path | None
-    """Likewise."""
+    """Folder in which the disk is measured, as in `microbenchmarks.measure`."""
 
 
 def calibrate(
@@ -75,21 +77,21 @@ def calibrate(
     output: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Measured], Path]:
-    """Measure this machine with each number of ranks, and keep the result.
+    """Measure this node with each number of ranks, and store the result.
 
     Args:
-        ranks: numbers of ranks that work at once; default: powers of two up to its GPUs or cores. More than
-            cores share them, as a run with so many would.
-        seconds: for all of them together.
-        output: the file to keep it in, beside what it holds; default: `calibration_file()`.
-        progress: is told what is measured next.
+        ranks: numbers of ranks that work at once; default: powers of two up to the node's GPUs or cores. More
+            ranks than cores share them, as in a run with so many.
+        seconds: total duration of the measurement.
+        output: calibration file to which the result is added; default: `calibration_file()`.
+        progress: receives a text before each measurement.
 
     Returns:
-        what was measured, and the file.
+        the measurements, and the calibration file.
 
     Raises:
-        JobError: a number of ranks that this machine does not have, or too little time.
-        WanmaError: a rank failed, or the result cannot be kept.
+        JobError: a number of ranks that this node does not have, or too little time.
+        WanmaError: a rank failed, or the result cannot be stored.
     """
     (node,) = discover().nodes
     counts = rank_counts(node, ranks)
@@ -115,10 +117,10 @@ def calibrate(
 
 
 def measure_worker(worker: Worker, payload: bytes) -> None:
-    """Entry of a rank: measures with the others, and rank 0 writes it down.
+    """Run the measurement on one rank, with the others; rank 0 writes the result.
 
     Args:
-        payload: a pickled `Request`, from the very command that started this process.
+        payload: a pickled `Request`, from the command that started this process.
     """
     import torch
     import torch.distributed as dist
@@ -154,7 +156,7 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
 
 
 def calibration_table(measured: Iterable[Measured]) -> RenderableType:
-    """What was found, a line for each number of ranks."""
+    """Return a table of the measurements, with a row for each number of ranks."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -194,7 +196,7 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
 
 
 def quickest(passes: Sequence[Found]) -> Found:
-    """What was measured several times: of each point the least, for others only ever slow a machine down."""
+    """Return the minimum of each point over several passes, because others only slow a node down."""
     points = tuple(
         min(of_one, key=lambda point: point.seconds)
         for of_one in zip(*(found.points for found in passes), strict=True)
@@ -255,12 +257,12 @@ def _fitted(node: Node, plan: Plan, found: Found) -> Measured:
 
 
 def _threads_per_core(node: Node, plan: Plan) -> float:
-    """Of a CPU, at least one; as of `microbenchmarks.measure`."""
+    """Return the threads per core of a CPU, at least 1, as in `microbenchmarks.measure`."""
     return 1.0 if node.devices else max(plan.world_size * plan.threads_per_rank / node.cores, 1.0)
 
 
 def _known(node: Node) -> Chip | None:
-    """What the catalogue says of this machine's GPUs; None: nothing."""
+    """Return the catalogue's data of this node's GPUs; None if it has none."""
     if not node.devices:
         return None
     machine = machine_of(Cluster((node,)))

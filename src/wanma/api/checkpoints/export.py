@@ -1,4 +1,4 @@
-"""Write a trained model as others read it: safetensors and config.json, tensor by tensor."""
+"""Export of a trained model for other libraries: safetensors and config.json, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wanma.models.state_dict.tensor_mapping import Piece, Published
 
 FILE_BYTES = 5_000_000_000
-"""Most tensor bytes in one file, as transformers has it."""
+"""Maximum tensor bytes in one file, as in transformers."""
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _LOW = ("BF16", "F16")
 _NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -31,18 +31,17 @@ _NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     folder: Path
     checkpoint: Path
     tensors: int
     averaged: bool
-    """Whether the averaged weights were taken, which a run has with train.weight_average."""
+    """True if the averaged weights were exported, which a run has with train.weight_average."""
     made_tokenizer: bool
-    """The run read bytes and had no tokenizer file: one was made whose token numbers are the bytes."""
+    """True if a tokenizer was made whose token ids are the bytes: the run had none and read bytes."""
     rounded: int = 0
-    """Frozen weights that are written in more bits than the run has kept of them: what it started from is no
-    longer there."""
+    """Frozen parameters exported in more bits than the checkpoint holds: their source no longer exists."""
 
 
 def export(
@@ -55,22 +54,22 @@ def export(
     file_bytes: int = FILE_BYTES,
     on_message: Callable[[str], None] = warnings.warn,
 ) -> Exported:
-    """Write a whole checkpoint of `run`, the newest, as a folder that transformers' `from_pretrained` loads.
+    """Export a complete checkpoint of `run` as a folder that transformers' `from_pretrained` loads.
 
-    Memory holds one tensor at a time. Averaged weights are preferred, as `wanma sample` does; adapters are
-    added to the weights that they adapt. Frozen weights of which the checkpoint holds 16 bits are read from
-    where the run started (`checkpoint.start_from`), as long as they are there.
+    Memory holds one tensor at a time. Averaged weights are preferred, as in `wanma sample`; adapters are
+    merged into their weights. Frozen weights that the checkpoint holds in 16 bits are read from the start of
+    the run (`checkpoint.start_from`), as long as it exists.
 
     Args:
-        folder: made; must not hold anything yet.
-        checkpoint: the one to take; None: one of the run's.
-        step: of the run's checkpoint to take; None: the newest that is whole.
-        precision: of the written weights; None: that of the trained ones.
-        on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
+        folder: output folder; it is created, and must be empty.
+        checkpoint: checkpoint to export; None: one of the run's.
+        step: step of the run's checkpoint; None: the newest complete one.
+        precision: precision of the exported weights; None: that of the trained ones.
+        on_message: receives the reason if damage makes the export use an older checkpoint than the newest.
 
     Raises:
         WanmaError: the run has no such checkpoint, or it is damaged, its model has no published form, or
-            the folder is taken.
+            the folder is in use.
     """
     import torch
 
@@ -131,7 +130,7 @@ def export(
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """As transformers' `AutoTokenizer` loads them."""
+    """Return the tokenizer's files in the form that transformers' `AutoTokenizer` loads."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(tokenizer, BytesTokenizer):
         settings |= {"eos_token": END_OF_BYTES, "clean_up_tokenization_spaces": False}
@@ -142,19 +141,19 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 _Holders = dict[str, list[tuple[str, "Piece"]]]
-"""Published tensor -> (name in the checkpoint, piece)."""
+"""Pieces of each published tensor: its name -> (name in the checkpoint, piece)."""
 
 
 @dataclass
 class _Weights:
-    """Published tensors, put together from pieces of saved ones."""
+    """Assembly of published tensors from pieces of saved ones."""
 
     saved: Saved
     holders: _Holders
     lora_alpha: float
     start: Unrounded
     rounded: set[str] = field(default_factory=set)
-    """Names of parameters that were written in more bits than were found of them."""
+    """Names of parameters exported in more bits than were found of them."""
 
     def assemble(self, tensor: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
         import torch
@@ -179,7 +178,7 @@ class _Weights:
         return found
 
     def _adapted(self, name: str, weight: Tensor) -> Tensor:
-        """With the adapter of that layer, if it has one."""
+        """Return the weight, with the adapter of its layer merged if there is one."""
         path, _, kind = name.partition(".")[2].rpartition(".")
         halves = {part: f"{path}.{part}" if path else part for part in ("lora_a", "lora_b")}
         if kind != "weight" or f"model.{halves['lora_a']}" not in self.saved.tensors:
@@ -213,7 +212,10 @@ def _holders(model: nn.Module, saved: Saved) -> _Holders:
 
 
 def _saved_name(saved: Saved, parameter: str) -> str:
-    """Name of a parameter's average in the checkpoint, or of itself: what is frozen has no average."""
+    """Return the checkpoint's name of a parameter's average, or of the parameter itself if it has none.
+
+    Frozen parameters have no average.
+    """
     average = f"average.{parameter}"
     return average if average in saved.tensors else f"model.{parameter}"
 
@@ -224,6 +226,6 @@ def _dtype(saved: Saved, held: list[tuple[str, Piece]]) -> str:
 
 
 def _widest(saved: Saved) -> str:
-    """The dtype with the most bits among the weights, which is that of the trained ones."""
+    """Return the dtype with the most bits among the weights, which is that of the trained ones."""
     found = {entry.dtype for name, entry in saved.tensors.items() if name.startswith("model.")}
     return next((dtype for dtype in _NAMES if dtype in found), "F32")

@@ -1,4 +1,4 @@
-"""Text from a trained model: one token after the other, each drawn from the model's distribution."""
+"""Text generation with a trained model: tokens drawn one by one from the model's distribution."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rule by which the next token is drawn."""
+    """Sampling rule of the next token."""
 
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_k: int = 0
-    """Draw among so many likeliest tokens only; 0: all."""
+    """Number of likeliest tokens among which to draw; 0: all."""
     top_p: float = 1.0
-    """Draw among the fewest likeliest tokens whose probabilities, after `temperature` and `top_k`, add up to
-    so much (nucleus sampling, Holtzman et al. 2020)."""
+    """Probability mass among which to draw (nucleus sampling, Holtzman et al. 2020); 0 .. 1.
+
+    The fewest likeliest tokens whose probabilities, after `temperature` and `top_k`, add up to it are kept.
+    """
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -37,7 +39,7 @@ class Sampling:
             raise JobError(f"top_p = {self.top_p}: must be above 0, at most 1")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """The next token.
+        """Draw the next token.
 
         Args:
             logits: (vocabulary,) fp32 on the CPU.
@@ -60,12 +62,12 @@ class Sampling:
 def continuation(
     model: nn.Module, tokenizer: Tokenizer, length: int, prompt: str, tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """Pieces of text that follow `prompt`, as they come; they end with the model's document.
+    """Yield pieces of the text that continues `prompt`, until the model ends its document.
 
     Args:
-        model: of tokens (1, sequence) to logits (1, sequence, vocabulary), or an object that has them.
-        length: tokens that the model sees at most.
-        tokens: most tokens to write.
+        model: function of tokens (1, sequence) to logits (1, sequence, vocabulary), or an object with them.
+        length: maximum tokens that the model sees.
+        tokens: maximum tokens to generate.
     """
     import torch
 

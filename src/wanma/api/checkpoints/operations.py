@@ -1,4 +1,4 @@
-"""The checkpoint manager: what there is, whether it is whole, what differs, and the same in another form."""
+"""Operations on checkpoints: inventory, verification, comparison, and conversion to another form."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 Form = Literal["checkpoint", "safetensors", "huggingface"]
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _WEIGHTS = ("average.", "model.")
-"""What the names of weights begin with; averaged ones are preferred, as in `wanma sample`."""
+"""Prefixes of the names of weights; averaged ones are preferred, as in `wanma sample`."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written."""
+    """Result of a conversion."""
 
     folder: Path
     checkpoint: Path
@@ -39,7 +39,7 @@ class Converted:
 
 
 def inventory(place: str) -> list[Entry]:
-    """The checkpoints in a folder or at a URL, newest first; a single checkpoint's folder is a list of one.
+    """List the checkpoints in a folder or at a URL, newest first; a checkpoint's own folder gives one entry.
 
     Raises:
         WanmaError: the place cannot be read.
@@ -53,10 +53,10 @@ def inventory(place: str) -> list[Entry]:
 
 
 def scans(place: str) -> Iterator[Scan]:
-    """A look through each checkpoint in a folder or at a URL, newest first, or through the one that is there.
+    """Yield a scan of each checkpoint in a folder or at a URL, newest first, or of the single one there.
 
     Raises:
-        WanmaError: there is none, or the place cannot be read.
+        WanmaError: there is no checkpoint, or the place cannot be read.
     """
     count = 0
     if is_url(place):
@@ -79,10 +79,10 @@ def scans(place: str) -> Iterator[Scan]:
 
 
 def one_checkpoint(place: str, on_message: Callable[[str], None] = warnings.warn) -> Path:
-    """The checkpoint that a place on disk means: the one there, or of several the newest whole one.
+    """Return the checkpoint at a path: the checkpoint itself, or the newest complete one of a folder.
 
     Args:
-        on_message: gets the reason where damage lets an older one be taken than the newest.
+        on_message: receives the reason if damage makes the result older than the newest checkpoint.
 
     Raises:
         WanmaError: there is none.
@@ -100,10 +100,10 @@ def one_checkpoint(place: str, on_message: Callable[[str], None] = warnings.warn
 
 
 def diff(a: str, b: str, on_message: Callable[[str], None] = warnings.warn) -> tuple[Path, Path, Comparison]:
-    """What differs between two checkpoints; of a run or folder the newest whole one is taken.
+    """Compare two checkpoints; of a run or folder the newest complete one is taken.
 
     Raises:
-        WanmaError: one is not there, or damaged.
+        WanmaError: one does not exist, or is damaged.
     """
     from wanma.checkpoint.inspection.comparison import compare
 
@@ -121,16 +121,16 @@ def convert(
     weights_only: bool = False,
     on_message: Callable[[str], None] = warnings.warn,
 ) -> Converted:
-    """Write a checkpoint anew into `folder`; the one read is verified first, and never changed.
+    """Write a copy of a checkpoint in another form into `folder`; the original is verified and not changed.
 
     Args:
         form: "checkpoint": wanma's own, in `files` data files, state included. "safetensors": the weights
             alone, by the model's own names. "huggingface": as `wanma export`, which needs the run around it.
-        precision: of the weights; None: as they are. Optimizer state keeps its own.
-        weights_only: leave the optimizer away; the result can start a run, not carry one on.
+        precision: precision of the weights; None: unchanged. Optimizer state keeps its own.
+        weights_only: omit the optimizer state; the result can start a run, but not continue one.
 
     Raises:
-        WanmaError: it is damaged, `folder` is taken, or the form does not suit it.
+        WanmaError: the checkpoint is damaged, `folder` is in use, or the form does not fit the checkpoint.
     """
     path = one_checkpoint(place, on_message)
     if form == "huggingface":
@@ -153,7 +153,7 @@ def convert(
 
 
 def _plain(path: Path, folder: Path, saved: Saved, kinds: dict[str, str]) -> Converted:
-    """The weights by the names that the model itself has for them."""
+    """Write the weights as safetensors, by the model's own names."""
     from wanma.api.checkpoints.export import FILE_BYTES
     from wanma.checkpoint.conversion.conversion import require_whole, with_dtype
     from wanma.checkpoint.conversion.huggingface_weights import write_published
@@ -201,7 +201,7 @@ def _bytes(folder: Path) -> int:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """A folder that is, or should be, a checkpoint itself."""
+    """Return True for a folder that is, or should be, a checkpoint itself."""
     return (path / MANIFEST).is_file() or path.name.startswith("step-")
 
 

@@ -1,4 +1,4 @@
-"""What the checkpoint manager has found, as tables and words for a person and as JSON for a program."""
+"""Output of checkpoint operations: tables and text for a terminal, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from wanma.checkpoint.inspection.comparison import Comparison, Difference
 
 SHOWN = 20
-"""Tensors of a comparison, unless all are asked for."""
+"""Maximum tensors shown in a comparison, unless all are requested."""
 
 
 def inventory_table(entries: Sequence[Entry]) -> Table:
-    """One line per checkpoint."""
+    """Return a table with one row per checkpoint."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("step", "age", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -48,7 +48,7 @@ def inventory_table(entries: Sequence[Entry]) -> Table:
 
 
 def inventory_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """The same for a program: times in unix seconds."""
+    """Return the inventory as JSON; times in Unix seconds."""
     return [
         {
             "step": entry.step,
@@ -68,7 +68,7 @@ def inventory_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def scan_text(scan: Scan) -> Text:
-    """A line of a whole checkpoint; of a damaged one a line for each problem too."""
+    """Return one line for a complete checkpoint; for a damaged one, a line for each problem too."""
     text = Text(f"{scan.name}  ")
     if scan.is_whole and (manifest := scan.manifest) is not None:
         text.append("whole", "green")
@@ -96,10 +96,10 @@ def scan_json(scan: Scan) -> dict[str, Any]:
 
 
 def comparison_tables(found: Comparison, limit: int | None = SHOWN) -> list[Text | Table]:
-    """Names, then values by how much they differ, then the state.
+    """Return the differences of names, then of values by size, then of the state.
 
     Args:
-        limit: most tensors in each list; None: all.
+        limit: maximum tensors in each list; None: all.
     """
     parts: list[Text | Table] = []
     for names, where in ((found.only_a, "A"), (found.only_b, "B")):
@@ -171,7 +171,7 @@ def _tensor_table(tensors: Sequence[Difference], limit: int | None) -> Table:
 
 
 def _weight(one: Difference) -> tuple[bool, bool, float, str]:
-    """Other shapes first, then what is not finite, then the largest relative difference."""
+    """Return the sort key: other shapes, then non-finite values, then large relative differences first."""
     relative = float("inf") if one.relative is None else one.relative
     return one.shapes[0] == one.shapes[1], not one.non_finite, -relative, one.name
 

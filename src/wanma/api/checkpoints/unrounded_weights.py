@@ -1,7 +1,8 @@
-"""Frozen weights as they were before a run kept them in 16 bits: from where it started, while that is there.
+"""Frozen weights before their rounding to 16 bits, read from the start of a run while it exists.
 
-A checkpoint of a run with adapters in bf16 holds what the run computed with. Weights that were published in
-fp32 had more bits. What rounds to the saved values is what the run started from.
+A checkpoint of a run with adapters in bf16 holds the weights on which the run computed. Weights that were
+published in fp32 had more bits. Source weights that round to the saved values are those from which the run
+started.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from wanma.training.checkpointing.published_weights import fill
 
 
 class Unrounded:
-    """Weights that a run has started from.
+    """Weights from which a run has started.
 
     Args:
-        model: of the run, on any device.
-        source: of the weights; None: none are there.
+        model: model of the run, on any device.
+        source: source of the weights; None: it does not exist.
     """
 
     def __init__(self, model: nn.Module, source: PublishedWeights | Saved | None) -> None:
         self._model, self._source = cast(Published, model), source
         self.rounded: set[str] = set()
-        """Names of parameters of which nothing but the rounded values was found."""
+        """Names of parameters for which only the rounded values were found."""
 
     def part(self, name: str, rounded: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
-        """A box of parameter `name` in fp32 that rounds to `rounded`; where none is found, `rounded` itself.
+        """Return a box of parameter `name` in fp32 that rounds to `rounded`; else `rounded` itself.
 
         Args:
-            shape: of the whole parameter.
+            shape: shape of the full parameter.
         """
         try:
             found = self._read(name, box, shape)
@@ -73,7 +74,7 @@ class Unrounded:
 
 @contextmanager
 def open_start(model: nn.Module, start: str | None) -> Iterator[Unrounded]:
-    """Open what `checkpoint.start_from` names, if it is there."""
+    """Open the source named by `checkpoint.start_from`, if it exists."""
     path = Path(start).expanduser() if start is not None else None
     source: PublishedWeights | Saved | None = None
     try:

@@ -1,4 +1,4 @@
-"""`wanma launch SCRIPT`: a user's own script on several ranks, under the supervisor."""
+"""Launcher of a user's own script on several ranks, under the supervisor (`wanma launch SCRIPT`)."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ PRELOAD = (
     "wanma.api.session",
     "wanma.training.loop.session",
 )
-"""For a script that imports wanma; any other begins, as with torchrun, in an empty process."""
+"""Modules preloaded for scripts that import wanma; others start in an empty process, as in torchrun."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program of each rank."""
+    """Program that each rank runs."""
 
     script: str
-    """Path of a Python file, or a module's name."""
+    """Path of a Python file, or name of a module."""
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     local_rank_option: str = ""
-    """Name of the option by which each rank is told its local rank, e.g. '--local-rank'; empty: by none."""
+    """Name of the option that passes the local rank, such as '--local-rank'; empty: none."""
 
     @property
     def name(self) -> str:
         return self.script.rpartition(".")[2] if self.is_module else Path(self.script).stem
 
     def content(self) -> bytes:
-        """The source; of a module, which is looked for only where it runs, its name."""
+        """Return the source of a file; for a module, which is only searched for where it runs, its name."""
         return self.script.encode() if self.is_module else Path(self.script).read_bytes()
 
     def imports_wanma(self) -> bool:
-        """Return whether the source says so; imports of the user's other modules are not followed."""
+        """Return True if the source imports wanma; imports of the user's other modules are not followed."""
         try:
             tree = ast.parse(b"" if self.is_module else self.content())
         except (SyntaxError, ValueError):
@@ -86,19 +86,19 @@ def launch_script(
     overrides: Sequence[str] = (),
     shown: Sequence[int] | None = None,
 ) -> int:
-    """Run `program` once per rank, by whose variables it finds its place, as its `wanma.session` does.
+    """Run `program` once per rank, with the environment variables from which `wanma.session` reads its place.
 
     Args:
-        ranks: processes on this machine, and on each of the others.
+        ranks: processes on this node, and on each of the others.
         run_directory: default: runs / the script's name.
-        overrides: keys of `[cluster]`, e.g. 'cluster.nodes=2'.
+        overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
         shown: ranks whose output is shown; default: all.
 
     Returns:
-        the exit code: that with which a script ended itself, else as of `train_job`.
+        the exit code: that of a script that ended itself, else as in `train_job`.
 
     Raises:
-        WanmaError: before anything was started.
+        WanmaError: an error before anything was started.
     """
     section = cluster_section(overrides)
     check_interface(section.interface)
@@ -123,10 +123,10 @@ def launch_script(
 
 
 def cluster_section(overrides: Sequence[str]) -> ClusterSection:
-    """The `[cluster]` of `overrides`; of the rest of a job the script itself decides.
+    """Return the `[cluster]` section of `overrides`; the script itself decides on the rest of the job.
 
     Raises:
-        JobError: another section's key, or a wrong value.
+        JobError: a key of another section, or a wrong value.
     """
     for text in overrides:
         if (path := parse_override(text).path)[0] != "cluster":
@@ -189,13 +189,13 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
 
 
 def _threads_of_environment() -> int:
-    """OMP_NUM_THREADS of the user's, which torchrun leaves as it is; 0: none."""
+    """Return the user's OMP_NUM_THREADS, which torchrun leaves unchanged; 0: none."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() else 0
 
 
 def _agreed(program: Program, ranks: int, section: ClusterSection) -> str:
-    """What the machines of one launch must have in common, wherever the script lies on each."""
+    """Return the hash that all nodes of one launch must share, wherever the script is on each."""
     own = {"node_rank": None, "interface": None, "place": None, "threads_per_rank": None}
     placeless = section.model_copy(update=own)
     together = [list(program.arguments), program.local_rank_option, ranks, placeless.model_dump(mode="json")]
@@ -204,7 +204,7 @@ def _agreed(program: Program, ranks: int, section: ClusterSection) -> str:
 
 
 class _ScriptConsole:
-    """The console that the script's job asks for, from when its session says so; plain lines before.
+    """Console that the script's job configures, once its session is open; plain lines before.
 
     Args:
         shown: ranks whose output is shown; None: all.

@@ -16,10 +16,10 @@ from wanma.job.run.worker import Event
 
 
 class ScriptRecord:
-    """Written by its constructor, and once more by `end`.
+    """Record of a script's run; its constructor and `end` write the file.
 
     Args:
-        ranks: processes on each machine.
+        ranks: processes on each node.
 
     Raises:
         OSError: the run directory cannot be written to.
@@ -47,7 +47,7 @@ class ScriptRecord:
         write_json(run.script, self._value)
 
     def seeing(self, write: Callable[[Event], None]) -> Callable[[Event], None]:
-        """`write`, with each new start of the ranks noted before."""
+        """Return `write`, preceded by a record of each restart of the ranks."""
 
         def see(event: Event) -> None:
             if event["kind"] == RESTARTED:
@@ -61,7 +61,7 @@ class ScriptRecord:
         return see
 
     def end(self, exit_code: int, failure: str, write: Callable[[Event], None]) -> None:
-        """Note how the script ended; where that cannot be, `write` is only told."""
+        """Record the end of the script; if the file cannot be written, only `write` gets a warning."""
         self._value.update(ended=time.time(), exit_code=exit_code, failure=failure)
         try:
             write_json(self._run.script, self._value)

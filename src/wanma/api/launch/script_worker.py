@@ -1,6 +1,7 @@
-"""A rank of `wanma launch`: the user's script as `python script.py` would run it.
+"""Rank entry point of `wanma launch`: runs the user's script as `python script.py` would.
 
-Imports little: what the script's process has loaded already, the script can no longer configure by variables.
+It imports little: a script can no longer configure, by environment variables, modules that its process has
+already loaded.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from wanma.job.run.worker import Worker, current_worker, in_session, launched_cl
 
 
 def run_script(worker: Worker, payload: bytes) -> None:
-    """Entry of each rank: the script as `__main__`, with its own arguments and folder.
+    """Run the script on one rank as `__main__`, with its own arguments and folder.
 
     Args:
         payload: JSON of `script` (a path, or a module's name if `is_module`), `arguments`, `cluster`,
-            `run_id`, `retries`, `local_rank_option` and `unset`, names of variables that it is not to see.
+            `run_id`, `retries`, `local_rank_option` and `unset`, names of variables hidden from the script.
     """
     order = json.loads(payload)
     script: str = order["script"]
@@ -73,5 +74,5 @@ def _name(order: Mapping[str, Any]) -> str:
 
 
 def _was_asked_to(worker: Worker, error: BaseException) -> bool:
-    """Return whether the script ends because it was asked to stop: what it then raises is no failure."""
+    """Return True if the script ends because it was asked to stop: its exception is then no failure."""
     return worker.control.stop_requested() and not in_session.get() and not isinstance(error, WanmaError)

@@ -1,4 +1,4 @@
-"""The drawings of a plan's page: one step, memory against time, and throughput over numbers of devices."""
+"""Charts of a plan's HTML page: one step, memory against time, and throughput by number of devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wanma.report.components.gantt_chart import Interval, Row, rows_figure
 from wanma.report.components.line_chart import Chart, Line
 
 SHOWN_RANKS = 16
-"""Pipeline ranks in the picture of a step; of more, evenly spread ones with both ends."""
+"""Maximum pipeline ranks in the chart of a step; of more, evenly spread ones with both ends."""
 
 SPAN_COLOURS: dict[SpanKind, int] = {
     "forward": 1,
@@ -29,12 +29,12 @@ SPAN_COLOURS: dict[SpanKind, int] = {
     "snapshot": 7,
     "load": 7,
 }
-"""What is not here, is not drawn."""
+"""Colour number of each kind of span; other kinds are not drawn."""
 EXPOSED_COLOUR = 2
 
 
 def step_figure(steps: Timeline) -> str:
-    """One step, a row for each pipeline rank, as an HTML `<figure>`."""
+    """Return the chart of one step, a row for each pipeline rank, as an HTML `<figure>`."""
     plan, pp = steps.plan, steps.plan.pp
     shown = spread(pp, SHOWN_RANKS)
     rows: list[Row] = []
@@ -73,7 +73,7 @@ def _intervals(spans: Iterable[Span], track: str) -> Iterator[Interval]:
 
 
 def _exposed(spans: Iterable[Span]) -> Iterator[Interval]:
-    """What communication of a forward or backward is waited for, at its end, though layers take turns."""
+    """Yield the exposed communication of forwards and backwards, drawn at their ends for simplicity."""
     for span in spans:
         exposed = sum(seconds for part, seconds in span.parts.items() if part != "compute")
         if exposed > 0:
@@ -84,16 +84,16 @@ def _exposed(spans: Iterable[Span]) -> Iterator[Interval]:
 
 
 def _name(span: Span) -> str:
-    """'forward 3 of stage 0'."""
+    """Return the name of a span, such as 'forward 3 of stage 0'."""
     number = "" if span.micro_batch is None else f" {span.micro_batch}"
     return f"{span.kind}{number}" + ("" if span.stage is None else f" of stage {span.stage}")
 
 
 def front_chart(found: Found, limit: float | None) -> Chart:
-    """The front of memory and time, and other layouts behind it as far as the front reaches twice.
+    """Return the chart of the Pareto front of memory and time, with other layouts up to twice its time.
 
     Args:
-        limit: bytes that a plan may fill.
+        limit: memory in bytes that a plan may fill.
     """
     front = sorted(found.pareto, key=lambda one: one.seconds)
     farthest = 2 * front[-1].seconds
@@ -121,7 +121,7 @@ def front_chart(found: Found, limit: float | None) -> Chart:
 
 
 def _tick_text(seconds: float) -> str:
-    """With as many digits as neighbours on an axis need."""
+    """Return a time with as many digits as neighbouring ticks of an axis need."""
     return f"{1000 * seconds:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
 
 
@@ -132,7 +132,7 @@ def _points(name: str, colour: int, plans: Iterable[Candidate], *, is_joined: bo
 
 
 def scale_charts(points: Sequence[ScalePoint], workload: Workload | None) -> list[Chart]:
-    """Throughput and efficiency over numbers of devices; none where no time is known."""
+    """Return charts of throughput and efficiency by number of devices; none if no time is known."""
     timed = [
         (float(point.devices), rate(point.best.forecast, workload) or 0.0, point.efficiency)
         for point in points

@@ -1,4 +1,4 @@
-"""`wanma plan`: what a job would run as, on these machines or on imagined ones, down to a single rank."""
+"""Plan of a job on this or a hypothetical cluster, down to a single rank (`wanma plan`)."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ def plan_job(
     rank: int | None = None,
     questions: Questions | None = None,
 ) -> tuple[Answers, RenderableType]:
-    """A job's plan and what it costs, without reading its data: as data, and for the terminal.
+    """Return a job's plan and its forecast, as data and as terminal output, without reading the job's data.
 
     Args:
-        device: plan for as many of this device of the catalogue as the job has ranks, or for a cluster in
-            one line; default: for `cluster`.
-        cluster: plan for the machines of a cluster file, or of one line; default: the job's `cluster.file`,
-            else this machine.
-        explained: show which rank holds what.
-        rank: build this one with tensors that hold nothing, and show what it keeps and communicates.
-        questions: what else to find out.
+        device: device of the catalogue, as many as the job has ranks, or a cluster in one line; default: the
+            devices of `cluster`.
+        cluster: cluster file, or a cluster in one line; default: the job's `cluster.file`, else this node.
+        explained: show the layout: the part of the model on each rank.
+        rank: rank to build without memory for its tensors, to show its sizes and communication.
+        questions: further questions to answer.
 
     Raises:
         JobError: the job, the cluster or a question is wrong, no such device or rank, or the plan fits
@@ -105,7 +104,7 @@ def _built(job: Job, plan: Plan, rank: int) -> RenderableType:
 
 
 def _axis_of(collective: Collective, plan: Plan, rank: int) -> str:
-    """The axis, or the axes, whose group it runs on."""
+    """Return the mesh dimension, or dimensions, on whose group a collective runs."""
     ranks = collective.ranks
     members = set(ranks)
     # Experts' ranks may be just those of another axis; what they alone do is to exchange tokens.

@@ -1,4 +1,4 @@
-"""`wanma plan --html`: what was found out as one page that asks the network for nothing."""
+"""HTML page of a plan (`wanma plan --html`), self-contained: it loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHOWN_PLANS = 10
 
 
 def answers_page(answers: Answers, title: str) -> str:
-    """The whole page as HTML."""
+    """Return the complete page as HTML."""
     study = answers.study
     return document(
         title,
@@ -107,14 +107,14 @@ def _numbers(study: Study) -> str:
 
 
 def _shares(study: Study) -> str:
-    """Of a plan that treats devices unlike each other: who computes what."""
+    """Return the shares of each device, for a plan that treats devices unequally; empty for others."""
     lines = "".join(f"<li>{escape(line)}</li>" for line in share_lines(study.planned.plan, study.cluster))
     body = card("Who computes what", f"<ul>{lines}</ul>")
     return f'<section class="plans">{body}</section>' if lines else ""
 
 
 def _costs(study: Study) -> str:
-    """Time and memory of the plan by kind."""
+    """Return the time and memory of the plan by kind."""
     forecast = study.planned.forecast
     if forecast is None:
         return ""

@@ -1,4 +1,4 @@
-"""Files that `wanma plan` writes: the page, and one step for Perfetto."""
+"""Output files of `wanma plan`: the HTML page, and the trace of one step for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanma.planner.presentation.plan_analysis import Answers
 
 
 def write_page(answers: Answers, path: Path, title: str) -> None:
-    """Everything as HTML.
+    """Write the HTML page.
 
     Raises:
         WanmaError: the file cannot be written.
@@ -22,10 +22,10 @@ def write_page(answers: Answers, path: Path, title: str) -> None:
 
 
 def write_trace(answers: Answers, path: Path) -> None:
-    """One step in the Trace Event Format, JSON.
+    """Write one step in the Trace Event Format, as JSON.
 
     Raises:
-        WanmaError: nobody knows the step's time, it is no grid of equal ranks, or the file cannot be written.
+        WanmaError: the step's time is unknown, the plan has unequal replicas, or the file cannot be written.
     """
     if answers.study.planned.plan.placement:
         raise WanmaError(

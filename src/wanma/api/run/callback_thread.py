@@ -1,4 +1,4 @@
-"""Callbacks of a run: its events as typed records, to the user's code, in a thread of their own."""
+"""Thread that passes a run's events, as typed records, to the user's callbacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _USUAL = ("perplexity", "accuracy")
 
 
 class Callbacks:
-    """The callbacks of one run; a context manager, after which none is called any more."""
+    """Callbacks of one run and their thread; a context manager, after which none is called."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunDirectory) -> None:
         self._callbacks, self._run = list(callbacks), run
@@ -38,13 +38,13 @@ class Callbacks:
         self._stop = ""
         self._step, self._has_begun = 0, False
         self.failure = ""
-        """Error of a callback, with its name and line; empty while there is none."""
+        """Error of a callback, with its name and line; empty if there is none."""
 
     def see(self, event: Event) -> str | None:
-        """Hand an event on.
+        """Pass an event on.
 
         Returns:
-            what asks for an orderly end of the run, once.
+            the reason for which a callback asked for an orderly end of the run, once; else None.
         """
         if not self._callbacks:
             return None
@@ -55,9 +55,10 @@ class Callbacks:
         return stop or None
 
     def end(self, exit_code: int, failure: str | None) -> None:
-        """The run is over: call what still waits, and `on_end`.
+        """End the run: call the callbacks of all pending events, and `on_end`.
 
         Args:
+            exit_code: exit code of the run.
             failure: message of a failed run.
         """
         outcome: Outcome = "failed" if failure is not None else "interrupted" if exit_code else "finished"
@@ -66,7 +67,7 @@ class Callbacks:
         self.close()
 
     def close(self) -> None:
-        """Wait until all that has happened is told."""
+        """Wait until all pending events are handled."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join()
@@ -103,13 +104,13 @@ class Callbacks:
 
 
 def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callback]:
-    """Refuse what is given as callbacks and is none, and methods whose names are misspelled.
+    """Refuse objects that are no callbacks, and methods whose names are misspelled.
 
     Args:
         source: argument or key that gave them.
 
     Raises:
-        JobError: no sequence of `Callback` objects.
+        JobError: `callbacks` is no sequence of `Callback` objects.
     """
     given: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for one in given:
@@ -133,7 +134,7 @@ def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callba
 
 
 def named_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """Callbacks that a job names: objects, or classes and functions that make one.
+    """Return the callbacks that a job names: objects, or results of classes and functions.
 
     Raises:
         JobError: one cannot be imported or made, or is no callback.
@@ -150,7 +151,7 @@ def named_callbacks(paths: Sequence[str]) -> list[Callback]:
 
 
 def _record(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
-    """Method and its argument; None for events that callbacks are not told."""
+    """Return the callback method and its argument; None for events without a method."""
     match event["kind"]:
         case "start":
             is_recovery = bool(event.get("again"))

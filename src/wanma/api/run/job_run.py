@@ -1,4 +1,4 @@
-"""A job from its file to its report: plan, launch, watch, write down."""
+"""Run of a job from its file to its report: plan, launch, supervision, records."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 ENTRY = "wanma.training.loop.train_worker:train_worker"
 PRELOAD = ("torch", "torch._dynamo", "wanma.training.loop.train_worker")
-"""Imported once, before the ranks are forked. FSDP2 imports dynamo at its first use in every process."""
+"""Modules imported once, before the ranks are forked; FSDP2 imports dynamo at its first use."""
 SUPERVISORS = ("slow_rank",)
 """Kinds of events that come from a supervisor, to be recorded here."""
 
@@ -64,20 +64,20 @@ def train_job(
     callbacks: Sequence[Callback] = (),
     on_failure: Callable[[str], None] | None = None,
 ) -> int:
-    """Train `job` on this machine, or this machine's part of it; carry on where it was stopped.
+    """Train `job` on this node, or this node's part of it; continue an interrupted run.
 
     Args:
         run_directory: default: `observe.runs` / `observe.name`.
-        command_line: kept in environment.json.
+        command_line: command line, stored in environment.json.
         objects: `model`, `data`, `loss` that the user passed in Python.
-        callbacks: called as the run goes on, before those that the job names.
-        on_failure: gets the one message of a failed run; default: it is shown on the console.
+        callbacks: called during the run, before those that the job names.
+        on_failure: receives the message of a failed run; default: it is shown on the console.
 
     Returns:
         the exit code: 0 finished, 130 or 143 stopped in order or at once by a signal, else failed.
 
     Raises:
-        WanmaError: before anything was started.
+        WanmaError: an error before anything was started.
     """
     check_interface(job.cluster.interface)
     run = run_directory_of(job, run_directory)
@@ -139,12 +139,12 @@ def train_job(
 
 
 def preload_of(job: Job) -> tuple[str, ...]:
-    """What the fork server imports."""
+    """Return the modules that the fork server imports."""
     return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface.causal_model")
 
 
 def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
-    """Description of what `train_job` would run: the validated job, the plan, memory and sizes.
+    """Describe what `train_job` would run: the validated job, the plan, memory and sizes.
 
     Starts nothing; refuses what the ranks would refuse, as far as one process can tell.
 
@@ -201,7 +201,7 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
 def _payload(
     objects: dict[str, Any], flops_per_sample: float | None, job: Job, plan: Plan, peak: float | None
 ) -> bytes:
-    """What the ranks are told."""
+    """Return the pickled request for the ranks."""
     seeded = False
     if "model" in objects:
         from wanma.training.checkpointing.run_identity import is_seeded
@@ -211,10 +211,10 @@ def _payload(
 
 
 def to_bytes(request: Request) -> bytes:
-    """The request for the ranks; objects of the user's own program travel by value.
+    """Pickle the request for the ranks; objects of the user's own program travel by value.
 
     Raises:
-        WanmaError: an object cannot be sent to another process; says which.
+        WanmaError: an object cannot be sent to another process; names it.
     """
     if not request.objects:
         return pickle.dumps(request)
@@ -239,9 +239,9 @@ def to_bytes(request: Request) -> bytes:
 
 
 def _agreed(job: Job, plan: Plan) -> str:
-    """What the machines of one run must have in common; equal exactly if they have.
+    """Return the hash that all nodes of one run must share: of the job and of each node's plan.
 
-    Each plans for itself. Machines with unequal memory may arrive at other micro-batches, and their ranks
+    Each node plans for itself. Nodes with unequal memory may choose other micro-batches, and their ranks
     would wait for each other in collectives that the others never enter.
     """
     own = {"node_rank": None, "interface": None, "place": None}

@@ -1,4 +1,4 @@
-"""The `[model]` section of a job whose model is a Python object."""
+"""Override of the `[model]` section for a job whose model is a Python object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def name_own_model(job: Any, overrides: Sequence[str], name: str) -> Sequence[st
     Other keys of `[model]`, such as `statistics_group` and `lora_rank`, stay the job's.
 
     Args:
-        job: as `job_from` takes it.
+        job: job in any form that `job_from` accepts.
         name: "package.module:Class" of the object.
     """
     if isinstance(job, str | Path):

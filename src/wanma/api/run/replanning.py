@@ -1,8 +1,8 @@
-"""The plans of a run whose number of machines may change, for its supervisors (`elastic.launch.Replanner`).
+"""Re-planning of a run whose number of nodes may change, for its supervisors (`elastic.launch.Replanner`).
 
-Whatever changes is decided by the planner's one rule (`planner.replan`): what the job says is kept, a plan
-that can go on does unless a change gains twice what it costs, and where one must change, the best for the
-machines that are left is taken.
+All decisions follow one rule of the planner (`planner.replan`): keys of the job are fixed, a plan that can
+continue does so unless a change gains twice its cost, and if it must change, the best plan for the remaining
+nodes is taken.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from wanma.planner.rules.capabilities import check_runnable
 
 
 def is_elastic(job: Job) -> bool:
-    """Whether the number of machines may change."""
+    """Return True if the number of nodes may change."""
     return job.cluster.min_nodes is not None and job.cluster.min_nodes < job.cluster.nodes
 
 
 def refuse_elastic(job: Job, what: str) -> None:
-    """For whoever has the plan made in a way that does not follow the machines.
+    """Refuse a job with a variable number of nodes, for callers whose plan is fixed.
 
     Raises:
-        JobError: the job's number of machines may change.
+        JobError: the job's number of nodes may change.
     """
     if is_elastic(job):
         raise JobError(
@@ -46,12 +46,12 @@ def refuse_elastic(job: Job, what: str) -> None:
 
 @dataclass(frozen=True)
 class ElasticPlans:
-    """How the run goes on with however many machines there are.
+    """Replanner of a run for any number of nodes.
 
     Attributes:
-        job: whose cluster.nodes is the largest number of machines.
-        cluster, plan, workload: as the run was planned for so many.
-        payload: what the ranks are told under another plan, for a job on other machines.
+        job: job whose cluster.nodes is the maximum number of nodes.
+        cluster, plan, workload: the run as planned for that many.
+        payload: returns the request for the ranks, for a job, a plan, and the peak FLOP/s.
     """
 
     job: Job
@@ -61,7 +61,7 @@ class ElasticPlans:
     payload: Callable[[Job, Plan, float | None], bytes]
 
     def decide(self, situation: Situation) -> Decision:
-        """As `Replanner.decide`: all machines that are here if there is a plan for them, else fewer."""
+        """Decide on a plan, as `Replanner.decide`: for all present nodes if there is one, else for fewer."""
         most = self.job.cluster.nodes
         running, used = situation.running or self.plan, situation.nodes or most
         here = situation.machines
@@ -81,7 +81,7 @@ class ElasticPlans:
         return Decision(running, used, why) if here > used else Decision(None, 0, why)
 
     def launch(self, before: Launch, plan: Plan, nodes: int) -> Launch:
-        """As `Replanner.launch`."""
+        """Return the launch under another plan, as `Replanner.launch`."""
         job = self._job_on(nodes)
         here = plan.world_size // nodes
         threads = job.cluster.threads_per_rank or max(self.cluster.nodes[0].cores // here, 1)
@@ -95,7 +95,7 @@ class ElasticPlans:
         )
 
     def _fewest(self, here: int, used: int) -> int:
-        """Machines with which a change is still one for the better, or possible."""
+        """Return the minimum number of nodes for which a change is an improvement, or possible."""
         return used + 1 if here > used else self.job.cluster.min_nodes or 1
 
     def _replanned(self, running: Plan, used: int, machines: int, situation: Situation) -> Replanned:
@@ -128,7 +128,7 @@ class ElasticPlans:
         return self.job.model_copy(update={"cluster": section})
 
     def _cluster_of(self, machines: int) -> Cluster:
-        """So many of the machines: of unlike ones nobody knows which are there, so each is like the least."""
+        """Return a cluster of so many nodes; unlike ones all count as the weakest, as any may be lost."""
         kinds = self.cluster if len(self.cluster.nodes) == 1 else equal_machines(self.job, self.cluster)
         (node,) = kinds.nodes
         return replace(kinds, nodes=(replace(node, count=machines),))
@@ -137,10 +137,10 @@ class ElasticPlans:
 def elastic_plans(
     job: Job, prepared: Prepared, payload: Callable[[Job, Plan, float | None], bytes]
 ) -> ElasticPlans | None:
-    """None where the number of machines is fixed.
+    """Return the replanner of a job; None if the number of nodes is fixed.
 
     Raises:
-        JobError: nobody can plan for other machines, because the model cannot be read.
+        JobError: other numbers of nodes cannot be planned, because the model cannot be analysed.
     """
     if not is_elastic(job):
         return None

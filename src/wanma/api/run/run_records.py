@@ -1,6 +1,6 @@
-"""What a run leaves in its directory beside what its ranks record: who may, the job, the plan, the end.
+"""Records of a run in its directory beside those of its ranks: lock, job, plan, environment, end.
 
-The whole-job road (`job_run.py`), a user's own loop (`session.py`) and `wanma launch` share it.
+They are shared by `job_run.py`, by a user's own loop (`session.py`) and by `wanma launch`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from wanma.report.run_report import read_report
 
 
 def run_directory_of(job: Job, given: Path | str | None) -> RunDirectory:
-    """Where the files of a run of `job` go: `given`, or what `[observe]` says."""
+    """Return the run directory of `job`: `given`, or the one that `[observe]` names."""
     return RunDirectory(Path(given or Path(job.observe.runs) / (job.observe.name or "run")))
 
 
 @contextmanager
 def only_one(run: RunDirectory) -> Iterator[None]:
-    """Two trainings in one run directory would overwrite each other's records.
+    """Lock a run directory: two trainings in it would overwrite each other's records.
 
     Raises:
-        WanmaError: another process is at it, or this one already.
+        WanmaError: another process, or this one, already holds the lock.
     """
     with (run.path / ".lock").open("w") as lock:
         try:
@@ -62,7 +62,7 @@ def write_down(
     """Write job.toml, plan.json, environment.json and the tokenizer.
 
     Args:
-        reads_text: the run's tokens are of the job's text, and not of data of the user's own.
+        reads_text: the run's tokens are those of the job's text, and not of the user's own dataset.
 
     Raises:
         WanmaError: the run directory cannot be written to.
@@ -91,8 +91,11 @@ def write_down_accepted(
     *,
     reads_text: bool,
 ) -> None:
-    """`write_down` for a run that carries on: only a job that its ranks have accepted replaces the one that
-    the checkpoints are of. Then it trains, so a directory that cannot be written to is only told."""
+    """Write the records of a continued run, once its ranks have accepted the job.
+
+    Only then the job replaces the one that the checkpoints belong to. The run is training by then, so a
+    directory that cannot be written to only gives a warning.
+    """
     try:
         write_down(run, job, prepared, command_line, reads_text=reads_text)
     except WanmaError as error:
@@ -102,10 +105,10 @@ def write_down_accepted(
 def write_down_plan(
     run: RunDirectory, prepared: Prepared, planned: Event, write: Callable[[Event], None]
 ) -> None:
-    """plan.json of a run that goes on under another plan than the command's own, on other machines.
+    """Write plan.json of a run that continues under another plan than the command's own, on other nodes.
 
     Args:
-        planned: the event that has told of it.
+        planned: event that announced the plan.
     """
     try:
         write_json(run.plan, {**prepared.to_json(), "plan": planned["plan"], "forecast": planned["forecast"]})
@@ -115,7 +118,7 @@ def write_down_plan(
 
 
 def changes(run: RunDirectory, job: Job) -> list[str]:
-    """Keys of the model, data, training and layout that differ from the run's last start, a line for each."""
+    """Return a line for each key of the model, data, training or layout that differs from the last start."""
     if not run.job.exists():
         return []
     try:
@@ -130,12 +133,12 @@ def changes(run: RunDirectory, job: Job) -> list[str]:
 
 
 def events_so_far(run: RunDirectory) -> int:
-    """How many events the run directory holds; `record_end` tells by it what belongs to this start."""
+    """Return the number of events in the run directory, by which `record_end` finds those of this start."""
     return len(read_report(run, brief=True).events)
 
 
 def record(run: RunDirectory, event: Event, write: Callable[[Event], None]) -> None:
-    """Add an event to those that rank 0 records meanwhile; one that cannot be is only told."""
+    """Add an event to those of rank 0; an event that cannot be recorded only gives a warning."""
     try:
         add_event(run, **event)
     except OSError as error:
@@ -143,13 +146,13 @@ def record(run: RunDirectory, event: Event, write: Callable[[Event], None]) -> N
 
 
 def record_end(run: RunDirectory, failure: str | None, write: Callable[[Event], None], earlier: int) -> None:
-    """Write down a failure that the ranks no longer could, and the report.
+    """Record a failure that the ranks could no longer record, and write the report.
 
-    A run is no failure because a report could not be written, so that is only told.
+    A run does not fail because a report could not be written, so that only gives a warning.
 
     Args:
-        failure: why the run failed; None when it did not.
-        write: takes what there is to tell.
+        failure: reason of a failed run; None otherwise.
+        write: receives the warnings.
         earlier: `events_so_far` before this start.
     """
     try:
@@ -164,9 +167,9 @@ def record_end(run: RunDirectory, failure: str | None, write: Callable[[Event], 
 
 
 def _write_failure(run: RunDirectory, text: str, earlier: int) -> None:
-    """Record why this start failed; a run that had begun earlier stays what it was if this start never did.
+    """Record the failure of this start; a run that began earlier keeps its state if this start never began.
 
-    Of several machines that share the run directory, the first to come writes it.
+    Of several nodes that share the run directory, the first one writes it.
     """
     events = read_report(run, brief=True).events
     before, since = events[:earlier], events[earlier:]

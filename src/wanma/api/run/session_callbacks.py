@@ -1,4 +1,4 @@
-"""Callbacks of a session: called in the process of rank 0, which has no supervisor's events to hear."""
+"""Callbacks of a session, called in the process of rank 0, which sees no events of a supervisor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wanma.job.sections.job import Job
 
 
 class CalledControl:
-    """A `Control` that hands each event on to callbacks, too, and ends the run where one asks for it."""
+    """Supervisor client that also passes each event to callbacks, and ends the run if one asks for it."""
 
     def __init__(self, control: Control, called: Callbacks) -> None:
         self._control, self._called = control, called
@@ -45,7 +45,7 @@ class CalledControl:
 
 @contextmanager
 def calling(callbacks: Sequence[Callback], job: Job, worker: Worker) -> Iterator[Worker]:
-    """`worker`, whose events are told to callbacks, those that the job names included.
+    """Yield `worker` with its events passed to the callbacks, those that the job names included.
 
     Raises:
         WanmaError: a callback has failed; the run has ended in order before.

@@ -1,4 +1,4 @@
-"""Optimizers and schedules that a user passes in Python."""
+"""Optimizers and learning-rate schedules that a user passes in Python."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from wanma.job.sections.job import Job
 
 
 def check_update(job: Job, optimizer: Any, schedule: Any) -> dict[str, Any]:
-    """Those of the two that are given, by name.
+    """Return the given ones of optimizer and schedule, by name.
 
     Raises:
-        JobError: one is no optimizer's factory or no schedule, or the job names one, too.
+        JobError: one is no optimizer factory or no schedule, or the job names one too.
     """
     for key, given, names in (
         ("optimizer", optimizer, ("optimizer", "optimizer_factory")),

@@ -1,9 +1,9 @@
-"""`wanma bench collectives`: how fast the ranks here exchange what they exchange in training.
+"""Benchmark of the collectives of training, on the ranks of this cluster (`wanma bench collectives`).
 
     sweeps = bench_collectives(ranks=(2, 4), sizes="1K..64M")
 
-Ranks are started, meet and make their groups as a run's do, so that what is measured is what a run would use.
-Times come from `collectives.measure`, as a calibration's do; `save_sweeps` adds them to that.
+Ranks start, meet and build their process groups as in a run, so that the benchmark measures what a run would
+use. Times come from `collectives.measure`, as in a calibration; `save_sweeps` adds them to the calibration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENTRY = "wanma.bench.collectives.worker:measure_worker"
 PRELOAD = ("torch", "wanma.bench.collectives.worker")
 DEFAULT_SECONDS = 60.0
 BUFFERS = 3
-"""Of the largest size that a rank holds at once, at most."""
+"""Maximum buffers of the largest size that a rank holds at once."""
 
 
 def bench_collectives(
@@ -58,23 +58,23 @@ def bench_collectives(
     overrides: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Sweep]:
-    """Measure with each number of ranks.
+    """Measure the collectives with each number of ranks.
 
     Args:
-        ranks: on this machine, and on each of the others; default: 2, 4 ... up to its GPUs or cores; on
-            several machines one for each GPU, or one.
-        sizes: as of `asked.sizes_of`.
+        ranks: ranks on this node, and on each of the others; default: 2, 4 ... up to its GPUs or cores; on
+            several nodes one for each GPU, or one.
+        sizes: message sizes in the form of `selection.sizes_of`.
         collectives, algorithms, dtypes: default: all, all, fp32.
-        seconds: for each number of ranks, about; large buffers may take longer.
-        overrides: keys of `[cluster]`, e.g. 'cluster.nodes=2'.
-        progress: is told what is measured next.
+        seconds: approximate duration for each number of ranks; large buffers may take longer.
+        overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
+        progress: receives a text before each measurement.
 
     Returns:
-        one for each number of ranks; none on machines that measured with others, and are not the first.
+        one sweep for each number of ranks; none on nodes that measured with others and are not the first.
 
     Raises:
-        JobError: something is asked for that there is not, or that does not fit into memory.
-        WanmaError: a rank failed, or the machines did not meet.
+        JobError: the selection does not exist, or does not fit into memory.
+        WanmaError: a rank failed, or the nodes did not meet.
     """
     if seconds <= 0:
         raise JobError(f"--seconds {seconds:g}: measuring takes time", "give at least 1")
@@ -107,7 +107,7 @@ def bench_collectives(
 
 @dataclass(frozen=True)
 class _Bench:
-    """What does not change with the number of ranks."""
+    """Parameters of a benchmark that do not depend on the number of ranks."""
 
     node: Node
     section: ClusterSection
@@ -117,10 +117,10 @@ class _Bench:
 
 
 def cluster_section(overrides: Sequence[str]) -> ClusterSection:
-    """The `[cluster]` of `overrides`.
+    """Return the `[cluster]` section of `overrides`.
 
     Raises:
-        JobError: another section's key, or a wrong value.
+        JobError: a key of another section, or a wrong value.
     """
     for text in overrides:
         if (path := parse_override(text).path)[0] != "cluster":
@@ -149,7 +149,7 @@ def _check_memory(asked: Asked, ranks: int, device: str) -> None:
 
 @dataclass
 class _Told:
-    """Shows what the ranks tell."""
+    """Printer of the events of the ranks."""
 
     ranks: int
     progress: Callable[[str], None]
@@ -193,7 +193,7 @@ def _measure(bench: _Bench, ranks: int, progress: Callable[[str], None]) -> Swee
 
 
 def _agreed(bench: _Bench, ranks: int) -> str:
-    """What the machines of one measurement must have in common."""
+    """Return the hash that all nodes of one measurement must share."""
     together = repr((bench.asked, ranks, bench.seconds, bench.section.nodes, bench.section.device))
     return hashlib.sha256(together.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Measured collectives added to the calibration that forecasts use."""
+"""Merge of measured collectives into the calibration that forecasts use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from wanma.planner.hardware_model.calibration import (
 
 
 def check_saving(nodes: int) -> None:
-    """Raises `JobError` where nothing could be saved, before anything is measured; a damaged calibration is
-    told of, too."""
+    """Raise `JobError` if results cannot be saved, before anything is measured.
+
+    A damaged calibration is reported too.
+    """
     if nodes > 1:
         raise JobError(
             f"--save with --nodes {nodes}: a calibration is of one machine's own links",
@@ -31,13 +33,13 @@ def check_saving(nodes: int) -> None:
 
 
 def save_sweeps(sweeps: Iterable[Sweep], path: Path | None = None) -> Path:
-    """Let the calibration's links be what these sweeps measured.
+    """Set the links of the calibration to the measurements of these sweeps.
 
     Args:
-        path: of the calibration; default: the user's.
+        path: calibration file; default: the user's.
 
     Returns:
-        the file.
+        the calibration file.
 
     Raises:
         WanmaError: the device was not calibrated with so many ranks, so that there is nothing to add to; or

@@ -1,4 +1,4 @@
-"""What of a sweep forecasts know: the collectives that training runs, as they are run there."""
+"""Mapping from benchmarked collectives to the operators of a calibration, as training runs them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _ON_A_GPU: dict[tuple[str, str], tuple[Operator, ...]] = {
 
 
 def operators_of(collective: str, algorithm: str, *, on_cpu: bool) -> tuple[Operator, ...]:
-    """As a calibration calls them; none of what training does not run."""
+    """Return the calibration's operators of a collective; empty if training does not run it."""
     return (_ON_A_CPU if on_cpu else _ON_A_GPU).get((collective, algorithm), ())
 
 
 def forecast_seconds(
     machine: Machine | None, collective: str, algorithm: str, ranks: int, size_bytes: int, *, on_cpu: bool
 ) -> float | None:
-    """What forecasts take a collective to last; None for what they do not know.
+    """Return the forecast seconds of a collective; None if forecasts do not know it.
 
     Args:
-        machine: the ranks' own, as forecasts see it; None, or without known rates: nothing is known.
+        machine: hardware model of the ranks; None, or one without known rates: nothing is known.
     """
     operators = operators_of(collective, algorithm, on_cpu=on_cpu)
     if machine is None or machine.unknown or machine.devices < ranks or not operators:

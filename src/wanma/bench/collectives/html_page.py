@@ -1,4 +1,4 @@
-"""`wanma bench collectives` as one offline page: bus bandwidth and time over size, by algorithm."""
+"""HTML page of a collective benchmark, usable offline: bus bandwidth and time by size and algorithm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFINITIONS = (
 
 
 def sweeps_page(sweeps: Iterable[Sweep]) -> str:
-    """The page, as HTML."""
+    """Return the complete page as HTML."""
     parts = [f"<header><h1>Collectives</h1><p>{DEFINITIONS}</p></header>"]
     for sweep in sweeps:
         told = f"{sweep.machine}, {sweep.date}. Limit: {sweep.limit}."
@@ -31,7 +31,7 @@ def sweeps_page(sweeps: Iterable[Sweep]) -> str:
 
 
 def charts(sweep: Sweep) -> list[Chart]:
-    """Two for each collective and precision."""
+    """Return two charts, bandwidth and time, for each collective and precision."""
     drawn = []
     for (collective, dtype), group in groupby(sweep.timings, key=lambda one: (one.collective, one.dtype)):
         drawn += _pair(f"{collective}, {dtype}", list(group))

@@ -1,4 +1,4 @@
-"""Where the results of a benchmark are kept: files of one folder."""
+"""Output files of a collective benchmark: JSON, CSV and HTML in one folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from wanma.job.run.run_directory import write_atomically, write_json
 
 
 def write_sweeps(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
-    """Write collectives.json, .csv and .html into `folder`, which is made where it is missing.
+    """Write collectives.json, .csv and .html into `folder`, which is created if missing.
 
     Returns:
-        the files.
+        the paths of the files.
 
     Raises:
-        WanmaError: it cannot be written to.
+        WanmaError: the folder cannot be written to.
     """
     files = [folder / f"collectives.{kind}" for kind in ("json", "csv", "html")]
     try:
@@ -36,7 +36,7 @@ def write_sweeps(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `WanmaError` where `write_sweeps` would, before anything has been measured."""
+    """Raise `WanmaError` if `write_sweeps` would, before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

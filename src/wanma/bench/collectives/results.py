@@ -1,4 +1,4 @@
-"""What `wanma bench collectives` found, as data: JSON and CSV of it."""
+"""Results of a collective benchmark as data, with their JSON and CSV forms."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """All that one number of ranks measured."""
+    """Measurements of all collectives with one number of ranks."""
 
     ranks: int
     nodes: int
     device: str
-    """Its name, as a calibration has it."""
+    """Device name, as in a calibration."""
     threads: int
-    """Of one rank that computes on the CPU; 0 for an accelerator."""
+    """Threads of one rank that computes on the CPU; 0 for an accelerator."""
     backend: str
-    """What carried the messages: 'gloo', 'nccl'."""
+    """Backend that carried the messages: 'gloo', 'nccl'."""
     limit: str
-    """What the bandwidths are held against, in words."""
+    """Reference of the bandwidths, as text."""
     machine: str
-    """In words, with the versions."""
+    """Description of the node, with versions."""
     date: str
-    """ISO 8601, UTC."""
+    """Date and time in ISO 8601, UTC."""
     timings: tuple[Timing, ...]
     disturbed: int
-    """Of them and their limits, those during all of which other programs were busy."""
+    """Number of measurements (timings and limits) during which other programs were busy throughout."""
 
     @property
     def title(self) -> str:
-        """'4 ranks on 2 nodes, gloo'."""
+        """Title such as '4 ranks on 2 nodes, gloo'."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.ranks} ranks{nodes}, {self.backend}"
 
@@ -60,7 +60,7 @@ class Sweep:
 
 
 def to_csv(sweeps: Iterable[Sweep]) -> str:
-    """A line for every timing, under `COLUMNS`."""
+    """Return CSV with one line for each timing, under `COLUMNS`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""What `wanma bench collectives` is asked to measure: sizes, collectives, algorithms, precisions."""
+"""Selection of a collective benchmark: sizes, collectives, algorithms, precisions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wanma.job.errors import JobError, did_you_mean
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 SIZES = "1K..256M"
 FACTOR = 4
-"""From one size to the next of a range."""
+"""Ratio of neighbouring sizes of a range."""
 MOST_BYTES = 1 << 34
 DIRECT = "direct"
-"""Every rank with every other at once, as `collectives.gloo` sends sharded parameters and gradients."""
+"""Algorithm in which all ranks send to each other at once, as `collectives.gloo` does for sharded state."""
 
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -23,20 +23,20 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured for each number of ranks."""
+    """Selection measured for each number of ranks."""
 
     sizes: tuple[int, ...]
-    """Bytes, rising."""
+    """Message sizes in bytes, rising."""
     algorithms: tuple[tuple[str, str], ...]
-    """(collective, algorithm), in the order in which they are shown."""
+    """Pairs (collective, algorithm), in the order of the output."""
     dtypes: tuple[str, ...]
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """'1K..256M': from one to the other, times four each; '4K,1M': these.
+    """Parse message sizes in bytes: '1K..256M' is a range, each four times the last; '4K,1M' is a list.
 
     Raises:
-        JobError: it is something else, or a size is out of bounds.
+        JobError: the text has another form, or a size is out of bounds.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -66,10 +66,10 @@ def _size(word: str, text: str) -> int:
 def algorithms_of(
     collectives: Sequence[str], algorithms: Sequence[str], known: Iterable[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
-    """Those of `known` that are asked for; an empty sequence asks for all.
+    """Return the pairs of `known` that are selected; an empty sequence selects all.
 
     Raises:
-        JobError: a name that does not exist, or nothing is left.
+        JobError: a name does not exist, or nothing is left.
     """
     known = tuple(known)
     names = tuple(dict.fromkeys(name for _, name in known))
@@ -90,7 +90,7 @@ def algorithms_of(
 
 
 def dtypes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Raises `JobError` for a precision that there is not."""
+    """Return the selected precisions, fp32 by default; raise `JobError` for an unknown one."""
     _check("--dtypes", names, DTYPES)
     return tuple(dict.fromkeys(names)) or DTYPES[:1]
 

@@ -1,4 +1,4 @@
-"""`wanma bench collectives` in the terminal: a table for each collective."""
+"""Terminal tables of a collective benchmark, one for each collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def sweeps_text(sweeps: Iterable[Sweep]) -> RenderableType:
-    """All tables."""
+    """Return the tables of all sweeps."""
     from rich.console import Group
 
     return Group(*(part for sweep in sweeps for part in _sweep(sweep)))
@@ -38,9 +38,10 @@ def _sweep(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def _table(timings: Sequence[Timing]) -> RenderableType:
-    """Times and bus bandwidths, a row for each size and algorithm, the fastest of each size in bold.
+    """Return times and bus bandwidths by size and algorithm, the fastest of each size in bold.
 
-    A row of what training runs has the forecast time beside the measured one. It fits 80 columns.
+    Rows of collectives that training runs show the forecast time beside the measured one. The table fits 80
+    columns.
     """
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What each rank of `wanma bench collectives` does: measures with the others; rank 0 writes it down."""
+"""Rank entry point of the collective benchmark; rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from wanma.planner.calibration.round_robin import Taken, added_up, in_turn
 
 RESULT = "collectives.json"
 SILENCE_SECONDS = 300.0
-"""Beyond the measuring itself: processes start and connect."""
+"""Timeout in seconds beyond the measurement: processes start and connect."""
 ROUND = "round"
-"""Kind of the event that tells of a round which begins."""
+"""Kind of the event that announces a round of measurements."""
 
 _SCATTERED: dict[str, Timed] = {"all_gather": "tensor_gather", "reduce_scatter": "tensor_scatter"}
-"""Collectives that the runtime does not leave to the backend on a CPU → those that are the backend's own."""
+"""Backend's own variants of collectives that the runtime does not leave to the backend on a CPU."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are told."""
+    """Parameters of a measurement, for its ranks."""
 
     plan: Plan
     asked: Asked
@@ -49,7 +49,7 @@ class Request:
 
 
 def known_algorithms(device: str) -> Iterator[tuple[str, str]]:
-    """(collective, algorithm) that can be measured on 'cpu' or 'cuda'."""
+    """Yield (collective, algorithm) for all that can be measured on 'cpu' or 'cuda'."""
     for collective, others in ALGORITHMS.items():
         yield collective, BACKEND
         if device == "cpu" and collective in _SCATTERED:
@@ -59,10 +59,10 @@ def known_algorithms(device: str) -> Iterator[tuple[str, str]]:
 
 
 def measure_worker(worker: Worker, payload: bytes) -> None:
-    """Entry of a rank.
+    """Run the benchmark on one rank.
 
     Args:
-        payload: a pickled `Request`, from the very command that started this process.
+        payload: a pickled `Request`, from the command that started this process.
     """
     request: Request = pickle.loads(payload)
     torch.set_num_threads(request.plan.threads_per_rank)
@@ -94,16 +94,16 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """As of `in_turn.Measurable`."""
+    """Benchmark case, as `in_turn.Measurable`."""
 
     measure: Callable[[float], float]
     collective: str = ""
     algorithm: str = ""
     dtype: str = ""
     size: int = 0
-    """Which of the sizes asked for."""
+    """Index of the size in the selection."""
     size_bytes: int = 0
-    """Rounded up to whole elements."""
+    """Bytes, rounded up to whole elements."""
 
 
 def _plain(case: _Case, taken: Taken) -> list[object]:
@@ -137,7 +137,7 @@ def _timed(
 
 
 def _measured_as(collective: str, algorithm: str, device: torch.device) -> tuple[Timed, str]:
-    """What `collectives.measure` calls it."""
+    """Return the collective and algorithm by their names in `collectives.measure`."""
     known: dict[str, Timed] = {
         "all_reduce": "all_reduce",
         "all_gather": "all_gather",
@@ -153,8 +153,10 @@ def _measured_as(collective: str, algorithm: str, device: torch.device) -> tuple
 
 
 def _limits(request: Request, group: dist.ProcessGroup, device: torch.device) -> tuple[list[_Case], str]:
-    """What measures the link by messages of each size, as the time in which a machine's link, or a rank's
-    share of the memory, moves as many bytes; and what that is, in words."""
+    """Return cases that measure the limit for each size, and its description.
+
+    A limit is the time in which a node's link, or a rank's share of the memory, moves as many bytes.
+    """
     if request.machines == 1 and device.type == "cpu":
         copies = [_Case(partial(copy_seconds, size, group, device)) for size in request.asked.sizes]
         return copies, "copying within memory, all ranks at once"

@@ -1,4 +1,4 @@
-"""One module per command: `add(commands)` declares it, `run(arguments)` does it and returns the exit code.
+"""Commands, one module each: `add(commands)` declares it, `run(arguments)` returns its exit code.
 
-What a command needs is imported inside `run`, so that `wanma --help` and completion answer at once.
+Modules that a command needs are imported inside `run`, so that `wanma --help` and completion answer at once.
 """

@@ -1,4 +1,4 @@
-"""`wanma bench collectives`: how fast ranks exchange what they exchange in training."""
+"""Command `wanma bench collectives`: time and bandwidth of collectives between ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _names(text: str) -> list[str]:
 
 
 def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Options that are another way to write a key, so that they are checked in one place."""
+    """Return options that are another form of a key as overrides, so that one place checks them."""
     written = {
         "cluster.nodes": arguments.nodes,
         "cluster.rendezvous": arguments.rendezvous,

@@ -1,4 +1,4 @@
-"""`wanma checkpoint list, verify, diff, convert`: the checkpoints of a run, a folder or a URL."""
+"""Commands `wanma checkpoint list, verify, diff, convert`: the checkpoints of a run, a folder or a URL."""
 
 from __future__ import annotations
 

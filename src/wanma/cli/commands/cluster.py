@@ -1,4 +1,4 @@
-"""`wanma cluster`: the machines as a cluster file, and the catalogue of devices."""
+"""Command `wanma cluster`: the cluster as a file, the catalogue of devices, and calibration."""
 
 from __future__ import annotations
 

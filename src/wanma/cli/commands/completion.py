@@ -1,4 +1,4 @@
-"""`wanma completion`: TAB for commands, keys, values and run names."""
+"""Command `wanma completion`: shell completion of commands, keys, values and run names."""
 
 from __future__ import annotations
 

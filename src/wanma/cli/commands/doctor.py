@@ -1,4 +1,4 @@
-"""`wanma doctor`: what this machine has, what it lacks, what to do."""
+"""Command `wanma doctor`: hardware and software of this node, missing parts, and advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wanma export RUN --to DIR`: a trained model as others read it."""
+"""Command `wanma export RUN --to DIR`: a trained model in the form that transformers reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wanma job`: every key of the job file, with what it allows and its default."""
+"""Command `wanma job`: every key of the job file, with its allowed values and default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wanma launch SCRIPT`: one's own training script on several ranks."""
+"""Command `wanma launch SCRIPT`: a user's own training script on several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCHRUN = {
     "rendezvous": ("--rdzv-endpoint", "--rdzv_endpoint"),
     "retries": ("--max-restarts", "--max_restarts"),
 }
-"""Options as torchrun spells them, by what they mean here."""
+"""Options in torchrun's spelling, by their destination here."""
 _DESCRIPTION = """\
 Run your own training script in several processes: plain Python, as for torchrun, or with wanma.session(...).
 
@@ -103,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ranks(text: str) -> list[int] | None:
-    """Ranks of `--show`; None: all."""
+    """Parse the ranks of `--show`; None: all."""
     named: dict[str, list[int] | None] = {"all": None, "none": []}
     return named[text] if text in named else numbers(text)
 
 
 def _check_shown(shown: list[int] | None, ranks: int, nodes: str) -> None:
-    """Refuse ranks of `--show` that will not exist; of several machines the number may change.
+    """Refuse ranks of `--show` that will not exist; on several nodes the number of ranks may change.
 
     Raises:
         JobError: names the first such rank.
@@ -123,7 +123,7 @@ def _check_shown(shown: list[int] | None, ranks: int, nodes: str) -> None:
 
 
 def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Options that are another way to write a key, so that they are checked in one place."""
+    """Return options that are another form of a key as overrides, so that one place checks them."""
     written = {
         "cluster.nodes": arguments.nodes,
         "cluster.rendezvous": arguments.rendezvous,

@@ -1,4 +1,4 @@
-"""`wanma plan JOB`: how a job would run, what that costs, why so, and what else there is."""
+"""Command `wanma plan JOB`: plan of a job, its forecast, the reasons for it, and alternatives."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace, answers: Answers) -> None:
-    """The files asked for; where each is, is said beside what was printed for programs."""
+    """Write the requested files; print their paths to standard error, beside output for programs."""
     if arguments.trace is None and arguments.html is None:
         return
     from wanma.api.plan_report.output_files import write_page, write_trace

@@ -1,4 +1,4 @@
-"""`wanma report RUN`: write the run's page."""
+"""Command `wanma report RUN`: the HTML report of a run."""
 
 from __future__ import annotations
 

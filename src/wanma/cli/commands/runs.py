@@ -1,4 +1,4 @@
-"""`wanma runs`: what has been trained here."""
+"""Command `wanma runs`: list of the runs in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wanma sample RUN`: let a trained text model write."""
+"""Command `wanma sample RUN`: text generation with a trained model."""
 
 from __future__ import annotations
 

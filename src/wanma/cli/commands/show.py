@@ -1,4 +1,4 @@
-"""`wanma show RUN`: how a run went, in the terminal."""
+"""Command `wanma show RUN`: summary of a run in the terminal."""
 
 from __future__ import annotations
 

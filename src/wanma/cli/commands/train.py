@@ -1,4 +1,4 @@
-"""`wanma train JOB`: train, or carry on."""
+"""Command `wanma train JOB`: start or continue a training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
-    """Options that are another way to write a key, so that they are checked in one place."""
+    """Return options that are another form of a key as overrides, so that one place checks them."""
     written = {
         "cluster.nodes": arguments.nodes,
         "cluster.rendezvous": arguments.rendezvous,

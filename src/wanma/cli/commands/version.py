@@ -1,4 +1,4 @@
-"""`wanma version`: what to put into a report of a problem."""
+"""Command `wanma version`: versions to include in a bug report."""
 
 from __future__ import annotations
 

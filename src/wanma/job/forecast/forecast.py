@@ -205,7 +205,7 @@ class Forecast:
     host_bytes: int = 0
     """Offloaded tensors in host memory instead of on the device (parallel.offload_*)."""
     snapshots_bytes: int = 0
-    """In-memory checkpoints for recovery, in host memory (checkpoint.snapshots)."""
+    """Host memory of in-memory checkpoints for recovery (checkpoint.snapshots)."""
     disk_bytes: int = 0
     """Offloaded tensors on disk."""
     buffers_bytes: int = 0

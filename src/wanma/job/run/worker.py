@@ -96,7 +96,7 @@ class Unsupervised:
 
 @dataclass(frozen=True)
 class Images:
-    """In-memory checkpoints of a rank: files that its supervisor holds, and that so outlive the rank.
+    """Files of a rank's in-memory checkpoints, held by its supervisor, so that they outlive the rank.
 
     Attributes:
         mine: two paths, written in turn; the files are empty at first.
@@ -176,7 +176,7 @@ class Worker:
     """Rendezvous store, if this process already holds it (rank 0 serves it)."""
     control: Control = field(default_factory=Unsupervised)
     images: Images | None = None
-    """In-memory checkpoints; None: no supervisor would keep them, or the job disables them."""
+    """Files of in-memory checkpoints; None: no supervisor would keep them, or the job disables them."""
     restart: Restart | None = None
     """Cause of the restart; None for the first ranks of the command."""
     ranks_by_node: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
-"""What the user sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+"""Console of a run: a live display on a terminal, plain lines elsewhere.
 
-Lives in the supervisor's process and is fed by its workers' events. rich is imported only for the
-live display, when it opens.
+It lives in the supervisor's process and receives the events of the workers. The package rich is imported only
+for the live display, when it opens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
 def open_console(
     run: RunDirectory, observe: ObserveSection, steps: int, stream: TextIO | None = None
 ) -> Console:
-    """The console that `observe.console` asks for; use it in a `with`, so that the terminal is restored.
+    """Open the console of `observe.console`; use it in a `with`, so that the terminal is restored.
 
         with open_console(run, job.observe, job.train.steps) as console:
             console.write(event)
 
     Args:
         steps: last step of the run.
-        stream: where to print; default: standard output.
+        stream: output stream; default: standard output.
     """
     stream = stream or sys.stdout
     mode = observe.console
@@ -53,7 +53,7 @@ def open_console(
 
 
 class Console:
-    """The quiet console, and what all have in common: warnings and errors are always shown."""
+    """Quiet console, and base of all others: warnings and errors are always shown."""
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
         self.run = run
@@ -70,7 +70,7 @@ class Console:
         self.stream.let_go()
 
     def write(self, event: Event) -> None:
-        """Take one event of the stream."""
+        """Handle one event of the stream."""
         self.progress.see(event)
         if event["kind"] == "message" and event.get("level") in ("warning", "error"):
             self.show(event)
@@ -78,7 +78,7 @@ class Console:
             self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:
-        """Print a message."""
+        """Print the text of a message event."""
         self.line(LEVELS.get(event.get("level", "info"), "") + str(event["text"]))
 
     def line(self, text: str) -> None:
@@ -90,7 +90,7 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Lines that read well in a file: one every `log_every_steps`, and one for each thing that happened."""
+    """Console of plain lines for files: one every `log_every_steps`, and one per other event."""
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO, log_every_steps: int) -> None:
         super().__init__(run, steps, stream)
@@ -137,14 +137,14 @@ class PlainConsole(Console):
 
 
 def recovery_message(event: Event) -> Event:
-    """A recovery, or that the run has grown, as a message: every console shows it."""
+    """Return a recovery, or a growth of the run, as a message event, which every console shows."""
     if event["kind"] == "growth":
         return {"kind": "message", "level": "info", "text": growth_text(event)}
     return {"kind": "message", "level": "warning", "text": recovery_text(event)}
 
 
 def start_text(progress: Progress) -> str:
-    """'training 300 steps'; after a resume, 'carrying on from step 200 of 300 (step-00000200)'."""
+    """Return 'training 300 steps' or, after a resume, 'carrying on from step 200 of 300 (step-00000200)'."""
     if progress.first_step > progress.steps:
         return (
             f"nothing is left to do: the run is at step {progress.first_step - 1:,} of {progress.steps:,}; "

@@ -1,4 +1,4 @@
-"""The progress of building token files, shown before a run's own console opens."""
+"""Progress display of the building of token files, before a run's own console opens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TextIO
 from wanma.observe.units import bytes_text
 
 LINE_SECONDS = 5.0
-"""Between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
 @contextmanager
 def show_preparing(quiet: bool, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A callback for (bytes done, bytes in all); nothing is shown when it is never called.
+    """Yield a callback for (bytes done, bytes in total); nothing is shown if it is never called.
 
     with show_preparing(quiet=False) as progress:
         prepare(section, progress)

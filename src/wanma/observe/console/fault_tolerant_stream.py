@@ -1,4 +1,4 @@
-"""A console that cannot be written to ends or stops no run: what is shown is in the run directory as well."""
+"""Output stream of a console whose write failures end no run; the run directory holds the same data."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections import deque
 from typing import Any, TextIO
 
 WAIT_SECONDS = 0.2
-"""Longest, of each second, that writes wait for a slow reader."""
+"""Maximum seconds, of each second, for which writes wait for a slow reader."""
 LAST_SECONDS = 5.0
-"""Longest that the end of a run waits for the reader."""
+"""Maximum seconds for which the end of a run waits for the reader."""
 KEPT_BYTES = 4 << 20
-"""Most bytes that wait for the reader; what comes then is dropped, and counted."""
+"""Maximum bytes that wait for the reader; further lines are dropped, and counted."""
 _WRITE_BYTES = 1 << 16
 
 
 class LastingStream:
-    """A text stream whose failures are no errors: a log on a full disk, a pipe or terminal that has gone.
+    """Text stream that ignores write failures: a log on a full disk, a closed pipe or terminal.
 
-    Each write is tried anew, so a log goes on once its disk has room again. A terminal or pipe that is not
-    read (Ctrl-S, a pager) keeps nobody waiting: a thread writes there, and what has no room is dropped.
+    Each write is tried anew, so a log continues once its disk has room again. A terminal or pipe that is not
+    read (Ctrl-S, a pager) blocks no caller: a thread writes to it, and lines without room are dropped.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,7 +51,7 @@ class LastingStream:
             self._is_broken = False
 
     def let_go(self) -> None:
-        """At the end: drop what could not be written; Python would try it again as it exits, and fail."""
+        """Drop unwritten text at the end of a run; Python would write it again at exit, and fail."""
         if self._slow is not None:
             if self._slow.close(LAST_SECONDS):
                 self._slow = None  # nothing waits: from now on as into a file
@@ -67,16 +67,16 @@ class LastingStream:
 
 
 class _SlowReader:
-    """Bytes on their way to a descriptor that may block, and the thread that writes them."""
+    """Queue of bytes for a descriptor that may block, and the thread that writes them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
-        """Bytes of `_waiting`, with those that are being written."""
+        """Bytes in `_waiting`, and those that are being written."""
         self._dropped = 0
-        """Lines that were dropped since the reader last kept up."""
+        """Lines dropped since the reader last kept up."""
         self._waited, self._since = 0.0, 0.0
         """Seconds that writes have waited since a time, at most a second ago."""
         self._is_closed = False
@@ -97,7 +97,7 @@ class _SlowReader:
             self._changed.notify_all()
 
     def close(self, seconds: float) -> bool:
-        """Give the reader a last chance; returns whether it has read all. Nothing is written any more."""
+        """Stop writing after a last chance for the reader; return True if it has read everything."""
         with self._changed:
             has_read = self._changed.wait_for(lambda: not self._bytes and not self._dropped, seconds)
             self._is_closed = True
@@ -136,7 +136,7 @@ class _SlowReader:
             return data
 
     def _has_room(self, size: int) -> bool:
-        """Return whether the reader keeps up; one that is merely slow is waited for, a little."""
+        """Return True if the reader keeps up; a merely slow one gets a short wait."""
         if self._dropped:  # until half of what waits has been read
             return self._bytes <= KEPT_BYTES // 2
         if not self._bytes or self._bytes + size <= KEPT_BYTES:
@@ -159,7 +159,7 @@ class _SlowReader:
 
 
 def _may_block(stream: TextIO) -> bool:
-    """Return whether a write waits for somebody who reads: not into files, nor into memory."""
+    """Return True if a write can wait for a reader: not into files, nor into memory."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
         stream.flush()  # what was printed before comes first

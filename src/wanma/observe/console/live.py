@@ -1,4 +1,4 @@
-"""The live display: a progress bar and the run's numbers, redrawn in place; messages scroll above it."""
+"""Live display: a progress bar and the run's numbers, redrawn in place; messages scroll above it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFRESHES_PER_SECOND = 4
 
 
 class LiveConsole(Console):
-    """Draws until it is closed; closing restores the terminal and leaves the last picture standing."""
+    """Live display, redrawn until closed; closing restores the terminal and keeps the last picture."""
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
         super().__init__(run, steps, stream)

@@ -1,4 +1,4 @@
-"""What a console shows, folded from the stream of events; knows nothing of terminals."""
+"""Progress of a run, folded from its stream of events, and texts of events; independent of terminals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURVE_POINTS = 64
 
 
 class Curve:
-    """A whole run's values in at most `CURVE_POINTS` points: neighbours are averaged as it grows."""
+    """Series of a run's values in at most `CURVE_POINTS` points; neighbours are averaged as it grows."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
@@ -37,7 +37,7 @@ class Curve:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as block characters, at most `width` of them; lowest to highest fills the height."""
+    """Return the values as at most `width` block characters; lowest to highest fills the height."""
     if not values or width < 1:
         return ""
     buckets = min(width, len(values))
@@ -50,18 +50,18 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Progress:
-    """Where a run stands. `steps` is where it ends."""
+    """State of a run; `steps` is its last step."""
 
     steps: int
     first_step: int = 1
     source: str = ""
-    """Name of the checkpoint or copy that the run carries on from."""
+    """Name of the checkpoint, on disk or in memory, from which the run continues."""
     elsewhere: bool = False
-    """Another node has rank 0, and shows the steps."""
+    """True if another node has rank 0, and shows the steps."""
     rate_unit: str = "tokens/s"
-    """Unit of the steps' `tokens_per_second`, which counts targets: "samples/s" where a sample has one."""
+    """Unit of the steps' `tokens_per_second`, which counts targets: "samples/s" if a sample has one."""
     last: Event | None = None
-    """The newest step record."""
+    """Newest step record."""
     validation: Event | None = None
     checkpoint: Event | None = None
     finish: Event | None = None
@@ -69,7 +69,7 @@ class Progress:
     _window: deque[Event] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def see(self, event: Event) -> None:
-        """Take one event of the stream; kinds without a bearing on progress are ignored."""
+        """Update the state by one event of the stream; kinds unrelated to progress are ignored."""
         kind = event["kind"]
         if kind == "step":
             self.last = event
@@ -94,11 +94,11 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The newest finished step."""
+        """Newest finished step."""
         return int(self.last["step"]) if self.last else self.first_step - 1
 
     def tokens_per_second(self) -> float | None:
-        """Mean over the last steps, weighted by their time."""
+        """Return the mean rate over the last steps, weighted by their time."""
         pairs = [
             (e["tokens_per_second"], e["step_seconds"]) for e in self._window if e.get("tokens_per_second")
         ]
@@ -106,7 +106,7 @@ class Progress:
         return sum(rate * time for rate, time in pairs) / seconds if seconds else None
 
     def remaining_seconds(self) -> float | None:
-        """Time to the last step at the recent pace, validations and checkpoints included."""
+        """Return the seconds to the last step at the recent pace, validations and checkpoints included."""
         if self.last is None:
             return None
         first = self._window[0]
@@ -115,13 +115,13 @@ class Progress:
         return max(self.steps - self.step, 0) * float(pace)
 
     def waiting_share(self) -> float | None:
-        """Of the last steps' time, what rank 0 waited for communication."""
+        """Return rank 0's exposed communication as a share of the last steps' time; None if unknown."""
         known = [event for event in self._window if event.get("waited")]
         seconds = sum(event["step_seconds"] for event in known)
         return sum(sum(event["waited"].values()) for event in known) / seconds if seconds else None
 
     def numbers(self) -> list[str]:
-        """Loss, speed, MFU, what is waited for communication, memory as words, those that are known."""
+        """Return texts of loss, speed, MFU, exposed communication and memory, as far as they are known."""
         last = self.last
         if last is None:
             return []
@@ -139,7 +139,7 @@ class Progress:
 
 
 def validation_text(event: Event) -> str:
-    """'validation loss 3.214, perplexity 24.87 (step 100)'."""
+    """Return a text such as 'validation loss 3.214, perplexity 24.87 (step 100)'."""
     named = [
         f"{key} {number_text(event[key])}" for key in ("loss", "perplexity") if event.get(key) is not None
     ]
@@ -157,7 +157,7 @@ SOURCES = {
 
 
 def recovery_text(event: Event) -> str:
-    """'recovered from: rank 1 failed: ...'; below: from what, the steps it cost, the time."""
+    """Return 'recovered from: rank 1 failed: ...' with the source, the repeated steps and the time."""
     repeated = int(event["repeated_steps"])
     cost = "no step is repeated" if not repeated else f"{count_text(repeated, 'step')} repeated"
     source = SOURCES.get(event["source"])
@@ -170,14 +170,14 @@ def recovery_text(event: Event) -> str:
 
 
 def growth_text(event: Event) -> str:
-    """'the run goes on with 4 of at most 8 machines: ...', and what that took."""
+    """Return 'the run goes on with 4 of at most 8 machines: ...' with the time that the growth took."""
     took = f"{event['seconds']:.2f} s from the last step before to the first after it"
     what = change_text(event["change"]) if event.get("change") else "the run goes on as it was"
     return f"{what}\n  carried on after step {event['step']:,}; {took}"
 
 
 def change_text(change: dict[str, Any]) -> str:
-    """'the run goes on with 3 of at most 4 machines (4 before): PLAN -> PLAN'; below: why."""
+    """Return 'the run goes on with 3 of at most 4 machines (4 before): PLAN -> PLAN' with the reason."""
     machines, before, most = (change[key] for key in ("machines", "machines_before", "most_machines"))
     text = f"the run goes on with {machines} of at most {most} machines ({before} before)"
     if change["plan"] != change["plan_before"]:
@@ -186,7 +186,7 @@ def change_text(change: dict[str, Any]) -> str:
 
 
 def checkpoint_text(event: Event) -> str:
-    """'checkpoint of step 100, 120 MiB in 0.42 s'."""
+    """Return a text such as 'checkpoint of step 100, 120 MiB in 0.42 s'."""
     text = f"checkpoint of step {event['step']:,}"
     if event.get("bytes") is not None:
         text += f", {bytes_text(event['bytes'])}"
@@ -196,7 +196,7 @@ def checkpoint_text(event: Event) -> str:
 
 
 def finish_text(event: Event) -> str:
-    """'finished at step 300', 'failed: rank 1 ...'."""
+    """Return a text such as 'finished at step 300' or 'failed: rank 1 ...'."""
     text = str(event["outcome"])
     if event.get("step") is not None:
         text += f" at step {event['step']:,}"

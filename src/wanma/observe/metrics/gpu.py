@@ -1,4 +1,4 @@
-"""Utilisation and power of one GPU, sampled in the background through NVML."""
+"""Utilization and power of one GPU, sampled in the background through NVML."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ MILLI = 1e-3
 
 
 class GpuSampler:
-    """Averages between two calls of `take`; for GPU ranks only, a CPU run has none.
+    """Sampler of means between two calls of `take`; only for ranks on a GPU.
 
         with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
             record |= gpu.take()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
 
     Args:
-        uuid: of the GPU, with or without the leading 'GPU-'.
+        uuid: UUID of the GPU, with or without the leading 'GPU-'.
+        every_seconds: sampling interval.
 
     Raises:
         WanmaError: the package `nvidia-ml-py` is not installed.
@@ -31,7 +32,7 @@ class GpuSampler:
         except ImportError as error:
             raise missing_extra("nvidia-ml-py", "gpu", "reading GPU utilisation and power") from error
         self.problem = ""
-        """Why sampling ended by itself, e.g. a GPU that does not report its power; empty while it goes on."""
+        """Reason why sampling stopped, such as a GPU that does not report its power; empty while it runs."""
         self._nvml: Any = pynvml
         self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         self._every = every_seconds
@@ -51,9 +52,9 @@ class GpuSampler:
         self._thread.join(5 * self._every)
 
     def take(self) -> dict[str, float | None]:
-        """Means since the last call: `gpu_utilization` (share of time) and `gpu_power_watts`.
+        """Return the means since the last call: `gpu_utilization` (0 .. 1) and `gpu_power_watts`.
 
-        None where no sample was taken since: less than the sampling interval passed, or see `problem`.
+        They are None if no sample was taken: less than the sampling interval passed, or see `problem`.
         """
         with self._lock:
             samples, self._samples = self._samples, []
@@ -63,7 +64,7 @@ class GpuSampler:
         return {"gpu_utilization": utilization, "gpu_power_watts": power}
 
     def _sample(self) -> None:
-        """The thread: ends with the sampler, or with the first thing that the driver refuses."""
+        """Sample until the sampler is closed, or until the first error of the driver; body of the thread."""
         nvml = self._nvml
         try:
             nvml.nvmlInit()

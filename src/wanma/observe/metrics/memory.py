@@ -1,4 +1,4 @@
-"""How much memory this process uses: resident memory on the CPU, allocated memory on a GPU."""
+"""Memory of this process: resident memory on the CPU, allocated memory on a GPU, in bytes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What Linux wants written to `clear_refs` to forget the peak (proc(5))."""
+"""Value that resets the peak when written to `clear_refs` (proc(5))."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Resident memory of this process; pages it shares with its siblings are counted in each.
+    """Resident memory of this process; pages shared with other ranks are counted in each.
 
-    Files in memory are left out: copies of the state for recovery, which the supervisor holds. Once made they
-    stay, so that what they take now they took at the peak.
+    Files in memory are left out: they are in-memory checkpoints, which the supervisor holds. They stay once
+    made, so that their present size is also their share of the peak.
     """
 
     resident_bytes: int
@@ -26,7 +26,7 @@ class HostMemory:
 
 
 def host_memory(status: Path = STATUS) -> HostMemory:
-    """Resident memory now and at its highest since the process began or `reset_peak`."""
+    """Return the resident memory, now and at its peak since the process began or `reset_peak`."""
     if not status.exists():  # not Linux: the peak is not to be had for one process
         import psutil
 
@@ -40,7 +40,7 @@ def host_memory(status: Path = STATUS) -> HostMemory:
 
 
 def reset_peak(device: str = "cpu") -> None:
-    """Let peaks count from here, so that a run's peak is not that of what the process did before it."""
+    """Reset the peak, so that a run's peak excludes what the process did before it."""
     if device == "cuda":
         torch = sys.modules["torch"]
         torch.cuda.reset_peak_memory_stats()
@@ -51,7 +51,7 @@ def reset_peak(device: str = "cpu") -> None:
 
 
 def peak_memory_bytes(device: str = "cpu") -> int:
-    """Most memory this process held: of the host for 'cpu'; allocated by torch on its GPU for 'cuda'.
+    """Return the peak memory in bytes: of the host for 'cpu', allocated by torch on its GPU for 'cuda'.
 
     torch is not imported: a process that uses a GPU has it already.
     """

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation, in the one convention that all of wanma's numbers use."""
+"""Model FLOPs utilization (MFU), in the one convention of all numbers of wanma."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from __future__ import annotations
 def model_flops_utilization(
     flops_per_sample: float, samples: int, seconds: float, devices: int, peak: float | None
 ) -> float | None:
-    """Share of the devices' peak that the model's own arithmetic used (Chowdhery et al. 2022, appendix B).
+    """Return the share of the devices' peak that the model's own arithmetic used (0 .. 1).
 
-    The convention: model FLOPs are the multiply-adds × 2 of forward and backward (three times forward),
-    attention counted causally (only the half of the scores that is used), without what is recomputed
-    and without the optimizer; the peak is dense and of the precision of the products.
+    The convention (Chowdhery et al. 2022, appendix B): model FLOPs are the multiply-adds × 2 of forward and
+    backward (three times forward), attention counted causally (only the half of the scores that is used),
+    without recompute and without the optimizer; the peak is dense and of the precision of the products.
 
     Args:
         flops_per_sample: forward and backward of one sample, `Workload.flops_per_sample`.
-        samples: trained on in `seconds`, by all devices together.
-        seconds: wall clock, everything included.
-        devices: that took part.
+        samples: samples trained in `seconds`, by all devices together.
+        seconds: wall-clock time, everything included.
+        devices: number of devices that took part.
         peak: FLOP/s of one device; None or 0 when unknown.
 
     Returns:

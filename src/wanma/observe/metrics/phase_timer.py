@@ -1,4 +1,4 @@
-"""Where the time of a step goes: wall-clock seconds by phase."""
+"""Timer of the phases of a step: wall-clock seconds by phase."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint", "validation")
-"""The phases of a step record. `communication` is what the step waits for, not what it hides."""
+"""Phases of a step record; `communication` is its exposed part, not the overlapped one."""
 
 
 class PhaseTimer:
-    """Adds up seconds by phase; `take` hands them over and starts anew.
+    """Timer that adds up seconds by phase; `take` returns them and starts anew.
 
         with timer.phase("forward_backward"):
             ...
@@ -20,8 +20,8 @@ class PhaseTimer:
         record["phases"] = timer.take()
 
     Args:
-        synchronize: called at every change of phase, e.g. `torch.cuda.synchronize`. Without it GPU work
-            is counted where the host waits for it, not where it was started; with it the times are
+        synchronize: called at every change of phase, such as `torch.cuda.synchronize`. Without it GPU work
+            is counted when the host waits for it, not when it was started; with it the times are
             exact and the step is slower.
     """
 
@@ -33,15 +33,15 @@ class PhaseTimer:
         self._since = 0.0
 
     def phase(self, name: str) -> _Phase:
-        """A context manager that counts its body as phase `name`; may be nested."""
+        """Return a context manager that counts its body as phase `name`; may be nested."""
         if name not in self._seconds:
             raise ValueError(f"unknown phase {name!r}: one of {', '.join(PHASES)}")
         return _Phase(self, name)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, for every phase of `PHASES`.
+        """Return the seconds by phase since the last call, for every phase of `PHASES`.
 
-        An open phase keeps running, and what it has so far is included.
+        An open phase keeps running, and its time so far is included.
         """
         self._count()
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
@@ -56,7 +56,7 @@ class PhaseTimer:
         self._open.pop()
 
     def _count(self) -> None:
-        """Give the time since the last change to the phase that was running."""
+        """Add the time since the last change to the running phase."""
         if self._synchronize is not None:
             self._synchronize()
         now = time.perf_counter()
@@ -66,7 +66,7 @@ class PhaseTimer:
 
 
 class _Phase:
-    """A class rather than a generator: entering and leaving costs a microsecond."""
+    """Context manager of one phase; a class, not a generator, so that it costs only a microsecond."""
 
     __slots__ = ("_name", "_timer")
 

@@ -1,4 +1,4 @@
-"""A file to which whole records are appended: each is there entirely or not at all."""
+"""Append-only file of atomic records: each is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 
 class AppendFile:
-    """One `write` system call per record, nothing buffered: a kill can tear only the last record, and
-    a full disk tears none."""
+    """Append-only file with one `write` system call per record, and no buffer.
+
+    A kill can tear only the last record, and a full disk tears none.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -17,7 +19,7 @@ class AppendFile:
         """Append `record`.
 
         Raises:
-            OSError: it did not fit; the file is as it was before.
+            OSError: the record did not fit; the file is unchanged.
         """
         start = os.fstat(self._descriptor).st_size
         try:
@@ -29,7 +31,7 @@ class AppendFile:
             raise
 
     def flush(self) -> None:
-        """Nothing waits in memory."""
+        """Flush no buffer: records are written at once."""
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,12 +1,12 @@
-"""The sink that keeps the record: metrics.jsonl (one line per step) and events.jsonl (all else).
+"""Sink of JSON Lines files: metrics.jsonl (one line per step) and events.jsonl (all other events).
 
-A run that carries on first drops torn lines. The steps that it repeats are dropped when the first of them
-is made again, so that metrics.jsonl has every step once, and a start that comes to no step loses none.
-Dropped ones wait beside it until they have been made again (`restore_steps`). events.jsonl is history and
+A continued run first drops torn lines. Records of steps that it repeats are dropped when the first of them is
+made again, so that metrics.jsonl has every step once, and a start that completes no step loses none. Dropped
+records wait in a second file until the steps are repeated (`restore_steps`). events.jsonl is a history and
 keeps everything, the lost steps' validations included (readers see the `start` that overruled them).
 
-JSON knows no NaN or infinity: such a number is written as null, and its name and value go into
-`non_finite`, e.g. {"loss": null, "non_finite": {"loss": "nan"}}.
+JSON knows no NaN or infinity: such a number is written as null, and its name and value go into `non_finite`,
+such as {"loss": null, "non_finite": {"loss": "nan"}}.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from wanma.observe.sinks.append_file import AppendFile
 
 BLOCK_BYTES = 1 << 16
 START_FAILED = "start_failed"
-"""Kind of the event that a start leaves which failed before it began: all else stays as it was."""
+"""Kind of the event of a start that failed before it began; the earlier records keep their meaning."""
 
 
 class JsonLinesSink:
-    """Step records to `run.metrics`, without their kind; everything else to `run.events`."""
+    """Sink of step records into `run.metrics`, without their kind, and other events into `run.events`."""
 
     name = "metrics.jsonl and events.jsonl"
 
@@ -68,20 +68,20 @@ class JsonLinesSink:
 
 
 def append_event(run: RunDirectory, kind: str, **fields: Any) -> None:
-    """Add one event to a run that has no recorder any more: how it ended, as its supervisor saw it.
+    """Add one event to a run that no longer has a recorder: its end, as seen by the supervisor.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the event could not be written.
     """
     trim_lines(run.events, lambda _: True)
     add_event(run, kind, **fields)
 
 
 def add_event(run: RunDirectory, kind: str, **fields: Any) -> None:
-    """Add one event beside those that a recorder in another process adds meanwhile.
+    """Add one event beside those of a recorder that is active in another process.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the event could not be written.
     """
     file = AppendFile(run.events)
     try:
@@ -91,7 +91,7 @@ def add_event(run: RunDirectory, kind: str, **fields: Any) -> None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """`record` as one line of strict JSON; what is not finite becomes null, named in `non_finite`."""
+    """Return `record` as one line of strict JSON; non-finite numbers become null, named in `non_finite`."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -101,7 +101,7 @@ def to_line(record: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any, name: str, named: dict[str, str]) -> Any:
-    """`value` with null for what is not finite; `named` gets its dotted name and 'nan', 'inf' or '-inf'."""
+    """Return `value` with null for non-finite numbers, whose names and values are added to `named`."""
     if isinstance(value, dict):
         return {key: _finite(item, f"{name}.{key}" if name else key, named) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -113,7 +113,7 @@ def _finite(value: Any, name: str, named: dict[str, str]) -> Any:
 
 
 def drop_steps(run: RunDirectory, first: int) -> None:
-    """Move the records of steps from `first` on out of the metrics, beside them."""
+    """Move the records of steps from `first` on out of the metrics, into a file beside them."""
     metrics = run.metrics
     if not metrics.exists():
         return
@@ -130,7 +130,7 @@ def drop_steps(run: RunDirectory, first: int) -> None:
 
 
 def restore_steps(run: RunDirectory, last: int) -> None:
-    """Put dropped records back that were not made again, up to step `last`: a copy of that step was saved.
+    """Restore dropped records that were not made again, up to step `last`, whose state was saved.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -156,9 +156,9 @@ def _dropped(run: RunDirectory) -> Path:
 
 
 def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut the file after its last whole line that parses and that `keep` accepts.
+    """Cut the file after its last complete line that parses and that `keep` accepts.
 
-    Reads backwards, so the cost is that of what is dropped; one `truncate` makes the cut, so a kill
+    It reads backwards, so the cost is that of the dropped part; one `truncate` makes the cut, so a kill
     leaves the file either as it was or as it should be.
     """
     if not path.exists():
@@ -171,7 +171,7 @@ def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """Of the last whole line that parses; None where there is none."""
+    """Return the record of the last complete line that parses; None if there is none."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -179,7 +179,7 @@ def last_record(path: Path) -> dict[str, Any] | None:
 
 
 def _backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, offset of its line's end) of all whole lines that parse, the last one first."""
+    """Yield (record, offset of its line's end) for all complete lines that parse, the last one first."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = _line_start(file, end)
@@ -199,7 +199,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _line_start(file: Any, end: int) -> int:
-    """Offset of the line that ends at `end` (its newline, if any, included)."""
+    """Return the offset of the line that ends at `end` (its newline, if any, included)."""
     stop = end - 1  # the line's own newline does not count
     while stop > 0:
         start = max(0, stop - BLOCK_BYTES)

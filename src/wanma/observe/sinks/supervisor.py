@@ -1,4 +1,4 @@
-"""The sink that passes events on to the supervisor, whose console shows them."""
+"""Sink that passes events on to the supervisor, whose console shows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from wanma.job.run.worker import Control, Event
 
 
 class ForwardSink:
-    """Events go to `control.event`."""
+    """Sink that calls `control.event` for each event."""
 
     name = "the console"
 
@@ -15,10 +15,10 @@ class ForwardSink:
         self._control = control
 
     def open(self, run: RunDirectory, first_step: int) -> None:
-        """Nothing to get ready: the supervisor was there first."""
+        """Open nothing: the supervisor started before this process."""
 
     def write(self, event: Event) -> None:
         self._control.event(event)
 
     def close(self) -> None:
-        """The supervisor closes its console when the last rank is gone."""
+        """Close nothing: the supervisor closes its console when the last rank has ended."""

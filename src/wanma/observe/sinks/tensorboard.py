@@ -1,7 +1,7 @@
-"""The sink for TensorBoard, through TensorBoard's own record writer: no torch, no thread.
+"""Sink for TensorBoard, through TensorBoard's own record writer, without torch and without a thread.
 
-On resume a new file begins with a session start at the first step, which makes TensorBoard discard
-what earlier files hold from that step on.
+On resume a new file begins with a session start at the first step, which makes TensorBoard discard what
+earlier files hold from that step on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STEP_TAGS = {
     "mfu": "speed/mfu",
     "memory_bytes": "memory/bytes",
 }
-"""Key of a step record → tag."""
+"""TensorBoard tag of each key of a step record."""
 
 
 class TensorBoardSink:
-    """Scalars of steps and validations into `run.tensorboard`.
+    """Sink that writes scalars of steps and validations into `run.tensorboard`.
 
     Raises:
         WanmaError: the package `tensorboard` is not installed.
@@ -83,7 +83,7 @@ class TensorBoardSink:
 
 
 def to_scalars(event: Event) -> dict[str, float]:
-    """Tag → value of what TensorBoard can draw of an event; empty for most kinds."""
+    """Return the scalars of an event by their TensorBoard tag; empty for most kinds."""
     if event["kind"] == "step":
         named = {tag: event.get(key) for key, tag in STEP_TAGS.items()}
         for group in ("phases", "waited", "under_way", "layer_grad_norms"):
