@@ -1,1 +1,1 @@
-"""How long a plan takes: operators, links, pipelines and whole steps on given devices; energy and price."""
+"""Step-time cost model: layers, communication, offload and optimizer under a plan, assembled into a step."""

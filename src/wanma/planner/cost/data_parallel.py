@@ -1,7 +1,6 @@
-"""What ranks that share or repeat a stage's state exchange, and how much of it computing hides.
+"""Communication time of data-parallel ranks: gather of weights, reduction of gradients, their overlap.
 
-For every kind of model: state is counted in parameters, however a forecast came to them. Pure functions,
-without torch.
+Works for every kind of model, because model states are counted in parameters. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ from wanma.planner.hardware_model.model import Machine
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, streaming_seconds
 
 INTERFERENCE = 0.15
-"""Of the time of communication that runs beside compute, what the compute loses: collectives occupy some of
-the multiprocessors and of the memory's bandwidth (NCCL uses 16 to 24 blocks of 108 to 132)."""
+"""Overlap slowdown: share of overlapped communication time that the compute beside it loses.
+
+Collectives occupy some of the multiprocessors and of the memory bandwidth (NCCL uses 16 to 24 blocks of 108
+to 132)."""
 
 
 class DataParallel:
-    """Communication over the ranks that share or repeat a stage's state.
+    """Communication over the ranks that shard or replicate a stage's model states.
 
     Args:
-        trained_share: of the parameters, those that are trained: nothing is reduced of the others.
+        trained_share: share of the parameters that is trained; gradients of the others are not reduced.
     """
 
     def __init__(self, plan: Plan, machine: Machine, software: Software, trained_share: float = 1.0) -> None:
@@ -41,27 +42,28 @@ class DataParallel:
         self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
         self.trained_share = 0.0 if software.frozen else trained_share
         self.copied_share = trained_share if software.rounds_frozen and not software.frozen else 1.0
-        """Of the parameters, those that a step casts, and gathers once: frozen ones are held as they
-        compute."""
+        """Share of the parameters that a step casts, and gathers once; frozen ones are stored in compute
+        precision."""
         self.gradient_bytes = software.gradient_bytes * self.trained_share
-        """Per parameter, as it is reduced whole."""
+        """Bytes per parameter of a gradient, as it is reduced without compression."""
         self.summing = Summing(plan, machine, float(software.gradient_bytes))
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
-        """Per parameter, as it is gathered to be computed with."""
+        """Bytes per parameter of a weight, as it is gathered to be computed with."""
         self.is_by_block = is_by_block(plan)
         self.gathers_again = gathers_again(plan)
         self.has_common_weights = software.has_common_weights(plan)
-        """Nothing is gathered, but where shards are of another precision, which are written into a copy."""
+        """True if ranks of a node compute with common weights: nothing is gathered, but shards of another
+        precision are written into the common copy."""
         self.is_beside_compute = plan.device != "cpu"
-        """Collectives of a CPU run on the cores that compute."""
+        """True if collectives run beside compute; those of a CPU run on the cores that compute."""
         self.hides_sums = hides_sums(plan, machine)
 
     def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
-        """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
-        beside the latter, adds to these.
+        """Return the seconds that a block's collectives add to its forward and its backward.
 
-        The next block's are gathered while one computes; a pipeline keeps them gathered. Of sharded gradients
-        (ZeRO-2) a block's are reduced as well, but its parameters stay whole within a step.
+        They gather the block's sharded parameters for both, and reduce its gradients beside backward. The
+        next block is gathered while one computes; a pipeline keeps blocks gathered. With sharded gradients
+        (ZeRO-2) a block's gradients are reduced as well, but its parameters stay unsharded within a step.
         """
         gather, reduce = self._of_block(parameters)
         if not self.is_beside_compute:
@@ -69,14 +71,14 @@ class DataParallel:
         return exposed(gather, forward), exposed(gather + reduce, backward)
 
     def program_seconds(self) -> float:
-        """What the program takes for each block and micro-batch, beside its collectives."""
+        """Return the framework overhead of each block and micro-batch beside its collectives, in seconds."""
         if self.shards.size == 1 or not self.is_by_block:
             return 0.0
         program = self.machine.program
         return program.parameters_seconds if self.gathers_again else program.gradients_seconds
 
     def _of_block(self, parameters: float) -> tuple[float, float]:
-        """(gather, reduce), with what a CPU copies for them."""
+        """Return (gather, reduce) seconds of one block, including buffer copies on a CPU."""
         reduces = self.is_by_block and self.shards.size > 1
         if not reduces and self.plan.offload_parameters == "nothing":
             return 0.0, 0.0
@@ -99,9 +101,12 @@ class DataParallel:
         *,
         is_block: bool,
     ) -> tuple[float, float]:
-        """What bringing a block's weights, gradients and `kept_bytes` of activations to the device and away
-        adds to its forward and backward, beyond `per_micro_batch`; see `moving`. Of what is no block
-        activations stay."""
+        """Return the seconds that offload transfers add to a block's forward and backward.
+
+        They come on top of `per_micro_batch`. The transfers bring the block's weights, gradients and
+        `kept_bytes` of activations to the device and back; see `cost.offload`. Activations of layers that are
+        no blocks stay on the device.
+        """
         gather, reduce = self._of_block(parameters)
         copies = self._moved(parameters, kept_bytes if is_block else 0.0, micro_batches)
         if not self.is_beside_compute:
@@ -122,7 +127,7 @@ class DataParallel:
         plan, machine = self.plan, self.machine
         shards = parameters / plan.tp / self.shards.size
         weights = weights_seconds(machine, plan, shards) if self.gathers_again else 0.0
-        # Only the first micro-batch's gradients are not added to others, which is waited for.
+        # Counts the first micro-batch alone: later ones are added on the host, in `adding_seconds`.
         gradients = gradients_seconds(machine, plan, shards * self.trained_share) if self.is_by_block else 0.0
         place = plan.offload_activations
         return Moved(
@@ -133,35 +138,45 @@ class DataParallel:
         )
 
     def _copied(self, whole: float) -> float:
-        """FSDP2 puts a unit's weights into one buffer to gather them, and takes them out of another. On a GPU
-        that runs beside computing."""
+        """Return the seconds of FSDP2's buffer copies around the gather of one unit's weights.
+
+        It copies them into one buffer to gather them, and out of another. On a GPU that runs beside
+        computing.
+        """
         parts = whole / self.shards.size
         moved = parts * (4.0 + self.weight_bytes) + whole * 2 * self.weight_bytes
         return streaming_seconds(self.machine.chip, moved, 2)
 
     def _scattered(self, whole: float) -> float:
-        """Gradients summed by shards. Of shards that are repeated only the replicas' sum is compressed."""
+        """Return the seconds of the reduce-scatter of gradients over shards.
+
+        Where shards are replicated, only the replicas' all-reduce is compressed.
+        """
         trained = whole * self.trained_share
         return self.summing.reduce_scatter(self.shards, trained, compressed=self.replicas.size == 1)
 
     def _filed(self, whole: float) -> float:
-        """Likewise gradients into the buffer that is reduced."""
+        """Return the seconds of copying gradients into the buffer that is reduced."""
         moved = whole * self.trained_share * (self.weight_bytes + self.software.gradient_bytes)
         return streaming_seconds(self.machine.chip, moved, 1 if moved else 0)
 
     def casting_seconds(self, parameters: float) -> float:
-        """Of each forward: a block's master weights cast to the precision that computes (autocast). Sharded
-        ones are cast before they are gathered, each rank its part."""
+        """Return the seconds, per forward, of casting a block's master weights to compute precision.
+
+        That is autocast's work.
+
+        Sharded weights are cast before they are gathered: each rank casts its shard.
+        """
         whole = parameters * self.copied_share / self.plan.tp
         if self.software.weights == "copies" or self.plan.shard != "nothing" or self.weight_bytes >= 4.0:
             return 0.0
         return streaming_seconds(self.machine.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
 
     def adding_seconds(self, parameters: float, micro_batches: int) -> float:
-        """Of each micro-batch: a block's gradients added to those of the micro-batches before.
+        """Return the seconds, per micro-batch, of adding a block's gradients to earlier ones.
 
-        By autograd, which casts to the master weights' precision before it adds; by one kernel that does
-        both (Megatron's `main_grad`); or by the products themselves.
+        Autograd casts to the precision of the master weights before it adds; one kernel can do both
+        (Megatron's `main_grad`), or the matrix products themselves add.
         """
         software = self.software
         if not parameters or not self.trained_share:
@@ -169,12 +184,12 @@ class DataParallel:
         fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulated_bytes)
         whole = parameters * self.trained_share / self.plan.tp
         if self.is_by_block:
-            whole /= self.shards.size  # each block's are reduced first
+            whole /= self.shards.size  # each block's gradients are reduced first
         added = (micro_batches - 1) / micro_batches
         if self.is_by_block and updates_on_host(self.plan):
             return added * adding_on_host_seconds(self.machine, self.plan, whole)
         if software.adds_in_product:
-            # Beyond the result that every product writes; half of it hides behind other tiles' products.
+            # Bytes beyond the result that every product writes; half hides behind other tiles' products.
             moved, kernels = added * 0.5 * (2 * kept - 2.0), 0
         elif software.weights == "copies":
             moved, kernels = added * (fresh + 2 * kept), 1
@@ -183,15 +198,18 @@ class DataParallel:
         return streaming_seconds(self.machine.chip, whole * moved, kernels)
 
     def _algorithm(self) -> Algorithm | None:
-        """Of the replicas' sums: Gloo has a ring, and wanma its own; NCCL chooses."""
+        """Return the algorithm of the replicas' all-reduce; None: the fastest, as NCCL chooses.
+
+        On CPUs it is Gloo's ring, or the hierarchical algorithm of wanma.
+        """
         if self.is_beside_compute or not crosses(self.machine, self.replicas):
             return None
         return "hierarchical" if self.plan.hierarchical and self.plan.computes_with_state else "ring"
 
     def once_a_step(self, parameters: float) -> tuple[float, float]:
-        """(reduce, gather) of a rank's parameters: gradients, and what the optimizer's shards give back.
+        """Return (reduce, gather) seconds, once a step, of a rank's gradients and updated weights.
 
-        Of experts a rank holds its part, which fewer ranks share: as many bytes move.
+        A rank holds its part of the experts, which fewer ranks replicate: as many bytes are transferred.
         """
         whole = parameters / self.plan.tp
         mine = whole * self.trained_share / self.shards.size
@@ -201,7 +219,7 @@ class DataParallel:
             parts = whole * self.copied_share / self.shards.size
             rounding = streaming_seconds(self.machine.chip, parts * (4.0 + self.weight_bytes))
         if self.is_by_block and self.gathers_again:
-            return reduce, rounding  # the rest was done block by block
+            return reduce, rounding  # everything else is exchanged block by block
         copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
         if self.has_common_weights:
             gather = rounding
@@ -219,11 +237,11 @@ class DataParallel:
 
 
 def hides_sums(plan: Plan, machine: Machine) -> bool:
-    """Whether gradients are summed beside the last backward.
+    """Return whether gradients are reduced beside the last backward.
 
-    On CPUs where a network between machines moves them: within one, moving takes the cores that compute
-    (docs/performance.md). A pipeline's are complete only when its backwards are done, and compressed ones
-    wait for that.
+    On CPUs they are where a network between nodes transfers them: within one node the transfer takes the
+    cores that compute (docs/performance.md). Gradients of a pipeline are complete only after its backwards,
+    and compressed ones are reduced after them too.
     """
     if plan.device != "cpu":
         return True
@@ -234,20 +252,20 @@ def hides_sums(plan: Plan, machine: Machine) -> bool:
 
 
 def is_by_block(plan: Plan) -> bool:
-    """Whether each micro-batch exchanges its blocks' gradients one by one: a pipeline waits to the end."""
+    """Return whether each micro-batch reduces its gradients block by block; a pipeline reduces at the end."""
     return plan.shard in ("gradients", "parameters") and plan.pp == 1
 
 
 def block_key(plan: Plan) -> tuple[object, ...]:
-    """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
+    """Return the key of plans that exchange, cast and add a block's parameters alike in every micro-batch."""
     exchanges = is_by_block(plan) or gathers_again(plan)
     by_block = (plan.shard, plan.shard_ranks) if exchanges else None
-    # On which it depends whether a machine's ranks share the state.
+    # These decide whether the ranks of a node share the model states.
     on_machines = (plan.tp, plan.world_size) if exchanges and plan.device == "cpu" else None
     away = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
     return plan.shard == "nothing", by_block, on_machines, away
 
 
 def exposed(communication: float, compute: float) -> float:
-    """What communication beside `compute` adds to it."""
+    """Return the seconds that `communication` beside `compute` adds to it."""
     return max(0.0, communication - compute) + INTERFERENCE * min(communication, compute)

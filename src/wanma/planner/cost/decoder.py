@@ -1,6 +1,6 @@
-"""Step time of a decoder under a plan: what its operators cost, stage by stage; `step` makes a step of them.
+"""Step time of a decoder under a plan: costs of its layers, collected into stages.
 
-Pure functions, without torch.
+`cost.step` assembles the stages to an optimizer step. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ def step_time(
     software: Software | None = None,
     in_flight: int | None = None,
 ) -> StepTime:
-    """Forecast of one optimizer step of `global_batch` sequences of `sequence` tokens.
+    """Return the forecast of one optimizer step of `global_batch` sequences of `sequence` tokens.
 
     Args:
-        in_flight: as of `pipeline_seconds`.
+        in_flight: largest number of in-flight micro-batches, as in `pipeline_seconds`.
 
     Raises:
-        ValueError: the machine has fewer devices than the plan's ranks, or no rate for its precision.
+        ValueError: the hardware model has fewer devices than the plan has ranks, or no rate for its
+            precision.
     """
     return step_of(step_anatomy(dimensions, sequence, plan, global_batch, machine, software, in_flight))
 
@@ -47,7 +48,7 @@ def step_anatomy(
     software: Software | None = None,
     in_flight: int | None = None,
 ) -> Anatomy:
-    """What `step_time` adds up; arguments and errors as there."""
+    """Return the components from which `step_time` is assembled; arguments and errors as there."""
     software = software or Software(fused=plan.compile)
     return anatomy_of_stages(
         stages_of(decoder_pieces(dimensions, sequence, plan, machine, software), plan),
@@ -61,14 +62,14 @@ def step_anatomy(
 
 
 def stage_blocks(dimensions: DecoderDimensions, plan: Plan) -> list[int]:
-    """As `stages.blocks_of_stages`."""
+    """Return the number of blocks in every stage of the plan."""
     return blocks_of_stages(dimensions.layers, plan)
 
 
 def decoder_pieces(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> Pieces:
-    """What a decoder is made of; of the plan, what `pieces_key` names counts."""
+    """Return the layer costs of a decoder; only the settings of the plan in `pieces_key` influence them."""
     table = float(dimensions.vocabulary or 0) * dimensions.hidden
     embedding = embedding_time(dimensions, sequence, plan, machine, software)
     head = head_time(dimensions, sequence, plan, machine, software)
@@ -83,7 +84,7 @@ def decoder_pieces(
 def decoder_blocks(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> tuple[Blocks, ...]:
-    """As in `decoder_pieces`."""
+    """Return the costs of a decoder's blocks, one entry for each kind; arguments as in `decoder_pieces`."""
 
     def blocks(count: int, *, experts: bool) -> Blocks:
         part = block_time(dimensions, sequence, plan, machine, software, experts=experts)
@@ -102,14 +103,17 @@ def _block_parameters(
     attention = attention_half(dimensions).parameters
     half = feed_forward_half(dimensions, experts=experts)
     dense = half.parameters - half.experts
-    # Counted before `tp`, which takes nothing of experts that it does not split.
+    # Counts are before `tp`; the factor undoes its division for experts that it does not split.
     experts_here = half.experts / plan.ep * (1 if software.splits_experts else plan.tp)
     return attention + dense + experts_here
 
 
 def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine) -> float:
-    """A stage's output to the next rank: each rank of `tp` sends its part, and gathers the others' inside
-    where the sequence is not split (Narayanan et al. 2021, section 4.1)."""
+    """Return the seconds of sending a stage's output to the next pipeline rank.
+
+    Each `tp` rank sends its part; the receivers gather the whole where the sequence is not split (Narayanan
+    et al. 2021, section 4.1).
+    """
     if plan.pp == 1:
         return 0.0
     element = ELEMENT_BYTES[plan.precision]

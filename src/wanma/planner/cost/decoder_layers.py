@@ -1,7 +1,8 @@
-"""What one block and the ends of a decoder cost on one rank: products, attention, streaming, communication.
+"""Layer costs of a decoder: one block, the embedding and the head on one rank.
 
-For one micro-batch and layer, as `tp`, `cp` and `ep` leave it. How the pieces overlap and add up to a step
-is `decoder`'s affair. Pure functions, without torch.
+They consist of products, attention, memory-bound operators and communication, and hold for one micro-batch
+and layer under `tp`, `cp` and `ep`. `cost.step` overlaps and adds them up to a step. Pure functions, without
+torch.
 """
 
 from __future__ import annotations
@@ -31,88 +32,94 @@ from wanma.planner.hardware_model.operator_time import (
 
 @dataclass(frozen=True)
 class Software:
-    """Habits of the program that trains; those of our own runtime are the defaults."""
+    """Traits of a training framework that change cost; defaults are those of wanma's own runtime."""
 
     architecture: Literal["llama", "gpt"] = "llama"
-    """Around the matrices: RMS normalisation and rotary positions; or layer normalisation, biases, dropout
-    and learned positions. How many matrices a feed-forward network has, the model's dimensions say."""
+    """Kind of the layers around the matrices: RMS normalisation and rotary positions ("llama"), or layer
+    normalisation, biases, dropout and learned positions ("gpt"). The model's dimensions give the number of
+    matrices of a feed-forward network."""
     attention: Literal["fused", "scores"] = "fused"
-    """'scores': every score is kept in memory, and computed also where a causal model needs none."""
+    """Attention kernel; "scores": every score is stored in memory, and computed also where a causal model
+    needs none."""
     attention_efficiency: float = 1.0
-    """Rate of the fused kernel next to the measured one's."""
+    """Rate of the fused kernel over the measured one's."""
     fused: bool = False
-    """Operators between the products are fused by a compiler or by hand."""
+    """True if a compiler or hand-written kernels fuse the operators between the products."""
     channels_last: bool = False
-    """A pixel's channels lie together, as tensor cores' convolutions want them; else each of these turns its
-    tensors round before and after (NVIDIA, "Convolutional Layers User's Guide", "Tensor Layouts In
-    Memory")."""
+    """True if a pixel's channels are contiguous, as convolutions on tensor cores need them. Otherwise each
+    convolution transposes its tensors before and after (NVIDIA, "Convolutional Layers User's Guide", "Tensor
+    Layouts In Memory")."""
     graphs: bool = False
-    """The host replays whole steps (CUDA graphs), and is never behind."""
+    """True if the host replays whole steps (CUDA graphs), so that the device never waits for it."""
     selective: Literal["products", "attention"] = "products"
-    """What selective recompute runs again: every second product (`models.costly`), or attention's core
-    (Korthikanti et al. 2022, section 5)."""
+    """Operators that selective recompute runs again: every second product, or attention's core (Korthikanti
+    et al. 2022, section 5)."""
     product_precision: str | None = None
-    """Of the blocks' products, where the plan does not say ('nvfp4')."""
+    """Precision of the blocks' products, such as "nvfp4"; None: the plan's."""
     splits_experts: bool = True
-    """`tp` splits each expert's matrices as all others; else `ep` goes over the ranks of `tp` too, and an
-    expert is whole on one rank (Megatron's expert tensor parallel of 1)."""
+    """True if `tp` splits each expert's matrices as all others. Otherwise `ep` spans the ranks of `tp` too,
+    and an expert is unsharded on one rank (Megatron's expert tensor parallel size of 1)."""
     fuses_experts: bool = True
-    """All experts of a rank in one kernel; else each has its own for every product, and for every cast."""
+    """True if one kernel computes all experts of a rank; otherwise each expert has its own for every product
+    and cast."""
     routes_once: bool = False
-    """A token is sent to a rank only once, however many of its experts are there (DeepEP); else for each."""
+    """True if a token is sent to a rank only once (DeepEP); otherwise once for each of its experts there."""
     expert_overlap: bool = False
-    """Tokens are exchanged while another micro-batch computes."""
+    """True if tokens are exchanged while another micro-batch computes."""
     frozen: bool = False
-    """The blocks' matrices are not trained, but narrow adapters beside them (LoRA)."""
+    """True if narrow adapters beside the blocks' matrices are trained (LoRA), and the matrices are not."""
     rounds_frozen: bool = True
-    """Frozen weights are held in the precision that computes, and once (`parallel.frozen_weights`); else in
-    that of trained ones, as users' modules are."""
+    """True if frozen weights are stored once, in compute precision (`parallel.frozen_weights`); otherwise in
+    the precision of trained ones, as users' modules are."""
     tensor_overlap: float = 0.0
-    """Share of tensor parallel's communication that is hidden behind the products it belongs to."""
+    """Share of tensor-parallel communication that is hidden behind its products, 0 .. 1."""
     data_overlap: bool = True
-    """Gradients are reduced while backward runs."""
+    """True if gradients are reduced while backward runs."""
     gradient_bytes: int = 4
-    """Of one element as it is reduced."""
+    """Bytes of one gradient element as it is reduced."""
     optimizer_bytes: int = 42
-    """Moved per parameter and step: AdamW reads a gradient, a master weight and two moments and writes three
-    of them and a copy in 16 bits (30), after a norm over gradients (4) and clipping them (8). Of other rules
-    see `update`."""
+    """Bytes that the update transfers per parameter and step. AdamW reads a gradient, a master weight and two
+    moments and writes three of them and a copy in 16 bits (30), after a gradient norm (4) and clipping (8).
+    For other optimizers see `optimizer_update`."""
     optimizer_flops: float = 0.0
-    """Of products in 16 bits, likewise (`update.Update`)."""
+    """FLOPs of the update per parameter, of products in 16 bits (`optimizer_update.Update`)."""
     optimizer_exchanged_bytes: float = 0.0
-    """Of whole matrices, likewise."""
+    """Bytes per parameter of unsharded matrices that the update exchanges (`optimizer_update.Update`)."""
     state_bytes: float = 8.0
-    """Kept by the optimizer for each parameter: of AdamW two moments in 32 bits."""
+    """Bytes of optimizer state per parameter; for AdamW two moments in 32 bits."""
     loss_bytes: int = 28
-    """Moved per logit, forward and backward: a copy in 32 bits, its maximum, sum and gradient, and back."""
+    """Bytes that the loss transfers per logit, forward and backward: a copy in 32 bits, its maximum, sum and
+    gradient, and back."""
     weights: Literal["shards", "copies"] = "shards"
-    """'shards': of master weights, gathered in the precision that computes (FSDP2). 'copies': whole weights
-    in 16 bits with whole gradients, and master weights as a part of the optimizer's state (Megatron)."""
+    """Storage of weights. "shards": sharded master weights, gathered in compute precision (FSDP2). "copies":
+    unsharded weights and gradients in 16 bits, and master weights as a part of the optimizer's state
+    (Megatron)."""
     accumulated_bytes: int = 4
-    """Of one element of whole gradients, between micro-batches."""
+    """Bytes of one element of unsharded gradients between micro-batches."""
     adds_in_product: bool = False
-    """A product adds its result to the gradient of the micro-batches before; else another kernel does."""
+    """True if a product adds its result to the gradient of earlier micro-batches; otherwise another kernel
+    adds."""
     waits_for_sends: bool = False
-    """Of a pipeline whose ranks have several stages: a rank computes nothing while it sends and receives."""
+    """True if a pipeline rank with several stages computes nothing while it sends and receives."""
     unused_factor: float = 1.0
-    """What the allocator holds beside what is used, over what is usual for it (`calibration.Corrections`)."""
+    """Allocator memory beside live tensors, over its usual amount (`calibration.Corrections`)."""
     empty_gradients: bool = False
-    """Where a product adds its gradient to the whole one itself, autograd is given an empty tensor of the
-    weight's size instead, of which one is kept for each shape (Transformer Engine)."""
+    """True if autograd gets an empty tensor of the weight's size where a product accumulates its gradient
+    itself; one is allocated for each shape (Transformer Engine)."""
     regathers: bool = False
-    """Under sequence parallelism a product keeps its part of its input and gathers the rest once more in
-    backward (Korthikanti et al. 2022, section 4.2.2); else it keeps all of it."""
+    """True if, under sequence parallelism, a product saves its part of its input and gathers the rest again
+    in backward (Korthikanti et al. 2022, section 4.2.2); otherwise it saves all of it."""
     boundary_buffers: bool = True
-    """A stage has a place of its own for what each micro-batch of a step brings to it (torch's pipelines)."""
+    """True if a stage has a receive buffer for each micro-batch of a step (torch's pipelines)."""
     sharing_machines: int = 1
-    """On CPUs: machines, on each of which the ranks of a group exchange tensors in memory that all of them
-    have. 0: over TCP everywhere."""
+    """Number of nodes, on each of which the CPU ranks of a group exchange tensors in shared memory. 0: over
+    TCP everywhere."""
     logits_copies: float = 2.0
-    """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient, which in
-    decoders of ours takes their place."""
+    """Copies of a micro-batch's logits in compute precision at the loss: the logits and their gradient; in
+    wanma's own decoders the gradient replaces them."""
 
     def shares_memory(self, plan: Plan) -> tuple[bool, bool]:
-        """Whether the ranks that share a model's state, and all replicas, have memory of one machine."""
+        """Return whether the data-parallel shards, and whether all replicas, share the memory of one node."""
         if plan.device != "cpu" or not self.sharing_machines:
             return False, False
         if self.sharing_machines == 1:
@@ -121,11 +128,17 @@ class Software:
         return (group <= on_each and on_each % group == 0), False
 
     def has_common_weights(self, plan: Plan) -> bool:
-        """Whether ranks that shard weights compute with one copy of them (`parallel.common_weights`)."""
+        """Return whether ranks that shard weights compute with one common copy of them.
+
+        The runtime's part is `parallel.common_weights`.
+        """
         return plan.shard_ranks > 1 and plan.offload_parameters == "nothing" and self.shares_memory(plan)[0]
 
     def holds_frozen_whole(self, plan: Plan) -> bool:
-        """Whether every data rank has all frozen weights of its stage (`parallel.frozen_weights`)."""
+        """Return whether every data rank stores all frozen weights of its stage.
+
+        The runtime's part is `parallel.frozen_weights`.
+        """
         is_gathered = plan.shard == "parameters" and (plan.pp == 1 or (plan.fp8 and plan.tp == 1))
         is_gathered |= plan.offload_parameters != "nothing"
         return self.rounds_frozen and not is_gathered and not self.has_common_weights(plan)
@@ -134,27 +147,30 @@ class Software:
 CPU_NORM, CPU_JOIN, CPU_SWIGLU, CPU_TURN = (10.0, 18.0), (6.0, 6.0), (12.0, 24.0), (5.0, 6.0)
 CPU_LOSS = (27.0, 23.0)
 CPU_LOSS_16_BITS = (27.0, 35.0)
-"""On a CPU, bytes of forward and backward for each element in 16 bits (of the loss, for each logit): what
-these operators of our own decoder take, over the rate of a plain stream, measured one by one on a core of a
-Xeon with AVX-512. Exponentials and passes over a cache take longer than their bytes."""
+"""Forward and backward bytes per element in 16 bits (of the loss, per logit) of wanma's own decoder on a CPU.
+
+They are measured seconds times the rate of a plain stream, operator by operator on a core of a Xeon with
+AVX-512. Exponentials and passes over a cache take longer than their bytes."""
 CPU_GELU, CPU_GELU_16_BITS = (16.0, 19.0), (22.0, 29.0)
-"""Likewise, of GELU by tanh, by its time beside SwiGLU's on such a core; in 16 bits its tanh is no faster."""
+"""The same for GELU by tanh, from its time beside SwiGLU's on such a core; in 16 bits its tanh is no faster.
+"""
 
 
 @dataclass(frozen=True)
 class PartTime:
-    """Seconds of one block (or end) and micro-batch on one rank."""
+    """Cost of one layer and micro-batch on one rank: seconds, kernels and bytes."""
 
     forward: float = 0.0
     backward_inputs: float = 0.0
     backward_weights: float = 0.0
     again: float = 0.0
-    """What recompute runs again, were all of it run again that the plan's policy names."""
+    """Seconds that recompute would add if every operator of the plan's policy ran again."""
     kernels_forward: int = 0
     kernels_backward: int = 0
     kernels_again: int = 0
     tensor_forward: float = 0.0
-    """Exposed communication of an axis, of forward."""
+    """Seconds of exposed tensor-parallel communication in forward; the fields below are the same for
+    backward, for recompute, and for the mesh dimensions `cp` and `ep`."""
     tensor_backward: float = 0.0
     tensor_again: float = 0.0
     context_forward: float = 0.0
@@ -162,14 +178,14 @@ class PartTime:
     expert_forward: float = 0.0
     expert_backward: float = 0.0
     kept_bytes: float = 0.0
-    """Activations until backward, of plans that keep something elsewhere; of a block that does not recompute.
-    Of what is no block, logits and what they are made of, which stay."""
+    """Activations that a plan with offload stores until backward, of a block that does not recompute. For
+    other layers: logits and the tensors that they are computed from, which stay on the device."""
     kept_again_bytes: float = 0.0
-    """Likewise of one that does."""
+    """Activations that a plan with offload stores until backward, of a block that recomputes."""
 
 
 class _Adder:
-    """Operators of one part, summed up as they are named."""
+    """Accumulator of the operators of one layer."""
 
     def __init__(self, machine: Machine, software: Software, plan: Plan) -> None:
         self.chip, self.software = machine.chip, software
@@ -200,7 +216,12 @@ class _Adder:
     def stream(
         self, elements: float, forward: float, backward: float, kernels: int = 1, *, again: bool = False
     ) -> None:
-        """`forward` and `backward`: bytes per element in 16 bits, read and written."""
+        """Add a memory-bound operator.
+
+        Args:
+            forward: bytes per element in 16 bits that forward reads and writes.
+            backward: the same for backward.
+        """
         elements *= self.width
         seconds = streaming_seconds(self.chip, elements * forward, kernels)
         self.forward += seconds
@@ -209,7 +230,7 @@ class _Adder:
         self.launch(kernels, kernels, kernels if again else 0)
 
     def sum_gradients(self, elements: float, tensors: int) -> None:
-        """In backward, of a tensor that so many more than one operator took."""
+        """Add, to backward, the sums of the gradients of a tensor that `tensors` + 1 operators read."""
         seconds = streaming_seconds(self.chip, tensors * elements * self.width * 6.0, tensors)
         self.inputs += seconds
         self.launch(0, tensors, 0)
@@ -221,7 +242,7 @@ class _Adder:
         self.launch(kernels, kernels, kernels if again else 0)
 
     def launch(self, *kernels: int) -> None:
-        """Kernels that the host issues in forward, in backward, and in what runs again."""
+        """Add the numbers of kernels that the host launches in forward, in backward, and in recompute."""
         self.kernels = [have + more for have, more in zip(self.kernels, kernels, strict=True)]
 
     def part(self) -> PartTime:
@@ -241,11 +262,11 @@ def block_time(
     *,
     experts: bool = False,
 ) -> PartTime:
-    """One block. Bytes of what streams are per element of the named width, in 16 bits."""
+    """Return the cost of one block; literals of streams are bytes per element in 16 bits."""
     add = _Adder(machine, software, plan)
     hidden, tp = dimensions.hidden, plan.tp
     tokens = plan.micro_batch * sequence / plan.cp
-    # What lies between the split matrices is computed by every rank of `tp`, or by each for its tokens.
+    # Layers between the split matrices run on every `tp` rank for all tokens, or for its part of them.
     between = tokens / tp if plan.sequence else tokens
     full = plan.recompute == "full"
     halves = full or (plan.recompute == "selective" and software.selective == "products")
@@ -305,7 +326,7 @@ def _attention(
     tokens: float,
     precision: str,
 ) -> float:
-    """Its products and scores; returns the exposed exchange of keys and values under `cp`, of forward."""
+    """Add attention's products and scores; return the exposed `cp` communication of forward, in seconds."""
     tp, hidden = plan.tp, dimensions.hidden
     heads = dimensions.heads / tp
     kv_heads = max(dimensions.kv_heads / tp, 1.0)
@@ -326,8 +347,8 @@ def _attention(
         width = value = dimensions.head_width
         add.product(tokens, (heads + 2 * kv_heads) * width, hidden, precision, again=second)
         add.product(tokens, hidden, heads * width, precision, again=second)
-        # Rotary positions, in 32 bits, with casts from and to 16; GPT only puts queries, keys and values into
-        # separate tensors.
+        # Rotary positions, in 32 bits, with casts from and to 16; GPT only splits queries, keys and values
+        # into separate tensors.
         turns = (20.0, 24.0, 5)
         if software.architecture == "gpt":
             turns = (2.0, 2.0, 1)
@@ -375,7 +396,7 @@ def _attention(
     step = send_seconds(machine, tp, keys_and_values)
     if plan.device == "cpu":  # the cores that compute also send
         return (plan.cp - 1) * step
-    # Each step's keys travel while those before are used; the first are there.
+    # Each step's keys are sent while earlier ones are used; the first are local.
     return max(0.0, (plan.cp - 1) * (step - forward / plan.cp))
 
 
@@ -400,7 +421,7 @@ def _network(
 def _activation(
     add: _Adder, elements: float, dimensions: DecoderDimensions, software: Software, *, again: bool
 ) -> None:
-    """SiLU of one half times the other; or GELU, in GPT after a bias."""
+    """Add the activation function: SiLU of one half times the other, or GELU, in GPT after a bias."""
     if dimensions.activation_function == "gelu":
         alone = (4.0, 6.0, 1)
         if add.is_eager_on_cpu:
@@ -422,7 +443,7 @@ def _experts(
     tokens: float,
     precision: str,
 ) -> float:
-    """Router, experts and shared experts; returns the exchange of tokens under `ep`, of forward."""
+    """Add router, experts and shared experts; return the token exchange under `ep` in forward, in seconds."""
     hidden, choices = dimensions.hidden, dimensions.experts_per_token
     full = plan.recompute == "full"
     again = full or (plan.recompute == "selective" and software.selective == "products")
@@ -441,7 +462,7 @@ def _experts(
     add.product(rows / local, 2 * wide, hidden, precision, count=local, again=full)
     add.product(rows / local, hidden, wide, precision, count=local, again=again)
     if not software.fuses_experts:
-        # Of two products, each expert's input, weight and gradient are cast on their own, along both sides.
+        # For two products, each expert's input, weight and gradient are cast on their own, along both sides.
         extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
         add.launch(extra, 2 * extra, extra if full else 0)
     _activation(add, rows * wide, dimensions, software, again=again)
@@ -464,7 +485,7 @@ def _experts(
 def head_time(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> PartTime:
-    """The last normalisation, logits in 16 bits and the loss over them."""
+    """Return the cost of the last normalisation, the logits in compute precision and the loss over them."""
     if dimensions.vocabulary is None:
         raise ValueError("a forecast needs dimensions with a vocabulary")
     add = _Adder(machine, software, plan)
@@ -485,7 +506,7 @@ def head_time(
 def embedding_time(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> PartTime:
-    """Rows are fetched, and their gradients added up."""
+    """Return the cost of the embedding: rows are read, and their gradients added up."""
     add = _Adder(machine, software, plan)
     tokens = plan.micro_batch * sequence / plan.cp
     positions = 4.0 if software.architecture == "gpt" else 0.0

@@ -1,7 +1,7 @@
-"""Time of a decoder of which a part is frozen: products that backward leaves out, and those of adapters.
+"""Layer costs of a decoder with frozen parts: products that backward omits, and products of adapters.
 
-Backward of a product is one for the gradient of its input and one for that of its weights, which frozen
-weights do without; what lies before all that is trained has no backward. Pure functions, without torch.
+Backward of a product has one product for the gradient of its input and one for that of its weights; frozen
+weights omit the second. Layers before the first trained one have no backward. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_BACKWARD = (
 def trained_pieces(
     pieces: Pieces, workload: Workload, plan: Plan, machine: Machine, software: Software
 ) -> Pieces:
-    """`pieces` of a decoder all of which is trained, as far as `workload` says that it is."""
+    """Return `pieces` of a fully trained decoder, changed to the parts that `workload` trains."""
     if not has_frozen_parts(workload):
         return pieces
     first, *_, last = workload.layers
@@ -43,7 +43,7 @@ def trained_pieces(
 def trained_blocks(
     blocks: tuple[Blocks, ...], workload: Workload, plan: Plan, machine: Machine, software: Software
 ) -> tuple[Blocks, ...]:
-    """As in `trained_pieces`."""
+    """Return `blocks` of a fully trained decoder, changed to the parts that `workload` trains."""
     if not has_frozen_parts(workload):
         return blocks
     layers = [layer for layer in workload.layers if layer.is_block]
@@ -59,12 +59,12 @@ def has_frozen_parts(workload: Workload) -> bool:
 
 
 def _trained(part: PartTime, layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
-    """The mean over the layer's `count`."""
+    """Return `part` without frozen products and with adapters, averaged over the layer's `count`."""
     own = layer.trained_share
     adapters = PartTime()
     if layer.operators:
         adapters = operators_time(layer, plan, machine, software)
-        own = 0.0  # what is trained are the adapters
+        own = 0.0  # only the adapters are trained
     reached = layer.reached_share
     changed = {name: reached * getattr(part, name) for name in _OF_BACKWARD}
     part = replace(

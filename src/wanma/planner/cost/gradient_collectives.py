@@ -1,7 +1,7 @@
-"""What it takes to sum gradients over ranks, whole or made smaller (`collectives.compression`).
+"""Time of collectives that sum gradients over ranks, compressed or not (`collectives.compression`).
 
-For the plan's own method, as if it were every parameter's: which parameters a group of the plan's matches, no
-forecast knows. Pure functions, without torch.
+The plan's default method counts for all parameters, because a forecast does not know which parameters a group
+of the plan matches. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -28,50 +28,51 @@ from wanma.planner.hardware_model.operator_time import streaming_seconds
 CODEC_BYTES: Mapping[Compression, float] = MappingProxyType(
     {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256}
 )
-"""Of a gradient's element, in each of two phases; with a scale for each block of 256."""
+"""Bytes per gradient element in each of two phases, with a scale for each block of 256."""
 
 CHOSEN_BYTES = 8.0
-"""Of an element that top-k sends: its value and its place."""
+"""Bytes per element that top-k sends: its value and its index."""
 
 MATRIX_SIDE = 1024.0
-"""Of the matrices that PowerSGD makes thin. Larger ones cost less, and all of them next to nothing."""
+"""Assumed side, in elements, of the matrices that PowerSGD factorises; larger ones compress better."""
 
 MOVED_BYTES: Mapping[Compression, float] = MappingProxyType(
     {"bf16": 42.0, "fp16": 86.0, "int8": 122.0, "topk": 60.0, "powersgd": 32.0}
 )
-"""Of an element, read and written on the way: every operation of the method once through memory."""
+"""Bytes per element that a method reads and writes, if each of its operations passes once through memory."""
 
 CPU_INT8_BYTES = 66.0
-"""Likewise where the codec is compiled for the processor: each way one pass over what is encoded, what comes
-of it and what is lost; beside it gradients and what is owed are put into a buffer, and the sums taken out."""
+"""The same for int8 where its codec is compiled for the CPU: each way one pass over the encoded values, the
+result and the error; beside it copies of gradients and error feedback into a buffer, and of the sums out of
+it."""
 
 KERNELS: Mapping[Compression, int] = MappingProxyType(
     {"bf16": 8, "fp16": 20, "int8": 24, "topk": 12, "powersgd": 12}
 )
-"""Operations for each bucket, about."""
+"""Approximate number of kernels for each bucket."""
 
 TOGETHER_ELEMENTS, AT_ONCE = 1 << 21, 2
-"""Of which codecs make messages, and how many of these are under way: as `collectives.compression`, which a
-test compares."""
+"""Elements of one message of a codec, and number of messages in flight; a test compares both with
+`collectives.compression`."""
 
 BY_MACHINES_BYTES, BY_MACHINES_KERNELS = 36.0, 8
-"""Likewise of sums by machines, beside the method: gradients and what is owed are put into a buffer, and the
-sums taken out of another."""
+"""Bytes per element and kernels of a hierarchical all-reduce, beside the method: copies of gradients and
+error feedback into a buffer, and of the sums out of another."""
 
 KEEP_ERRORS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
-"""Methods with an error memory: as `collectives.compression`, which a test compares."""
+"""Methods with error feedback; a test compares them with `collectives.compression`."""
 
 LOOKED_AT: tuple[Compression, ...] = ("bf16", "int8")
-"""What `auto` tries where a job allows compression. The other methods change training more than a step's time
-tells, or less than these."""
+"""Methods that `auto` tries where a job allows compression. The others change training more, or save less
+time."""
 
 
 @dataclass(frozen=True)
 class Summing:
-    """Of gradients on a machine.
+    """Times of the collectives that sum gradients on a hardware model.
 
     Args:
-        whole_bytes: of an element that is not made smaller.
+        whole_bytes: bytes of an uncompressed element.
     """
 
     plan: Plan
@@ -79,11 +80,11 @@ class Summing:
     whole_bytes: float
 
     def all_reduce(self, group: Group, elements: float, algorithm: Algorithm | None = None) -> float:
-        """Seconds until every rank has the sum of all of `elements`.
+        """Return the seconds until every rank has the sum of all `elements`.
 
         Args:
-            algorithm: of whole gradients; None: the fastest. Compressed ones go between machines alone where
-                it is "hierarchical".
+            algorithm: algorithm for uncompressed gradients; None: the fastest. With "hierarchical",
+                compressed gradients are exchanged only between nodes.
         """
         kind, machine = self._kind(), self.machine
         if group.size == 1 or not elements:
@@ -104,7 +105,7 @@ class Summing:
         return self._in_flight(kind, between, elements / inside, parts, scattered + gathered + filled)
 
     def _travelling(self, kind: Compression, group: Group, elements: float) -> float:
-        """Messages of an all-reduce."""
+        """Return the seconds of the messages of a compressed all-reduce."""
         if kind == "topk":
             sent = elements * self.plan.compression_share * CHOSEN_BYTES
             return all_gather_seconds(self.machine, group, group.size * sent)
@@ -115,8 +116,11 @@ class Summing:
         return exchanged + all_gather_seconds(self.machine, group, sent)
 
     def _parts(self, elements: float, *, is_cut: bool) -> int:
-        """In which all gradients of a rank go: buckets, or the one unit that FSDP2 has of replicas on a CPU;
-        of what is cut, parts of these. FSDP2's other units come one by one: as if each were one part."""
+        """Return the number of messages in which a rank reduces all its gradients.
+
+        They are buckets, or the single unit that FSDP2 has of replicas on a CPU; with `is_cut`, parts of
+        these. Other units of FSDP2 are reduced one by one, and each counts as one part.
+        """
         if self.plan.device != "cpu" or self.plan.shard not in ("nothing", "optimizer"):
             return 1
         together = self.plan.bucket_bytes / self.whole_bytes if self.plan.computes_with_state else elements
@@ -125,12 +129,13 @@ class Summing:
     def _in_flight(
         self, kind: Compression, group: Group, elements: float, parts: int, beside: float = 0.0
     ) -> float:
-        """One part is computed with while another's messages travel, so that all but one part of the shorter
-        of the two is hidden; and the latency of two is waited for at once. Within a machine messages take the
-        cores that compute.
+        """Return the seconds of a compressed all-reduce in which the codec works beside messages in flight.
+
+        All but one part of the shorter of the two is hidden, and the latencies of two messages overlap.
+        Within a node messages take the cores that compute, and nothing is hidden.
 
         Args:
-            beside: seconds of computing, of all parts.
+            beside: seconds of computing, summed over all parts.
         """
         first = self._travelling(kind, group, 1.0)
         rest = parts * (self._travelling(kind, group, elements / parts) - first)
@@ -141,10 +146,10 @@ class Summing:
         return max(travelling, computing) + min(travelling, computing) / parts
 
     def reduce_scatter(self, group: Group, elements: float, *, compressed: bool) -> float:
-        """Likewise until each has its part.
+        """Return the seconds until every rank has its shard of the sum.
 
         Args:
-            compressed: the plan's method is at work here: nobody else repeats these shards.
+            compressed: the plan's method compresses this collective, because these shards are not replicated.
         """
         kind, machine = self._kind() if compressed else "nothing", self.machine
         if group.size == 1 or not elements:
@@ -159,7 +164,7 @@ class Summing:
         return all_to_all_seconds(machine, group, elements * each) + self._moving(kind, elements)
 
     def _kind(self) -> Compression:
-        """What is small already stays as it is."""
+        """Return the plan's method, or "nothing" where it would not make elements smaller."""
         kind = self.plan.compression
         return "nothing" if CODEC_BYTES.get(kind, 0.0) >= self.whole_bytes else kind
 
@@ -173,11 +178,11 @@ class Summing:
 
 
 def error_bytes(plan: Plan, whole: float, shards: float) -> float:
-    """Of the memories of what was left out, on one rank.
+    """Return the bytes of error feedback on one rank.
 
     Args:
-        whole: parameters that the rank hands gradients over of.
-        shards: those of its shard, which replicas sum.
+        whole: parameters whose gradients the rank contributes.
+        shards: parameters of its shard, which replicas sum.
     """
     if not plan.compressions & KEEP_ERRORS:
         return 0.0
@@ -187,10 +192,10 @@ def error_bytes(plan: Plan, whole: float, shards: float) -> float:
 
 
 def sent_bytes(plan: Plan, whole: float) -> tuple[float, float]:
-    """What a rank sends of gradients each time that they are summed, and what it would send of whole ones.
+    """Return the bytes of gradients that a rank sends per reduction, and those without compression.
 
     Args:
-        whole: parameters of its part of the model, all shards together.
+        whole: parameters of its part of the model, summed over all shards.
     """
     scatters = plan.replicas == 1
     ranks, elements = (plan.shard_ranks, whole) if scatters else (plan.replicas, whole / plan.shard_ranks)

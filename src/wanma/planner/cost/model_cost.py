@@ -1,7 +1,7 @@
-"""A model as a plan cuts it: what comes before its blocks, kinds of equal blocks, what comes after them.
+"""Layer costs of a model, in its order: layers before its blocks, groups of equal blocks, layers after.
 
-What a piece costs depends on a few choices of a plan only (`pieces_key`), how they make up stages on others.
-A search therefore computes pieces once for many plans. Pure functions, without torch.
+A layer's cost depends on the few settings of a plan in `pieces_key`; stages are composed of layers by others.
+A search therefore computes layer costs once for many plans. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from wanma.planner.pipeline.schedules import blocks_of_stages
 
 
 class Blocks(NamedTuple):
-    """Equal blocks in a row."""
+    """Group of equal consecutive blocks."""
 
     part: PartTime
-    """Of one."""
+    """Cost of one block."""
     number: int
-    """In the whole model."""
+    """Number of these blocks in the whole model."""
     parameters: float
-    """Of one, before `tp`, on one rank of `ep`."""
+    """Parameters of one block, before `tp`, on one rank of `ep`."""
 
 
 class End(NamedTuple):
-    """What is no block: an embedding, a head."""
+    """Layer outside the repeated blocks, such as an embedding or a head."""
 
     part: PartTime
     parameters: float
 
 
 class Pieces(NamedTuple):
-    """Of a model, in its order."""
+    """Layer costs of a model, in its order."""
 
     before: tuple[End, ...]
     blocks: tuple[Blocks, ...]
@@ -43,13 +43,13 @@ class Pieces(NamedTuple):
 
 
 def pieces_key(plan: Plan) -> tuple[object, ...]:
-    """Plans with the same key have the same pieces, for one model, machine and program."""
+    """Return the key of plans with equal layer costs, for one model, hardware model and framework."""
     split = (plan.tp, plan.cp, plan.ep, plan.sequence, plan.context, plan.pp > 1)
     return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8, is_moving(plan))
 
 
 def counts_of_stages(pieces: Pieces, plan: Plan) -> list[tuple[int, ...]]:
-    """Blocks of each kind in every stage."""
+    """Return the number of blocks of each group in every stage."""
     ends = list(accumulate(kind.number for kind in pieces.blocks))
     found, start = [], 0
     for size in blocks_of_stages(ends[-1] if ends else 0, plan):
@@ -65,7 +65,7 @@ def counts_of_stages(pieces: Pieces, plan: Plan) -> list[tuple[int, ...]]:
 
 
 def stages_of(pieces: Pieces, plan: Plan) -> list[Stage]:
-    """The plan's stages, in the model's order; equal ones are one object."""
+    """Return the plan's stages in the order of the model; equal ones are one object."""
     stages: dict[object, Stage] = {}
     found = []
     for number, counts in enumerate(counts_of_stages(pieces, plan)):

@@ -1,9 +1,9 @@
-"""What waits elsewhere (`parallel.offload_*`): what bringing it to the device and back takes.
+"""Time of offload transfers: weights, optimizer state and activations in host memory or on disk.
 
-As `parallel.offload`, `parallel.away` and `training.state_home` do it. On a GPU a block's weights come while
-the block before computes, and activations go to the host and come back on a stream of their own; copies of
-activations to and from files, and of optimizer state, are waited for. On a CPU everything is waited for.
-Pure functions, without torch.
+Keys are `parallel.offload_*`. It follows the runtime in `wanma.parallel.memory` and `wanma.training.state`.
+On a GPU a block's weights arrive while the block before computes, and activations go to the host and back on
+a stream of their own. Copies of activations to and from files, and of optimizer state, block the device. On a
+CPU every transfer blocks. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -22,40 +22,47 @@ if TYPE_CHECKING:
 
 
 GATHERED_COPIES = 2
-"""Of a block's weights on a CPU: the buffer that they are gathered into, and the parameters."""
+"""Copies of a block's weights that a CPU allocates: the buffer that they are gathered into, and the
+parameters."""
 
 
 class Moved(NamedTuple):
-    """Seconds of the copies that one block and micro-batch needs."""
+    """Seconds of the offload transfers of one block and micro-batch."""
 
     weights: float
-    """This rank's part of them, brought to be gathered: forward, and again backward."""
+    """Transfer of this rank's shard of the weights before they are gathered: in forward, and again in
+    backward."""
     gradients: float
-    """This rank's part of them, brought to where the weights wait."""
+    """Transfer of this rank's shard of the gradients to the place of the offloaded weights."""
     out: float
-    """Activations sent away."""
+    """Transfer of activations from the device."""
     back: float
 
 
 def is_moving(plan: Plan) -> bool:
-    """Whether anything waits elsewhere."""
+    """Return whether the plan offloads anything."""
     places = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
     return any(place != "nothing" for place in places)
 
 
 def gathers_again(plan: Plan) -> bool:
-    """Whether a block's weights are gathered for each forward and each backward: sharded ones, and those that
-    wait elsewhere. A pipeline keeps them to the end of the step."""
+    """Return whether a block's weights are gathered for each forward and each backward.
+
+    They are where weights are sharded or offloaded; a pipeline keeps them gathered to the end of the step.
+    """
     return (plan.shard == "parameters" or plan.offload_parameters != "nothing") and plan.pp == 1
 
 
 def updates_on_host(plan: Plan) -> bool:
-    """Whether the optimizer runs on the processors beside a GPU: where the weights are."""
+    """Return whether the optimizer runs on the CPUs beside a GPU, where offloaded weights are stored."""
     return plan.device != "cpu" and plan.offload_parameters != "nothing"
 
 
 def copy_seconds(machine: Machine, plan: Plan, place: Offload, moved_bytes: float, *, out: bool) -> float:
-    """Of `moved_bytes` from the device to `place`, or back; to a CPU the host's memory is no other place."""
+    """Return the seconds of copying `moved_bytes` from the device to `place`, or back.
+
+    On a CPU host memory is the device's own, and takes none.
+    """
     if place == "nothing" or moved_bytes <= 0:
         return 0.0
     seconds = moved_bytes / machine.host.link_bytes_per_second if plan.device != "cpu" else 0.0
@@ -65,38 +72,43 @@ def copy_seconds(machine: Machine, plan: Plan, place: Offload, moved_bytes: floa
 
 
 def master_bytes(plan: Plan) -> float:
-    """Of one parameter, as the optimizer keeps it."""
+    """Return the bytes of one master weight or gradient, as the optimizer stores it."""
     return 8.0 if plan.precision == "fp64" else 4.0
 
 
 def weights_seconds(machine: Machine, plan: Plan, shards: float) -> float:
-    """Of bringing `shards` parameters, those that a rank keeps, to be gathered."""
+    """Return the seconds of transferring `shards` parameters, a rank's shard, to be gathered."""
     return copy_seconds(machine, plan, plan.offload_parameters, shards * master_bytes(plan), out=False)
 
 
 def gradients_seconds(machine: Machine, plan: Plan, shards: float) -> float:
-    """Of bringing the gradients of `shards` parameters to the host, where their weights are. Gradients
-    stay in its memory, also where weights are on disk."""
+    """Return the seconds of transferring the gradients of `shards` parameters to the host.
+
+    Their weights are offloaded there. Gradients stay in host memory, also where weights are offloaded to
+    disk.
+    """
     place: Offload = "host" if updates_on_host(plan) else "nothing"
     return copy_seconds(machine, plan, place, shards * master_bytes(plan), out=True)
 
 
 def adding_on_host_seconds(machine: Machine, plan: Plan, shards: float) -> float:
-    """Of adding gradients of `shards` parameters to those of the micro-batches before: a copy that is waited
-    for, then a sum on the host."""
+    """Return the seconds of adding gradients of `shards` parameters to earlier ones on the host.
+
+    A blocking copy comes first, then a sum on the host.
+    """
     summed = 3 * shards * master_bytes(plan) / machine.host.memory_bytes_per_second
     return gradients_seconds(machine, plan, shards) + summed
 
 
 def state_seconds(machine: Machine, plan: Plan, updated: float, state_bytes: float) -> float:
-    """Of an update of `updated` parameters, what bringing optimizer state to it and back takes.
+    """Return the seconds of transferring optimizer state to the update of `updated` parameters and back.
 
     Args:
-        state_bytes: that the optimizer keeps of a parameter.
+        state_bytes: bytes of optimizer state per parameter.
     """
     state: Offload = plan.offload_optimizer
     if updates_on_host(plan) or plan.device == "cpu":
-        # It runs where files are mapped: their pages come, and go again changed.
+        # The update runs where files are mapped: their pages are read, and written again.
         files = updated * state_bytes * (state == "disk")
         files += updated * master_bytes(plan) * (plan.offload_parameters == "disk")
         return files / machine.host.read_rate + files / machine.host.write_rate
@@ -104,7 +116,7 @@ def state_seconds(machine: Machine, plan: Plan, updated: float, state_bytes: flo
 
 
 def trims(plan: Plan) -> bool:
-    """Whether a CPU's rank gives memory that was freed back to the kernel (`scratch.Scratch.rest`)."""
+    """Return whether a CPU's rank returns freed memory to the kernel."""
     places = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
     return plan.device == "cpu" and "disk" in places
 
@@ -112,16 +124,17 @@ def trims(plan: Plan) -> bool:
 def asked_again_bytes(
     plan: Plan, weights: float, kept: float, micro_batches: int, *, is_block: bool
 ) -> tuple[float, float]:
-    """Memory that forward and backward of one micro-batch ask for again because it was given back: after each
-    block where its weights or activations are in files, else after the update.
+    """Return (forward, backward) bytes that one micro-batch allocates again after their release.
+
+    Memory is returned after each block where its weights or activations are in files, else after the update.
 
     Args:
-        weights: bytes of a block's parameters as they are computed with.
-        kept: of its activations.
+        weights: bytes of a block's parameters in compute precision.
+        kept: bytes of its activations until backward.
     """
     if not trims(plan):
         return 0.0, 0.0
-    if plan.offload_activations == "disk" and is_block:  # made, and back from its file, with what they make
+    if plan.offload_activations == "disk" and is_block:  # made, then read from their file with gradients
         ahead, back = kept, 2 * kept
     elif plan.offload_parameters == "disk" or plan.offload_activations == "disk":
         ahead, back = kept, 0.0
@@ -134,12 +147,13 @@ def asked_again_bytes(
 
 
 def with_kept(pieces: Pieces, table: MemoryTable, workload: Workload, logits_copies: float) -> Pieces:
-    """`pieces` that know their activations, for plans that keep something elsewhere. What has no repeated
-    blocks has nothing that would be sent.
+    """Return `pieces` with the bytes of their activations, for plans that offload something.
+
+    Layers of models without repeated blocks get none, since nothing of them would be offloaded.
 
     Args:
-        table: of the same model and plan.
-        logits_copies: as of `operators.Software`.
+        table: memory table of the same model and plan.
+        logits_copies: copies of a micro-batch's logits, as in `Software.logits_copies`.
     """
     repeated = [layer for layer in workload.layers if layer.is_block or layer.count > 1]
     kinds = [kind for layer, kind in zip(repeated, table.kinds, strict=False) if layer.is_block]

@@ -1,4 +1,4 @@
-"""What updating the weights moves, computes and exchanges per parameter, by the job's rule.
+"""Cost of the optimizer's update per parameter: bytes, FLOPs and communication of each optimizer.
 
 Bytes are of 32-bit numbers, pass by pass as torch 2.11 to 2.13 run them. Pure functions, without torch.
 """
@@ -14,27 +14,28 @@ from wanma.job.sections.job import TrainSection
 from wanma.models.config.dimensions import DecoderDimensions
 
 AROUND_BYTES = 14
-"""Of every rule: the norm over gradients reads them (4), clipping reads and writes them (8), and the next
-forward's copy in 16 bits is written (2)."""
+"""Bytes per parameter that every optimizer transfers: the gradient norm reads gradients (4), clipping reads
+and writes them (8), and the next forward's copy in 16 bits is written (2)."""
 NEWTON_SCHULZ = 5
-"""Iterations of Muon's."""
+"""Newton-Schulz iterations of one Muon update."""
 
 
 class Update(NamedTuple):
-    """Per parameter that a rank updates."""
+    """Cost of the update, per parameter that a rank updates."""
 
     moved_bytes: int
     flops: float = 0.0
-    """Of products in 16 bits, which ranks that share matrices share too."""
+    """FLOPs of matrix products in 16 bits; ranks that share matrices share them too."""
     exchanged_bytes: float = 0.0
-    """Of whole matrices: gathered from all who have a part, and sent back to all, so many each way."""
+    """Bytes of unsharded matrices that are gathered from all ranks with a part, and as many sent back to
+    them."""
 
 
 def update_of(train: TrainSection, workload: Workload, dimensions: DecoderDimensions | None = None) -> Update:
-    """Of a job's rule over a model.
+    """Return the update's cost for a job's optimizer and model.
 
     Args:
-        dimensions: of a decoder, where the model is one: they are its matrices' sides.
+        dimensions: dimensions of a decoder, where the model is one; they give the sides of its matrices.
     """
     decays = train.weight_decay > 0
     if train.optimizer == "sgd":
@@ -46,16 +47,19 @@ def update_of(train: TrainSection, workload: Workload, dimensions: DecoderDimens
         # divided, bounded, inverted (8 each) and multiplied by gradients (12); the weights change (12).
         return Update(AROUND_BYTES + 68 + 8 * decays)
     if train.optimizer == "muon":
-        # Momentum moves on and is looked ahead of (12 each), rounded (6), normed (2) and scaled (4); the
-        # weights decay (8) and change by what is in 16 bits (10).
+        # Momentum is updated and Nesterov's step added (12 each), rounded (6), normed (2) and scaled (4);
+        # weights decay (8) and change by an update in 16 bits (10).
         return Update(AROUND_BYTES + 54, orthogonalizing_flops(workload, dimensions), 2.0)
     # One kernel: it reads a gradient, a weight and two moments and writes three of them.
     return Update(AROUND_BYTES + 28)
 
 
 def orthogonalizing_flops(workload: Workload, dimensions: DecoderDimensions | None) -> float:
-    """Per parameter, of Muon's iterations (Jordan et al. 2024): of a matrix r × c with r <= c each takes
-    x xᵀ (2 r² c), its square (2 r³), and the product of that with x (2 r² c)."""
+    """Return the FLOPs per parameter of Muon's iterations (Jordan et al. 2024).
+
+    For a matrix r × c with r <= c, each iteration computes x xᵀ (2 r² c), its square (2 r³), and the product
+    of that with x (2 r² c).
+    """
     flops = size = 0.0
     for short, long in _matrices(workload, dimensions):
         flops += NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
@@ -64,8 +68,10 @@ def orthogonalizing_flops(workload: Workload, dimensions: DecoderDimensions | No
 
 
 def _matrices(workload: Workload, dimensions: DecoderDimensions | None) -> Iterator[tuple[float, float]]:
-    """Shorter and longer side of the matrices of a decoder's block; another model's blocks are each taken to
-    be one square, which is the most that they can take."""
+    """Yield the shorter and the longer side of each matrix of a decoder's block.
+
+    Blocks of another model each count as one square matrix, which costs most.
+    """
     if dimensions is None:
         for layer in workload.layers:
             if layer.is_block or layer.count > 1:

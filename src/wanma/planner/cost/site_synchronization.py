@@ -1,4 +1,4 @@
-"""What sites exchange, how often, and how much of it the steps beside it hide.
+"""Time of synchronization between sites: bytes, frequency, and the share that local steps hide.
 
 Pure functions, without torch.
 """
@@ -14,33 +14,33 @@ from wanma.planner.hardware_model.model import Machine
 from wanma.planner.hardware_model.operator_time import streaming_seconds
 
 SENT_BYTES = {"nothing": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
-"""Of an element of what weights have moved, as it travels."""
+"""Bytes per element of a pseudo-gradient as it is sent, by compression method."""
 
 _TOLD_BYTES = 128.0
-"""What ranks tell each other after every step: losses, norms, who was asked to stop."""
+"""Bytes of the status that ranks exchange after every step: losses, norms, requests to stop."""
 
 INTERFERENCE = 0.15
-"""As of `data_parallel`: of the time of communication that runs beside compute, what the compute loses."""
+"""Share of overlapped communication time that the compute beside it loses, as in `data_parallel`."""
 
 
 @dataclass(frozen=True)
 class Between:
-    """What goes over the links between the sites."""
+    """Communication over the links between sites."""
 
     sent_bytes: float
-    """Of one rank in one exchange."""
+    """Bytes that one rank sends in one exchange."""
     exchange_seconds: float
-    """Of one, by itself."""
+    """Seconds of one exchange, without overlap."""
     exchanges_per_step: float
     beside_steps: int
-    """That one may take before it is waited for."""
+    """Steps beside which one exchange runs before ranks wait for it."""
     update_seconds: float
-    """Of a step, for the outer update."""
+    """Seconds per step of the outer update."""
     told_seconds: float
-    """Of a step, for what ranks always tell each other."""
+    """Seconds per step of the status exchange."""
 
     def seconds(self, step_seconds: float) -> float:
-        """What all of it adds to a step that takes `step_seconds` without."""
+        """Return the seconds that all of it adds to a step of `step_seconds`."""
         hidden = min(self.exchange_seconds, self.beside_steps * step_seconds)
         waited = self.exchange_seconds - hidden + INTERFERENCE * hidden
         return waited * self.exchanges_per_step + self.update_seconds + self.told_seconds
@@ -49,10 +49,10 @@ class Between:
 def between_sites(
     plan: Plan, machine: Machine, software: Software, parameters: float, trained_share: float
 ) -> Between | None:
-    """None for a plan without sites.
+    """Return the communication between sites, or None for a plan without sites.
 
     Args:
-        parameters: of the fullest rank, before `tp` and sharding.
+        parameters: parameters of the rank with most of them, before `tp` and sharding.
     """
     seldom = plan.synchronization
     if seldom is None:
@@ -62,13 +62,14 @@ def between_sites(
     sent = sent_bytes(plan, software, parameters, trained_share)
     told = all_reduce_seconds(machine, sites, _TOLD_BYTES)
     if not seldom.is_local:
-        beside = min(seldom.staleness, 1)  # more are on their way then, but each step sends as much again
+        beside = min(seldom.staleness, 1)  # more may be in flight, but each step sends as much again
         return Between(sent, all_reduce_seconds(machine, sites, sent), 1.0, beside, 0.0, told)
     if seldom.compression == "nothing":
         seconds = all_reduce_seconds(machine, sites, sent)
     else:
         seconds = all_gather_seconds(machine, sites, sent * plan.sites)
-    # Difference written, read and rounded; outer weights, momentum and a site's own read and written.
+    # Pseudo-gradient written, read and rounded; outer weights, momentum and the site's weights read and
+    # written.
     moved = mine * 4.0 * (3 + 2 + (2 if seldom.momentum else 0) + 2)
     update = streaming_seconds(machine.chip, moved) / seldom.every
     return Between(
@@ -77,7 +78,7 @@ def between_sites(
 
 
 def sent_bytes(plan: Plan, software: Software, parameters: float, trained_share: float) -> float:
-    """Of one rank in one exchange between sites; arguments as of `between_sites`."""
+    """Return the bytes that one rank sends in one exchange between sites; arguments as in `between_sites`."""
     seldom = plan.synchronization
     if seldom is None:
         return 0.0
@@ -88,5 +89,5 @@ def sent_bytes(plan: Plan, software: Software, parameters: float, trained_share:
 
 
 def _exchanged(plan: Plan, software: Software, parameters: float, trained_share: float) -> float:
-    """Parameters of a rank that sites exchange something of."""
+    """Return the parameters of a rank whose gradients or pseudo-gradients sites exchange."""
     return 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks

@@ -1,9 +1,9 @@
-"""One optimizer step out of what stages cost: compute and the communication that waits inside it fill each
-stage's forward and backward; the pipeline's schedule is played with these; gradients' reduction, gathered
-parameters and the optimizer come around it.
+"""Time of one optimizer step, assembled from the costs of its stages.
 
-For every kind of model; `decoder` fills the stages of decoders, `module` those of any module. Pure
-functions, without torch.
+Compute and the communication exposed inside it fill each stage's forward and backward; the pipeline's
+schedule is simulated with these; the reduction of gradients, the gather of weights and the optimizer are
+added. It holds for every kind of model: `cost.decoder` fills the stages of decoders, `cost.traced_module`
+those of any module. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -32,59 +32,64 @@ from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.pipeline.simulation import Play, StageCost, pipeline_seconds
 
 OPTIMIZER_KERNELS = 20
-"""Of an update fused over many parameters, with norm and clipping."""
+"""Kernels of an update that is fused over many parameters, with gradient norm and clipping."""
 
 _KINDS = ("compute", "tensor", "context", "expert", "data", "moving")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage holds."""
+    """Layers of one pipeline stage, with their costs and parameters."""
 
     blocks: tuple[tuple[PartTime, int, float], ...]
-    """Equal blocks: what one costs, how many, parameters of one that this rank gathers and reduces."""
+    """Groups of equal blocks: cost of one, their number, and parameters of one that this rank gathers and
+    reduces."""
     again: float
-    """Share of its blocks that recompute."""
+    """Share of its blocks that recompute, 0 .. 1."""
     ends: tuple[tuple[PartTime, float], ...]
-    """What is no block, such as embedding and head, each with its parameters."""
+    """Layers that are no blocks, such as embedding and head, each with its parameters."""
     parameters: float
-    """Of the whole stage, before `tp`, on one rank of `ep`."""
+    """Parameters of the whole stage, before `tp`, on one rank of `ep`."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a step is put together from: `step_of` adds it up, `timeline` draws it."""
+    """Components of a step's time: `step_of` adds them up, the timeline of a plan draws them."""
 
     plan: Plan
     micro_batches: int
     costs: tuple[StageCost, ...]
-    """Of every stage, in the model's order."""
+    """Costs of every stage, in the order of the model."""
     forward: tuple[dict[str, float], ...]
-    """The same by kind: a stage's forward of one micro-batch."""
+    """Seconds of each stage's forward of one micro-batch, by kind."""
     backward: tuple[dict[str, float], ...]
-    """Likewise its backward, weights' gradients included."""
+    """Seconds of each stage's backward of one micro-batch by kind, including weight gradients."""
     boundary_seconds: float
-    """What a stage's output takes to the next rank."""
+    """Seconds of sending a stage's output to the next pipeline rank."""
     in_flight: int | None
-    """As of `pipeline_seconds`."""
+    """Largest number of in-flight micro-batches, as in `pipeline_seconds`."""
     reduce_seconds: float
-    """Once a step: of the fullest rank's gradients."""
+    """Seconds, once a step, of reducing the gradients of the rank with most parameters."""
     gather_seconds: float
-    """Once a step: of its changed weights."""
+    """Seconds, once a step, of gathering its updated weights."""
     is_overlapped: bool
-    """Whether these two run beside the last backward and the first forward."""
+    """True if reduction and gather run beside the last backward and the first forward."""
     optimizer_seconds: float
     uncertainty: float
     waiting_seconds: float = 0.0
-    """Of each cost's forward and backward, in which the rank computes nothing while it sends and receives."""
+    """Seconds within each forward and backward in which the rank waits while it sends and receives."""
     shared: float = 1.0
-    """As of `Machine.shared`."""
+    """Threads of all ranks per core, as in `Machine.shared`."""
     between: Between | None = None
-    """What sites exchange now and then."""
+    """Exchange between sites; None for a plan without sites."""
 
     def exchange_seconds(self, busiest: int) -> tuple[float, float]:
-        """What reducing and gathering add to the step, where `busiest` is the pipeline rank that computes
-        longest: its last micro-batch's backward hides the one, its first one's forward the other."""
+        """Return the seconds that reduction and gather add to the step, (reduce, gather).
+
+        Args:
+            busiest: pipeline rank that computes longest; its last backward hides the reduction, its first
+                forward the gather.
+        """
         if not self.is_overlapped:
             return self.reduce_seconds, self.gather_seconds
         mine = [self.costs[stage] for stage in self.plan.stages_of(busiest)]
@@ -104,7 +109,7 @@ def step_of_stages(
     in_flight: int | None = None,
     trained_share: float = 1.0,
 ) -> StepTime:
-    """Forecast of one optimizer step; arguments and errors as of `anatomy_of_stages`."""
+    """Return the forecast of one optimizer step; arguments and errors as in `anatomy_of_stages`."""
     return step_of(
         anatomy_of_stages(
             stages,
@@ -130,17 +135,17 @@ def anatomy_of_stages(
     in_flight: int | None = None,
     trained_share: float = 1.0,
 ) -> Anatomy:
-    """The parts of one optimizer step.
+    """Return the components of one optimizer step.
 
     Args:
-        stages: all of them, in the model's order.
-        micro_batches: of the step, on each data rank.
-        boundary_seconds: what a stage's output takes to the next rank.
-        in_flight: as of `pipeline_seconds`.
-        trained_share: of the parameters, those that are trained.
+        stages: all stages, in the order of the model.
+        micro_batches: micro-batches of the step on each data rank.
+        boundary_seconds: seconds of sending a stage's output to the next pipeline rank.
+        in_flight: largest number of in-flight micro-batches, as in `pipeline_seconds`.
+        trained_share: share of the parameters that is trained.
 
     Raises:
-        ValueError: the machine has fewer devices than the plan's ranks.
+        ValueError: the hardware model has fewer devices than the plan has ranks.
     """
     if plan.world_size > machine.devices:
         raise ValueError(f"{plan.world_size} ranks on {machine.devices} devices")
@@ -184,7 +189,7 @@ def anatomy_of_stages(
 def optimizer_seconds(
     parameters: float, plan: Plan, machine: Machine, software: Software, trained_share: float = 1.0
 ) -> float:
-    """Of an update of the fullest rank's `parameters`, counted before `tp` and sharding."""
+    """Return the seconds of the update of a rank's `parameters`, counted before `tp` and sharding."""
     updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
     passed = updated * software.optimizer_bytes
     if updates_on_host(plan):
@@ -199,13 +204,13 @@ def optimizer_seconds(
     for ranks in (plan.tp * plan.shard_ranks, plan.tp * plan.shard_ranks * plan.replicas):
         seconds += all_gather_seconds(machine, Group(ranks), exchanged)
     moved = state_seconds(machine, plan, updated, software.state_bytes) if is_moving(plan) else 0.0
-    if trims(plan):  # gradients, whose memory is given back
+    if trims(plan):  # gradients, whose memory was returned to the kernel
         moved += updated * master_bytes(plan) / machine.host.fresh_bytes_per_second
     return seconds * machine.optimizer_factor + moved
 
 
 def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
-    """The step's parts, played and added up."""
+    """Return the step's time: the pipeline's schedule is simulated, and the components are added to it."""
     plan = anatomy.plan
     played = play(
         plan.schedule,
@@ -222,8 +227,8 @@ def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
     waiting = 2 * plan.virtual_stages * anatomy.micro_batches * anatomy.waiting_seconds
     seconds, bubble = played.seconds, played.bubble_seconds + waiting
     if anatomy.shared > 1:
-        # Ranks that wait leave their cores to the others: no step is faster than all the work on all cores,
-        # nor than its longest way with cores to itself.
+        # Ranks that wait leave their cores to the others: a step takes at least all the work on all cores,
+        # and at least its critical path with cores to itself.
         seconds = max(played.seconds / anatomy.shared, fmean(played.busy))
         mine_seconds = sum(by_kind.values())
         by_kind = {name: min(1.0, seconds / mine_seconds) * one for name, one in by_kind.items()}
@@ -245,9 +250,11 @@ def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
 
 
 def uncertainty(machine_doubts: Sequence[float], axes: Sequence[int], ep: int = 1) -> float:
-    """Half a 90 % interval: a rank computes as forecast within 12 %, and each kind of communication adds its
-    doubt; experts most, whose load and host are known least. About that share of the published measurements
-    lies inside (benchmarks/results/planner.md).
+    """Return the relative uncertainty of a step's time: half of a 90 % interval.
+
+    Compute matches its forecast within 12 %, and each kind of communication adds its uncertainty; expert
+    parallelism adds most, since its load and host time are known least. About 90 % of the published
+    measurements lie inside (benchmarks/results/planner.md).
 
     Args:
         axes: sizes of pp, tp, cp, and all data ranks.
@@ -259,7 +266,7 @@ def uncertainty(machine_doubts: Sequence[float], axes: Sequence[int], ep: int = 
 def stage_cost(
     stage: Stage, plan: Plan, machine: Machine, software: Software, data: DataParallel, micro_batches: int = 1
 ) -> tuple[StageCost, dict[str, float], dict[str, float]]:
-    """Seconds of one of `micro_batches`, and those of its forward and of its backward by kind."""
+    """Return a stage's cost for one of `micro_batches`, and its forward and its backward seconds by kind."""
     weights = 0.0
     ahead_kinds, back_kinds = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
     moves = is_moving(plan)
@@ -319,8 +326,11 @@ def stage_cost(
 
 
 def _with_host(seconds: float, kernels: int, machine: Machine, software: Software) -> float:
-    """The device waits where the host needs longer to issue kernels than they take. A CPU is its own host
-    and does one after the other."""
+    """Return the seconds of kernels with the host's launches.
+
+    The device waits where the host takes longer to launch kernels than they run. A CPU is its own host, and
+    does one after the other.
+    """
     if software.graphs:
         return seconds
     return max(seconds, kernels * machine.dispatch_seconds) + kernels * machine.program.kernel_seconds

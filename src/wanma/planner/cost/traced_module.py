@@ -1,8 +1,8 @@
-"""Step time of any module under a plan: its operators, as `models.measure` read them, on one device's
-roofline; `step` makes a step of them.
+"""Step time of any module under a plan: its traced operators on the roofline of one device.
 
-Where a plan splits more than samples, what is known of the split is used: `tp` shares the products of blocks
-and exchanges their outputs, `cp` shares the samples' tokens, `pp` the blocks. Pure functions, without torch.
+`cost.step` assembles the stages to a step. For a plan that splits more than samples, the known part of the
+split counts: `tp` splits the products of blocks and exchanges their outputs, `cp` splits the samples' tokens,
+`pp` the blocks. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from wanma.planner.hardware_model.operator_time import (
 )
 
 SECTOR_BYTES = 64.0
-"""What memory moves at least, however little is asked for: two sectors of 32 bytes (NVIDIA, "CUDA C++ Best
-Practices Guide", section 10.2.1: coalesced access)."""
+"""Smallest memory transaction in bytes: two sectors of 32 (NVIDIA, "CUDA C++ Best Practices Guide", section
+10.2.1: coalesced access)."""
 
 _LOSS_KERNELS = 6
 _WORTH_TELLING = 0.1
-"""Share of a step, from which on the update of embedding tables is told of."""
+"""Share of a step from which the update of embedding tables is reported to the user, 0 .. 1."""
 _NARROW = 16
-"""Rows, columns or terms of a product below which tensor cores do not help: a depthwise convolution."""
+"""Rows, columns or terms of a product below which tensor cores do not help, as in a depthwise convolution."""
 
 
 def module_step_time(
@@ -48,14 +48,14 @@ def module_step_time(
     machine: Machine,
     software: Software | None = None,
 ) -> StepTime:
-    """Forecast of one optimizer step of `global_batch` samples.
+    """Return the forecast of one optimizer step of `global_batch` samples.
 
-    Every parameter is updated in every step, also the rows of an embedding table that no sample asked for:
-    gradients are dense, but for tables that say that theirs are not (`Layer.trained_parameters`).
+    Every parameter is updated in every step, including rows of an embedding table that no sample reads:
+    gradients are dense, except for tables that declare otherwise (`Layer.trained_parameters`).
 
     Raises:
-        ValueError: the layers' operators are not known (`Layer.operators`); the machine has fewer devices
-            than the plan's ranks, or no rate for its precision.
+        ValueError: the layers' operators are not known (`Layer.operators`); the hardware model has fewer
+            devices than the plan has ranks, or no rate for its precision.
     """
     return step_of(module_anatomy(workload, plan, global_batch, machine, software))
 
@@ -67,7 +67,7 @@ def module_anatomy(
     machine: Machine,
     software: Software | None = None,
 ) -> Anatomy:
-    """The parts of `module_step_time`; arguments and errors likewise."""
+    """Return the components of `module_step_time`; arguments and errors likewise."""
     if not knows_operators(workload):
         raise ValueError("the operators of the model's layers are not known one by one")
     software = software or Software(fused=plan.compile)
@@ -83,7 +83,7 @@ def module_anatomy(
 
 
 def module_pieces(workload: Workload, plan: Plan, machine: Machine, software: Software) -> Pieces:
-    """What a module is made of; of the plan, what `pieces_key` names counts."""
+    """Return the layer costs of a module; only the settings of the plan in `pieces_key` influence them."""
     parts = [part_time(layer, plan, machine, software) for layer in workload.layers]
     first = next((number for number, layer in enumerate(workload.layers) if layer.is_block), 0)
     before: list[End] = []
@@ -100,12 +100,12 @@ def module_pieces(workload: Workload, plan: Plan, machine: Machine, software: So
 
 
 def knows_operators(workload: Workload) -> bool:
-    """Whether a module was read operator by operator, so that its time can be told."""
+    """Return whether a module was traced operator by operator, so that its time can be forecast."""
     return any(layer.operators for layer in workload.layers)
 
 
 def told_of_tables(workload: Workload, step: StepTime) -> tuple[str, ...]:
-    """What a user should know of embedding tables that make steps long; empty where they do not."""
+    """Return messages about embedding tables that make steps long; empty where they do not."""
     tables = sum(
         layer.count * layer.parameters * layer.trained_share
         for layer in workload.layers
@@ -121,13 +121,13 @@ def told_of_tables(workload: Workload, step: StepTime) -> tuple[str, ...]:
 
 
 def part_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
-    """One of a layer's `count`, for one micro-batch on one rank."""
+    """Return the cost of one of a layer's `count`, for one micro-batch on one rank."""
     part = operators_time(layer, plan, machine, software)
     return _with_exchanges(part, layer, plan, machine) if layer.is_block else part
 
 
 def operators_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
-    """Of the layer's operators alone, without what ranks exchange."""
+    """Return the cost of the layer's operators alone, without communication between ranks."""
     device = _Device(machine.chip, plan, software, layer.is_block)
     left_out = "eager" if software.fused else "compiled"
     part = PartTime()
@@ -158,7 +158,7 @@ def operators_time(layer: Layer, plan: Plan, machine: Machine, software: Softwar
 
 @dataclass(frozen=True)
 class _Device:
-    """One rank's device, and how a plan has it run a layer."""
+    """Device of one rank and the settings of a plan under which it runs a layer."""
 
     chip: Chip
     plan: Plan
@@ -167,16 +167,16 @@ class _Device:
 
     @property
     def samples(self) -> float:
-        """Of a micro-batch, this rank's share: `cp` cuts them all."""
+        """Return this rank's share of a micro-batch, in samples; `cp` splits each of them."""
         return self.plan.micro_batch / self.plan.cp
 
     @property
     def tp(self) -> int:
-        """Ranks that share a product: those of blocks are split."""
+        """Return the number of ranks that share a product; only products of blocks are split."""
         return self.plan.tp if self.is_block else 1
 
     def seconds(self, operator: Operator) -> float:
-        """Of all its kernels."""
+        """Return the seconds of all kernels of an operator."""
         elements = operator.elements_per_sample * self.samples + operator.elements_fixed / self.tp
         if operator.product is not None:
             return self._product(operator, operator.product, elements)
@@ -219,7 +219,7 @@ class _Device:
         return operator.kernels * one + turned
 
     def _precision(self, operator: Operator) -> str:
-        """Of a product: that of the plan, but for what libraries do on their own."""
+        """Return the precision of a product: the plan's, unless a library chooses its own."""
         precision = self.plan.precision
         if operator.kind == "convolution":
             # cuDNN rounds convolutions in fp32 to TF32 unless it is told not to (torch.backends.cudnn).
@@ -246,11 +246,11 @@ class _Device:
 _TENSOR_CORES = ("tf32", "bf16", "fp16", "fp8", "nvfp4")
 _PARTS = (1, 2, 4, 8, 16, 32, 64)
 _SHORTEST_SUM = 256.0
-"""Terms of a part, below which adding up the parts costs more than they save."""
+"""Terms of one part of a split sum; with fewer, adding the parts costs more than it saves."""
 
 
 def _with_exchanges(part: PartTime, layer: Layer, plan: Plan, machine: Machine) -> PartTime:
-    """With a block's communication under `tp` and `cp`, which are those of `operators.block_time`."""
+    """Return `part` with a block's communication under `tp` and `cp`, as `block_time` has it."""
     moved = (layer.input_elements_per_sample or 0.0) * plan.micro_batch / plan.cp
     moved *= ELEMENT_BYTES[plan.precision]
     if plan.tp > 1:
@@ -277,7 +277,7 @@ def _with_exchanges(part: PartTime, layer: Layer, plan: Plan, machine: Machine) 
 
 
 def _context_seconds(attention: Attention, plan: Plan, machine: Machine) -> float:
-    """Keys and values of the other ranks, none of it hidden: how long attention takes is its machine's."""
+    """Return the seconds of exchanging keys and values under `cp`, none of them hidden."""
     element = ELEMENT_BYTES[plan.precision]
     share = attention.sequences * plan.micro_batch / plan.cp * element / plan.tp
     widths = attention.head_width + attention.value_width
@@ -295,14 +295,14 @@ def _times(part: PartTime, count: int) -> PartTime:
 
 
 def _loss_time(workload: Workload, plan: Plan, machine: Machine, software: Software) -> PartTime:
-    """Cross entropy over the outputs, or what else is computed from each of them."""
+    """Return the cost of the loss: cross entropy, or another function, over the outputs."""
     outputs = (workload.output_elements_per_sample or 0.0) * plan.micro_batch / plan.cp / plan.tp
     half = streaming_seconds(machine.chip, outputs * software.loss_bytes / 2, _LOSS_KERNELS)
     return PartTime(half, half, kernels_forward=_LOSS_KERNELS, kernels_backward=_LOSS_KERNELS)
 
 
 def module_boundary_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """A stage's output to the next rank, which is what a block is given; as `decoder.boundary_seconds`."""
+    """Return the seconds of sending a stage's output, which is a block's input, to the next pipeline rank."""
     if plan.pp == 1:
         return 0.0
     widest = max(
