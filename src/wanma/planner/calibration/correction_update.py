@@ -1,4 +1,7 @@
-"""What a run teaches about forecasts: by how much they missed, by kind. Pure functions, without torch."""
+"""Update of correction factors from a run: measured over forecast times, by kind.
+
+Pure functions, without torch.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +15,50 @@ from wanma.job.plan.plan import Plan
 from wanma.planner.hardware_model.calibration import FACTOR_BOUNDS, Corrections
 
 LEAST_GAIN = 0.2
-"""Weight of the newest run, however many came before: machines and programs change."""
+"""Weight of the newest run, however many came before: nodes and programs change."""
 LEAST_SHARE = 0.02
-"""Of a step: what is shorter says nothing reliable about its kind."""
+"""Share of a step below which a phase gives no reliable evidence, 0 .. 1."""
 ROUNDS = 8
-"""Of looking for the factors that are right for a run: what is hidden behind computing depends on both."""
+"""Iterations of fitting the factors to a run; they depend on each other, because compute hides communication.
+"""
 PURE_SHARE = 0.1
-"""Of forward and backward, communication below which these say how fast the machine computes."""
+"""Share of forward and backward below which communication inside them is ignored, 0 .. 1."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run's steps, in medians over those that are like each other."""
+    """Measured steps of a run, as medians over similar steps."""
 
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     phases: Mapping[str, float]
-    """As the recorder has them."""
+    """Seconds of each phase, by the recorder's names."""
     memory_bytes: int | None = None
-    """Peak of the fullest rank; None when unknown."""
+    """Peak of the rank with most memory, in bytes; None when unknown."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One factor, before and after a run."""
+    """Change of one correction factor by a run."""
 
     kind: str
     before: float
     after: float
     forecast: float
-    """Seconds (of 'unused' bytes) as they were forecast with `before`."""
+    """Forecast with `before`, in seconds; for 'unused' in bytes."""
     measured: float
 
 
 def learned(
     corrections: Corrections, plan: Plan, forecast: Callable[[Corrections], Forecast], observed: Observed
 ) -> tuple[Corrections, tuple[Lesson, ...]]:
-    """Corrections after one more run.
+    """Return the correction factors after one more run, and their changes.
 
-    Each factor moves towards the one with which this run would have been forecast as it was: all the way
-    after the first run, then as a running geometric mean that never forgets how to move.
+    Each factor moves towards the one with which this run's forecast would have been right: all the way after
+    the first run, then as a running geometric mean whose newest weight never falls below `LEAST_GAIN`.
 
     Args:
-        forecast: of this very run, with corrections.
+        forecast: function that forecasts this very run with correction factors.
 
     Raises:
         ValueError: a forecast has no step time.
@@ -87,7 +91,7 @@ def _bounded(factor: float) -> float:
 
 
 def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, tuple[float, float]]:
-    """Kind -> (forecast, measured), of kinds that the phases tell apart."""
+    """Return kind -> (forecast, measured), for kinds that the phases separate."""
     step = forecast.step
     if step is None:
         raise ValueError("a forecast without a step's time cannot be compared with one")
@@ -99,7 +103,7 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
         if expected.get(phase, 0.0) > LEAST_SHARE * step.seconds and measured.get(phase, 0.0) > 0:
             found[kind] = expected[phase], measured[phase]
 
-    # Of what is offloaded a copy may miss as well as what it waits beside: no factor is to bear that.
+    # With offload a miss may be the copy's or the compute's beside it: no factor may absorb it.
     if plan.offload_parameters == plan.offload_activations == "nothing":
         compare("compute", "forward_backward")
     compare("communication", "communication")
@@ -107,7 +111,7 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
         compare("optimizer", "optimizer")
     inside = expected["forward_backward"] - step.compute - step.bubble
     if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:
-        # They are measured as one: both are taken to be off by the same.
+        # Both are measured together, so that both get the same factor.
         found.setdefault("communication", found["compute"])
     if (unused := _unused(plan, forecast, observed)) is not None:
         found["unused"] = unused
@@ -115,9 +119,9 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
 
 
 def _unused(plan: Plan, forecast: Forecast, observed: Observed) -> tuple[float, float] | None:
-    """(forecast, measured) of what the allocator held beside all that the forecast counts exactly.
+    """Return (forecast, measured) bytes of allocator memory beside all that the forecast counts exactly.
 
-    None on a GPU, whose recorder counts what is used alone.
+    Return None on a GPU, whose recorder counts live tensors alone.
     """
     unused = forecast.fragmentation_bytes
     if plan.device != "cpu" or observed.memory_bytes is None:

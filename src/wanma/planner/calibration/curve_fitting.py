@@ -1,7 +1,8 @@
-"""From measured points to the small curves that forecasts use (`machine`): a few numbers for many times.
+"""Fit of hardware models to benchmark points: a few numbers for many times.
 
-Each curve is fitted with the very formula that uses it (`compute`, `communication`), so that what the formula
-leaves out is spread over its numbers. Errors count as ratios: a small operator weighs as much as a large one.
+Each curve is fitted with the very formula that uses it (`operator_time`, `collective_time`), so that effects
+outside the formula are spread over its numbers. Errors count as ratios: a small operator weighs as much as a
+large one.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ FILLS = (0.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 76
 SHARES = tuple(0.01 * percent for percent in range(2, 101))
 LATENCIES = tuple(1e-6 * 10 ** (step / 6) for step in range(25))
 RAMPS = (0.0, 1e3, 1e4, 1e5, 3e5, 1e6, 3e6, 1e7, 3e7)
-"""Among which the best numbers of a curve are looked for."""
+"""Values among which the best numbers of a curve are searched."""
 
 CPU_TILES = ((16, 16, 1.0),)
-"""Its libraries pad to the width of a vector register, and lose next to nothing."""
+"""Tiles of a CPU: its libraries pad to the width of a vector register, and lose next to nothing."""
 
 _T = TypeVar("_T")
 
@@ -50,15 +51,15 @@ def fitted_machine(
     known: Chip | None = None,
     shared: float = 1.0,
 ) -> Machine:
-    """The machine that forecasts `points` best.
+    """Return the hardware model that forecasts `points` best.
 
     Args:
-        name: of the device.
-        ranks: that measured together.
+        name: name of the device.
+        ranks: number of ranks that measured together.
         processors: multiprocessors of an accelerator; None: a CPU.
         known: the device's peaks and bandwidth, with curves for what was not measured. None: its peak is the
-            best that was measured.
-        shared: as of `Machine.shared`.
+            best measured rate.
+        shared: threads of all ranks per core, as in `Machine.shared`.
 
     Raises:
         WanmaError: there are no products, streams or dispatch among the points.
@@ -69,11 +70,11 @@ def fitted_machine(
             "measure again, with more --seconds",
         )
     plain = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), sustained=1.0)
-    # A measurement of seconds does not show what hours of load do to the clock: that stays as it was.
+    # Seconds of measuring do not show the clock under hours of load: `sustained` stays as it was.
     chip = replace(known or plain, name=name, sustained=1.0)
     dispatch = median(point.seconds / point.shape[0] for point in points if point.operator == "dispatch")
     if processors is None:
-        # A kernel runs in the thread that issues it: its dispatch comes before it, and beside nothing.
+        # A kernel runs in the thread that launches it: its dispatch precedes it, and overlaps with nothing.
         chip = replace(chip, tiles=CPU_TILES, multiprocessors=1, launch_seconds=dispatch)
     else:
         chip = replace(chip, multiprocessors=processors)
@@ -94,10 +95,10 @@ def fitted_machine(
 
 
 def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:
-    """`measured` with these points in place of its own of the same collectives, and links fitted to all.
+    """Return `measured` with these points of collectives in place of its own, and links refitted.
 
     Args:
-        points: all-reduces among them.
+        points: new points, with all-reduces among them.
 
     Raises:
         WanmaError: there are no all-reduces.
@@ -109,7 +110,7 @@ def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:
 
 
 def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
-    """The rate of streams that are longer than their launch."""
+    """Return `chip` with the memory rate of streams that take longer than their launch."""
     streams = [point for point in points if point.operator == "stream"]
     rates = [
         point.shape[0] / (point.seconds - chip.launch_seconds)
@@ -120,18 +121,18 @@ def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) ->
         raise WanmaError(f"{chip.name}: no stream took longer than its launch", "measure it at rest")
     if not is_peak_known:
         return replace(chip, bandwidth_bytes_per_second=median(rates), bandwidth_share=1.0)
-    # The longest: what is shorter stays in a cache.
+    # The longest stream counts: shorter ones stay in a cache.
     return replace(chip, bandwidth_share=min(rates[-1] / chip.bandwidth_bytes_per_second, 1.0))
 
 
 def _with_products(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
-    """A curve for every precision that was measured; the others keep theirs."""
+    """Return `chip` with a curve for every measured precision; the others keep theirs."""
     for name, own in _by_precision(points, "product"):
         peaks = dict(chip.peak_flops_per_second)
         if not is_peak_known:
             peaks[name] = max(2.0 * math.prod(point.shape) / point.seconds for point in own)
         elif name not in peaks:
-            continue  # of what nobody says that the device computes in it, no share can be stated
+            continue  # no share can be stated without a peak
         chip = replace(chip, peak_flops_per_second=peaks)
 
         def with_curve(share: float, fill: float, chip: Chip = chip, name: str = name) -> Chip:
@@ -170,7 +171,10 @@ def _with_attention(chip: Chip, points: Sequence[Point]) -> Chip:
 
 
 def _with_links(machine: Machine, points: Sequence[Point], ranks: int) -> Machine:
-    """One level that joins the ranks: by all-reduces, and how the other collectives compare with these."""
+    """Return `machine` with one link level that joins the ranks.
+
+    It is fitted to all-reduces; the other collectives get factors relative to it.
+    """
     by_name = {
         name: [point for point in points if point.operator == name and point.shape[0] == ranks]
         for name in _COLLECTIVES
@@ -196,10 +200,10 @@ def _best_link(machine: Machine, points: Sequence[Point], ranks: int, ramps: Ite
 
 
 def forecast_of_collective(machine: Machine, operator: Operator, ranks: int, size_bytes: float) -> float:
-    """Seconds that forecasts take a collective to last.
+    """Return the forecast seconds of a collective.
 
     Args:
-        operator: one of `collectives.measure.COLLECTIVES`.
+        operator: collective, one of `collectives.measurement.microbenchmark.COLLECTIVES`.
     """
     return _COLLECTIVES[operator](machine, Group(ranks), size_bytes)
 
@@ -226,7 +230,7 @@ def _by_precision(points: Sequence[Point], operator: str) -> list[tuple[str, lis
 
 
 def _best(tries: Iterable[_T], seconds: Callable[[_T, Point], float], points: Sequence[Point]) -> _T:
-    """The one whose times are nearest to those measured: least squares of the ratios' logarithms."""
+    """Return the candidate with times nearest to those measured: least squares of the ratios' logarithms."""
 
     def error(tried: _T) -> float:
         return sum(math.log(seconds(tried, point) / point.seconds) ** 2 for point in points)

@@ -1,12 +1,13 @@
-"""What a program takes of a CPU beside its kernels, measured: a decoder so small that little else is left.
+"""Benchmark of the framework overhead on a CPU, and the fit of its seconds.
 
     for operator, plan in plans(ranks).items():
         ...                                        # seconds of one of MICRO_BATCHES of `DIMENSIONS`
-    program = fitted_program(machine, points)      # what forecasts use
+    program = fitted_program(machine, points)      # for forecasts
 
-Single operators, one after the other, show less than half of it: around each there are modules, views, and
-what autograd notes; around a block that is split, gathered or reduced, the work of torch's DTensor and FSDP2.
-What a forecast without it lacks of the time measured is what it is. Pure functions, without torch.
+The benchmark trains a decoder so small that little other time is left. Single operators, one after the other,
+show less than half of the overhead: around each there are modules, views, and autograd's records; around a
+block that is split, gathered or reduced, the work of torch's DTensor and FSDP2. The overhead is the measured
+time minus a forecast without it. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCKS = 4
 DIMENSIONS = DecoderDimensions(layers=BLOCKS, hidden=32, heads=4, kv_heads=4, feed_forward=64, vocabulary=64)
 SEQUENCE = 16
 MICRO_BATCHES = 100
-"""Of a step: what is done once counts for next to nothing."""
+"""Micro-batches of a step; with so many, work that is done once a step counts for next to nothing."""
 
 _PLAIN: Operator = "blocks"
 _FIELDS: Mapping[Operator, str] = {
@@ -35,7 +36,7 @@ _FIELDS: Mapping[Operator, str] = {
 
 
 def plans(ranks: int) -> dict[Operator, Plan]:
-    """What `ranks` of a CPU measure together, a micro-batch of one sequence under each."""
+    """Return the plans that `ranks` of a CPU measure together, with micro-batches of one sequence."""
     found = {_PLAIN: _plan(dp_replicate=ranks)}
     if ranks > 1:
         if ranks % 2 == 0:
@@ -50,10 +51,10 @@ def _plan(**settings: object) -> Plan:
 
 
 def fitted_program(machine: Machine, points: Sequence[Point]) -> Program:
-    """What `machine` lacks for these points' times.
+    """Return the framework overhead that the forecasts of `machine` lack for these points' times.
 
     Args:
-        machine: with its other curves and links fitted; what it says of programs does not count.
+        machine: hardware model with its other curves and links fitted; its framework overhead does not count.
     """
     taken = {point.operator: (point.shape[0], point.seconds) for point in points}
     if _PLAIN not in taken:
@@ -73,7 +74,7 @@ def fitted_program(machine: Machine, points: Sequence[Point]) -> Program:
 
 
 def micro_batch_seconds(machine: Machine, plan: Plan) -> float:
-    """Forecast of one micro-batch of the small decoder, forward and backward."""
+    """Return the forecast seconds of one micro-batch of the small decoder, forward and backward."""
     batch = MICRO_BATCHES * plan.data_ranks
     (cost,) = step_anatomy(DIMENSIONS, SEQUENCE, plan, batch, machine).costs
     return cost.seconds

@@ -1,11 +1,11 @@
-"""What is behind a device, measured: its link to the host, the host's memory, mapped files, the disk.
+"""Benchmarks of the host behind a device: link to the device, host memory, mapped files, disk.
 
     for operator, shape, make in host_cases(device, folder):
         run = make()                # prepares; `run()` is then one copy
-    host = fitted_host(points)      # what forecasts use
+    host = fitted_host(points)      # for forecasts
 
-Files are used as plans that offload to disk use them (`parallel.scratch`): copied into and out of, and let go
-of after each copy, while the kernel may keep their pages.
+Files are used as plans that offload to disk use them (`parallel.memory.disk_pool`): copied into and out of,
+and released after each copy, while the kernel may keep their pages.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     import torch
 
 COPIED_BYTES = 1 << 25
-"""In one copy: as many as a few matrices have, and more than a cache holds."""
+"""Bytes of one copy: about the size of a few matrices, and more than a cache holds."""
 
 STREAMED_BYTES = 1 << 28
-"""More than the caches of a large processor hold."""
+"""Bytes of a memory-bound run: more than the caches of a large CPU hold."""
 FRESH_TENSORS = 32
-"""Made at once."""
+"""Number of tensors that one run allocates."""
 
 Make = Callable[[], Callable[[], object]]
 
@@ -46,10 +46,10 @@ _FIELDS: dict[Operator, str] = {
 
 
 def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, tuple[int, ...], Make]]:
-    """What can be measured: operator, shape, and what makes a run of it.
+    """Yield each benchmark that this device allows: operator, shape, and the maker of its run.
 
     Args:
-        folder: on the disk in question.
+        folder: folder on the disk to measure.
     """
     if device.type == "cuda":
         yield "to_host", (COPIED_BYTES,), lambda: _to_host(device)
@@ -62,7 +62,7 @@ def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, t
 
 
 def fitted_host(points: Sequence[Point]) -> Host:
-    """The rates of `points`; as a catalogue's machine where nothing of a host is among them."""
+    """Return the host rates of `points`; default rates where no point is of a host."""
     rates: dict[str, Any] = {
         _FIELDS[point.operator]: point.shape[0] / point.seconds
         for point in points
@@ -72,12 +72,12 @@ def fitted_host(points: Sequence[Point]) -> Host:
 
 
 def heap_trim() -> Callable[[int], int] | None:
-    """Of the GNU C library, what gives freed memory back to the kernel; None of others, which have none."""
+    """Return glibc's function that returns freed memory to the kernel; None elsewhere."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def _fresh(trim: Callable[[int], int]) -> Callable[[], object]:
-    """Tensors that are made and freed in one go, as a step's activations are."""
+    """Return a run that allocates and frees tensors in one go, as a step's activations are."""
     import torch
 
     def run() -> None:
@@ -97,7 +97,7 @@ def _to_host(device: torch.device) -> Callable[[], object]:
 
 
 def _stream() -> Callable[[], object]:
-    """One operand read and written where it is, by the processors."""
+    """Return a run that reads and writes one operand in place, on the CPU."""
     import torch
 
     x = torch.ones(STREAMED_BYTES // 4)
@@ -125,7 +125,7 @@ def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
 
 
 def _disk(folder: Path) -> Callable[[], object]:
-    content = os.urandom(COPIED_BYTES)  # some disks squeeze what repeats itself
+    content = os.urandom(COPIED_BYTES)  # random, because some disks compress
 
     def run() -> None:
         with tempfile.TemporaryFile(dir=folder) as file:

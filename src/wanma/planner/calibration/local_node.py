@@ -1,4 +1,4 @@
-"""The machine that a measurement runs on: its plainest plan, and what to call it."""
+"""Local node of a measurement: rank counts, data-parallel plan, device name and description."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from wanma.job.plan.plan import Plan
 
 
 def rank_counts(node: Node, asked: Sequence[int], *, least: int = 1, uses_gpus: bool = True) -> list[int]:
-    """Numbers of ranks to measure with, rising; by default powers of two up to its GPUs or cores.
+    """Return the rank counts to measure with, ascending; default: powers of two up to its GPUs or cores.
 
     Args:
-        least: that a measurement takes.
-        uses_gpus: where it has some: a rank each. More ranks than cores share those.
+        asked: rank counts that the user gave; empty: the default.
+        least: fewest ranks of a measurement.
+        uses_gpus: use GPUs, if there are some, one for each rank. CPU ranks may share cores.
 
     Raises:
-        JobError: a number of ranks that the machine does not have.
+        JobError: a rank count is too small, or larger than the node's number of GPUs.
     """
     gpus = len(node.devices) if uses_gpus else 0
     most = gpus or node.cores
@@ -35,18 +36,18 @@ def rank_counts(node: Node, asked: Sequence[int], *, least: int = 1, uses_gpus: 
 
 
 def plainest_plan(node: Node, ranks: int, machines: int = 1, *, uses_gpus: bool = True) -> Plan:
-    """Replicas alone, so many ranks on each of so many machines like this one."""
+    """Return a plan of replicas alone, with `ranks` on each of `machines` nodes like this one."""
     device = "cuda" if node.devices and uses_gpus else "cpu"
     threads = max(node.cores // ranks, 1)
     return Plan(dp_replicate=ranks * machines, device=device, threads_per_rank=threads)
 
 
 def device_name(node: Node, plan: Plan) -> str:
-    """As a calibration calls it."""
+    """Return the device's name in a calibration."""
     return node.devices[0].name if plan.device == "cuda" else cpu_model()
 
 
 def machine_text(node: Node) -> str:
-    """Devices, processor and versions that were measured, in words; each once."""
+    """Return a description of the measured node: devices, CPU and versions, each once."""
     processor = "" if cpu_model() in str(node) else f"{cpu_model()}, {node.cores} cores, "
     return f"{node}, {processor}{platform.system()} {platform.release()}, torch {version('torch')}"

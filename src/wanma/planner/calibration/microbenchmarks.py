@@ -1,7 +1,7 @@
-"""Operators and collectives measured one by one on the device at hand, by all ranks at the same time.
+"""Microbenchmarks of operators and collectives on the local device, run by all ranks at the same time.
 
-What ranks share (a memory, cores, links) is then shared as in training. What the times mean is `fitting`'s
-affair.
+Shared resources (a memory, cores, links) are then shared as in training. `curve_fitting` interprets the
+times.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from wanma.planner.hardware_model.calibration import Operator, Point
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 EMULATED_FACTOR = 3.0
-"""Time of a small product over that of one in 64 bits, beyond which it is emulated, and nobody trains so."""
+"""Time of a small product over that of one in 64 bits beyond which its precision counts as emulated, and
+unusable for training."""
 
 # (m, n, k). A step has products with many rows and two sides of a matrix, and for the weights' gradients with
-# many terms; small ones show what starting one costs.
+# many terms; small ones show the cost of a launch.
 CPU_PRODUCTS = (
     (64, 64, 64),
     (64, 512, 512),
@@ -53,23 +54,23 @@ GPU_PRODUCTS = (
 CPU_STREAMS = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Elements of an operand."""
 GPU_STREAMS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
-# (sequences, queries, heads, width of one)
+# (sequences, queries, heads, head width)
 CPU_ATTENTION = ((8, 64, 4, 32), (4, 256, 4, 64), (2, 512, 8, 64), (1, 1024, 8, 64))
 GPU_ATTENTION = ((8, 1024, 16, 128), (4, 2048, 16, 128), (2, 4096, 16, 128), (1, 8192, 16, 128))
 DISPATCHED = 64
-"""Small operators in a row, by which dispatch is measured."""
+"""Number of small consecutive operators by which dispatch is measured."""
 CPU_BUFFERS = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes that a collective takes."""
+"""Buffer sizes of a collective in bytes."""
 GPU_BUFFERS = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 29)
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured, the same on every rank."""
+    """Benchmark points, the same on every rank."""
 
     points: tuple[Point, ...]
     disturbed: int
-    """Of them, those without enough rounds in which other programs left the machine alone."""
+    """Number of points without enough quiet rounds."""
 
 
 def measure(
@@ -81,22 +82,23 @@ def measure(
     folder: Path | None = None,
     more: Sequence[Case] = (),
 ) -> Measurements:
-    """Measure every operator, those that compute in each of `precisions`, and every collective of `group`.
+    """Measure every operator, compute-bound ones in each of `precisions`, and every collective of `group`.
 
-    All are run in turn, several times over: other work on the machine comes and goes by seconds.
+    All are run in turn, several times over: other work on the node comes and goes by seconds.
 
     Args:
-        group: all its ranks call this; their devices are of one kind. A single rank measures no collectives.
-        precisions: what this device only emulates is left out.
-        seconds: for all rounds, about; up to as many again where other programs disturb them.
-        shared: threads of all ranks for each core of a CPU.
-        folder: on the disk to measure; None: neither that nor the host's memory is.
-        more: to measure beside these.
+        group: process group whose ranks all call this, with devices of one kind. A single rank measures no
+            collectives.
+        precisions: precisions to measure; those that this device only emulates are left out.
+        seconds: approximate seconds of all rounds; up to as many again where other programs disturb them.
+        shared: threads of all ranks per core of a CPU.
+        folder: folder on the disk to measure; None: neither disk nor host memory is measured.
+        more: additional cases.
     """
     native = _native(group, device, precisions)
     cases = [*_cases(group, device, native, shared), *more]
     if folder is not None:
-        # By the wall's clock: a disk is waited for.
+        # Wall time, not CPU time: a disk makes the process wait.
         cases += [
             Case(operator, shape, "", _timed(device, 1.0, make))
             for operator, shape, make in host_cases(device, folder)
@@ -111,13 +113,14 @@ def measure(
 
 @dataclass(frozen=True)
 class Case:
-    """One operator or collective, yet to be measured."""
+    """One operator or collective to measure."""
 
     operator: Operator
     shape: tuple[int, ...]
     precision: str
     measure: Callable[[float], float]
-    """As of `in_turn.Measurable`."""
+    """Function from the approximate seconds of measuring to the seconds of one run, as in
+    `round_robin.Measurable`."""
 
 
 def _cases(
@@ -150,8 +153,10 @@ def _cases(
 
 
 def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing) -> Iterator[Case]:
-    """A linear layer's three: forward, the gradient of its input, and that of its weight; the matrices lie
-    as they do there."""
+    """Yield a linear layer's three products: forward, gradient of its input, and gradient of its weight.
+
+    The matrices have the memory layout of training.
+    """
     m, n, k = shape
     third = len(noise) // 3
     x, weight, gradient = (
@@ -185,13 +190,13 @@ def _attention(
 
 
 def _stream(device: torch.device, elements: int) -> Callable[[], object]:
-    """One operand read and one written, into memory that the allocator gives each time anew."""
+    """Return a run that reads one operand and writes another into newly allocated memory."""
     x = torch.ones(elements, device=device)
     return lambda: x * 0.5
 
 
 def _dispatch(device: torch.device) -> Callable[[], object]:
-    """Small operators under autograd, forward and backward, as an eager program issues them."""
+    """Return a run of small operators under autograd, forward and backward, as eager programs do."""
     x = torch.ones(64, device=device, requires_grad=True)
 
     def run() -> None:
@@ -204,27 +209,27 @@ def _dispatch(device: torch.device) -> Callable[[], object]:
 
 
 _Timing = Callable[[Callable[[], Callable[[], object]]], Callable[[float], float]]
-"""`_timed` for one device."""
+"""Type of `_timed` for one device."""
 
 
 def _timed(
     device: torch.device, shared: float, make: Callable[[], Callable[[], object]]
 ) -> Callable[[float], float]:
-    """What measures what `make` prepares."""
+    """Return the function that measures the run that `make` prepares."""
 
     def measure_for(seconds: float) -> float:
         run = make()
-        run()  # the first one also builds its kernel
+        run()  # the first run also builds its kernel
         return _for_so_long(run, seconds, shared) if device.type == "cpu" else _so_often(run, seconds)
 
     return measure_for
 
 
 def _for_so_long(run: Callable[[], object], seconds: float, shared: float) -> float:
-    """Seconds of one of the runs that fill `seconds`, all ranks being busy for as long.
+    """Return the seconds of one of the runs that fill `seconds`, while all ranks are busy for as long.
 
-    Where they are more than cores, a rank's clock depends on whether the others have begun and on whose turn
-    it is: what it computed with, times how many share a core, does not.
+    With more ranks than cores, a rank's wall clock depends on the start and the turn of the others. The CPU
+    seconds that it computed with, times the threads per core, do not.
     """
     clock = time.perf_counter if shared <= 1 else time.process_time
     count, start, began = 0, time.perf_counter(), clock()
@@ -235,7 +240,7 @@ def _for_so_long(run: Callable[[], object], seconds: float, shared: float) -> fl
 
 
 def _so_often(run: Callable[[], object], seconds: float) -> float:
-    """Likewise on a device that works behind the host's back."""
+    """Return the seconds of one run on a device that works asynchronously, over about `seconds`."""
 
     def repeat(times: int) -> float:
         torch.cuda.synchronize()
@@ -249,7 +254,7 @@ def _so_often(run: Callable[[], object], seconds: float) -> float:
 
 
 def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that this device computes in rather than emulates: a product is no slower than in 64 bits."""
+    """Return the precisions with products about as fast as in 64 bits: others are emulated."""
     if device.type != "cpu":
         return precisions
     plain = _product_seconds(torch.float64)
@@ -259,7 +264,7 @@ def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[st
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    """Of a small product, at its best of many: others may be busy."""
+    """Return the seconds of a small product, the best of many because others may be busy."""
     x = torch.ones(256, 256, dtype=dtype)
 
     def seconds() -> float:
@@ -267,5 +272,5 @@ def _product_seconds(dtype: torch.dtype) -> float:
         torch.mm(x, x)
         return time.perf_counter() - start
 
-    seconds()  # the first one builds its kernel
+    seconds()  # the first run builds its kernel
     return min(seconds() for _ in range(10))

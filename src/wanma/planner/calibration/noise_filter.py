@@ -1,4 +1,4 @@
-"""Which rounds of a measurement count: those in which other programs left the machine alone."""
+"""Noise filter of a benchmark: selects the rounds in which other programs left the node alone."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 QUIET_CPUS = 0.1
 """CPUs that other programs may use, on average, in a quiet stretch of time."""
 STRETCH_SECONDS = 0.4
-"""Over so long rounds are judged together: the kernel counts CPU time in hundredths of a second."""
+"""Seconds over which rounds are judged together: the kernel counts CPU time in hundredths of a second."""
 ENOUGH = 3
-"""Quiet rounds that make a point."""
+"""Number of quiet rounds that make a point."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One point, run for a while by all ranks together."""
+    """One measurement round of one case, run by all ranks together."""
 
     seconds: float
-    """Of one run."""
+    """Seconds of one run."""
     own_cpu_seconds: float
-    """That the ranks used meanwhile, together."""
+    """CPU seconds that the ranks used in the round, summed."""
     busy_cpu_seconds: float
-    """That all programs used meanwhile; 0 where the kernel does not say."""
+    """CPU seconds that all programs used in the round; 0 where the kernel does not report them."""
     wall_seconds: float
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A round's time, and whether it counts."""
+    """Time of one round and its verdict: quiet or disturbed."""
 
     seconds: float
     is_quiet: bool
 
 
 def judged(rounds: Sequence[Round]) -> list[Judged]:
-    """Rounds that followed each other: each is as quiet as the stretch of time that it lies in."""
+    """Return verdicts for consecutive rounds; each is as quiet as the stretch of time that contains it."""
     found: list[Judged] = []
     for stretch in _stretches(rounds):
         others = sum(one.busy_cpu_seconds - one.own_cpu_seconds for one in stretch)
@@ -45,14 +45,14 @@ def judged(rounds: Sequence[Round]) -> list[Judged]:
 
 
 def is_enough(rounds: Sequence[Judged]) -> bool:
-    """Whether enough rounds of a point were quiet."""
+    """Return whether enough rounds of a point were quiet."""
     return sum(one.is_quiet for one in rounds) >= ENOUGH
 
 
 def chosen_seconds(rounds: Sequence[Judged]) -> float:
-    """Lower quartile of a point's quiet rounds, or of all of them where too few were quiet.
+    """Return the lower quartile of a point's quiet rounds, or of all of them where too few were quiet.
 
-    Lower than the median: what disturbed a round and was not noticed can only have made it longer.
+    It lies below the median, because an unnoticed disturbance can only have made a round longer.
     """
     counted = [one for one in rounds if one.is_quiet] if is_enough(rounds) else rounds
     times = sorted(one.seconds for one in counted)
@@ -60,7 +60,7 @@ def chosen_seconds(rounds: Sequence[Judged]) -> float:
 
 
 def _stretches(rounds: Sequence[Round]) -> Iterator[list[Round]]:
-    """Each but the last is at least `STRETCH_SECONDS` long."""
+    """Yield groups of consecutive rounds, each but the last at least `STRETCH_SECONDS` long."""
     stretch: list[Round] = []
     for one in rounds:
         stretch.append(one)

@@ -1,6 +1,6 @@
-"""Many things measured by all ranks together, in turn and several times over, until enough rounds were quiet.
+"""Round-robin benchmark: all ranks measure many cases in turn, several times, until enough rounds are quiet.
 
-Other work on a machine comes and goes by seconds: what is measured in one go can fall into it as a whole.
+Other work on a node comes and goes by seconds; a case measured in one go could fall into it as a whole.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
 from wanma.planner.calibration.noise_filter import Judged, Round, chosen_seconds, is_enough, judged
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 40
-"""Of each: as many as it takes until enough were quiet (`rounds`)."""
+"""Smallest and largest number of rounds; measuring ends when every case has enough quiet ones
+(`noise_filter`)."""
 
 
 class Measurable(Protocol):
-    """One thing to measure."""
+    """Interface of one case to measure."""
 
     @property
     def measure(self) -> Callable[[float], float]:
-        """About how long to run it -> seconds of one run."""
+        """Function from the approximate seconds of measuring to the seconds of one run."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What one of them took."""
+    """Measured time of one case."""
 
     seconds: float
     is_disturbed: bool
-    """Other programs were busy in all but a few of its rounds."""
+    """True if other programs were busy in all but a few of its rounds."""
 
 
 def in_turn(
@@ -48,9 +49,9 @@ def in_turn(
     """Measure each of `cases`; all ranks of `group` call it with the same ones, and get the same.
 
     Args:
-        seconds: for all rounds, about; up to as many again where other programs disturb them.
-        machines: that the ranks are on, as many on each.
-        told: gets the number of each round, from 1, as it begins.
+        seconds: approximate seconds of all rounds; up to as many again where other programs disturb them.
+        machines: number of nodes of the ranks, with as many ranks on each.
+        told: callback that gets the number of each round, from 1, as it begins.
     """
     each = seconds / LEAST_ROUNDS / max(len(cases), 1)
     found: list[list[Judged]] = [[] for _ in cases]
@@ -67,7 +68,7 @@ def in_turn(
 
 
 def added_up(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
-    """Over the ranks; on the CPU, whatever the ranks compute on."""
+    """Return the numbers summed over the ranks, on the CPU, whatever device the ranks compute on."""
     summed = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(summed, group=group)
     result: list[float] = summed.tolist()
@@ -75,7 +76,7 @@ def added_up(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
 
 
 def _round(case: Measurable, seconds: float, group: dist.ProcessGroup) -> list[float]:
-    """[seconds of one run, CPU seconds of this process, of all programs, wall seconds]."""
+    """Return [seconds of one run, CPU seconds of this process, of all programs, wall seconds]."""
     wall, own, busy = time.monotonic(), time.process_time(), busy_cpu_seconds()
     added_up([0.0], group)  # when it is back, all ranks have come
     took = case.measure(seconds)
@@ -85,8 +86,10 @@ def _round(case: Measurable, seconds: float, group: dist.ProcessGroup) -> list[f
 
 
 def _agreed(rows: list[list[float]], group: dist.ProcessGroup, machines: int) -> list[Round]:
-    """One round of every case, over all ranks: their mean time, and of one machine, all machines being
-    alike, the CPU seconds of its ranks and of all its programs."""
+    """Return one round of every case, averaged over all ranks.
+
+    CPU seconds of its ranks and of all programs are those of one node, all nodes being alike.
+    """
     ranks = group.size()
     summed = added_up([number for row in rows for number in row], group)
     return [

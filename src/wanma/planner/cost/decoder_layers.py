@@ -39,8 +39,7 @@ class Software:
     normalisation, biases, dropout and learned positions ("gpt"). The model's dimensions give the number of
     matrices of a feed-forward network."""
     attention: Literal["fused", "scores"] = "fused"
-    """Attention kernel; "scores": every score is stored in memory, and computed also where a causal model
-    needs none."""
+    """Attention kernel; "scores" stores and computes every score, also those that a causal model masks."""
     attention_efficiency: float = 1.0
     """Rate of the fused kernel over the measured one's."""
     fused: bool = False
@@ -52,16 +51,14 @@ class Software:
     graphs: bool = False
     """True if the host replays whole steps (CUDA graphs), so that the device never waits for it."""
     selective: Literal["products", "attention"] = "products"
-    """Operators that selective recompute runs again: every second product, or attention's core (Korthikanti
-    et al. 2022, section 5)."""
+    """Recomputed operators: every second product, or attention's core (Korthikanti et al. 2022, sec. 5)."""
     product_precision: str | None = None
     """Precision of the blocks' products, such as "nvfp4"; None: the plan's."""
     splits_experts: bool = True
     """True if `tp` splits each expert's matrices as all others. Otherwise `ep` spans the ranks of `tp` too,
     and an expert is unsharded on one rank (Megatron's expert tensor parallel size of 1)."""
     fuses_experts: bool = True
-    """True if one kernel computes all experts of a rank; otherwise each expert has its own for every product
-    and cast."""
+    """True if one kernel computes all experts of a rank; otherwise each has its own per product and cast."""
     routes_once: bool = False
     """True if a token is sent to a rank only once (DeepEP); otherwise once for each of its experts there."""
     expert_overlap: bool = False
@@ -69,8 +66,7 @@ class Software:
     frozen: bool = False
     """True if narrow adapters beside the blocks' matrices are trained (LoRA), and the matrices are not."""
     rounds_frozen: bool = True
-    """True if frozen weights are stored once, in compute precision (`parallel.frozen_weights`); otherwise in
-    the precision of trained ones, as users' modules are."""
+    """True if frozen weights are stored in compute precision, and once; otherwise as trained ones are."""
     tensor_overlap: float = 0.0
     """Share of tensor-parallel communication that is hidden behind its products, 0 .. 1."""
     data_overlap: bool = True
@@ -88,17 +84,14 @@ class Software:
     state_bytes: float = 8.0
     """Bytes of optimizer state per parameter; for AdamW two moments in 32 bits."""
     loss_bytes: int = 28
-    """Bytes that the loss transfers per logit, forward and backward: a copy in 32 bits, its maximum, sum and
-    gradient, and back."""
+    """Bytes that the loss moves per logit: a copy in 32 bits, its maximum, sum and gradient, and back."""
     weights: Literal["shards", "copies"] = "shards"
     """Storage of weights. "shards": sharded master weights, gathered in compute precision (FSDP2). "copies":
-    unsharded weights and gradients in 16 bits, and master weights as a part of the optimizer's state
-    (Megatron)."""
+    unsharded weights and gradients in 16 bits; master weights belong to the optimizer state (Megatron)."""
     accumulated_bytes: int = 4
     """Bytes of one element of unsharded gradients between micro-batches."""
     adds_in_product: bool = False
-    """True if a product adds its result to the gradient of earlier micro-batches; otherwise another kernel
-    adds."""
+    """True if a product adds its result to earlier micro-batches' gradient; otherwise another kernel adds."""
     waits_for_sends: bool = False
     """True if a pipeline rank with several stages computes nothing while it sends and receives."""
     unused_factor: float = 1.0
@@ -112,8 +105,7 @@ class Software:
     boundary_buffers: bool = True
     """True if a stage has a receive buffer for each micro-batch of a step (torch's pipelines)."""
     sharing_machines: int = 1
-    """Number of nodes, on each of which the CPU ranks of a group exchange tensors in shared memory. 0: over
-    TCP everywhere."""
+    """Number of nodes whose CPU ranks exchange tensors in shared memory; 0: over TCP everywhere."""
     logits_copies: float = 2.0
     """Copies of a micro-batch's logits in compute precision at the loss: the logits and their gradient; in
     wanma's own decoders the gradient replaces them."""
@@ -128,17 +120,11 @@ class Software:
         return (group <= on_each and on_each % group == 0), False
 
     def has_common_weights(self, plan: Plan) -> bool:
-        """Return whether ranks that shard weights compute with one common copy of them.
-
-        The runtime's part is `parallel.common_weights`.
-        """
+        """Return whether ranks that shard weights compute with one common copy of them."""
         return plan.shard_ranks > 1 and plan.offload_parameters == "nothing" and self.shares_memory(plan)[0]
 
     def holds_frozen_whole(self, plan: Plan) -> bool:
-        """Return whether every data rank stores all frozen weights of its stage.
-
-        The runtime's part is `parallel.frozen_weights`.
-        """
+        """Return whether every data rank stores all frozen weights of its stage."""
         is_gathered = plan.shard == "parameters" and (plan.pp == 1 or (plan.fp8 and plan.tp == 1))
         is_gathered |= plan.offload_parameters != "nothing"
         return self.rounds_frozen and not is_gathered and not self.has_common_weights(plan)
@@ -152,8 +138,7 @@ CPU_LOSS_16_BITS = (27.0, 35.0)
 They are measured seconds times the rate of a plain stream, operator by operator on a core of a Xeon with
 AVX-512. Exponentials and passes over a cache take longer than their bytes."""
 CPU_GELU, CPU_GELU_16_BITS = (16.0, 19.0), (22.0, 29.0)
-"""The same for GELU by tanh, from its time beside SwiGLU's on such a core; in 16 bits its tanh is no faster.
-"""
+"""The same for GELU by tanh, from its time beside SwiGLU's on such a core; in 16 bits tanh is no faster."""
 
 
 @dataclass(frozen=True)
@@ -216,12 +201,7 @@ class _Adder:
     def stream(
         self, elements: float, forward: float, backward: float, kernels: int = 1, *, again: bool = False
     ) -> None:
-        """Add a memory-bound operator.
-
-        Args:
-            forward: bytes per element in 16 bits that forward reads and writes.
-            backward: the same for backward.
-        """
+        """Add a memory-bound operator of `forward` and `backward` bytes per element in 16 bits."""
         elements *= self.width
         seconds = streaming_seconds(self.chip, elements * forward, kernels)
         self.forward += seconds

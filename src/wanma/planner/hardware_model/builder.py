@@ -1,10 +1,10 @@
-"""From a cluster to the machine that forecasts of time use: what devices and links attain.
+"""Builder of hardware models from a cluster: attained rates of its devices and links.
 
     machine = machine_of(read_cluster("8x8 H100 SXM, 8x400G"))
 
-Peaks and bandwidths are the cluster's; what training attains of them comes from `hardware.attained` and
-`curves`, or from a calibration. What nobody measured is assumed by the rules below, said in
-`Machine.assumed`, and widens the forecast's interval by `Machine.doubt`.
+Peaks and bandwidths are the cluster's; the shares that training attains come from `hardware.catalogue` and
+`efficiency_curves`, or from a calibration. Unmeasured rates follow the rules below, are listed in
+`Machine.assumed`, and widen the forecast's interval by `Machine.doubt`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def machine_of(
     ranks: int = 1,
     threads: int | None = None,
 ) -> Machine:
-    """The machines of one kind of a cluster's nodes, as forecasts of time see them.
+    """Return the hardware model of one kind of a cluster's nodes.
 
-    Where a rate that decides the time is unknown, `Machine.unknown` says which, and where to give it; the
-    chip then has no products, so that a search goes on with memory alone.
+    Where a rate that decides the time is unknown, `Machine.unknown` names it, and the place to give it; the
+    chip then has no products, so that a search proceeds with memory alone.
 
     Args:
-        kind: which of `cluster.nodes`.
-        calibration: measured curves and what runs taught; they count before anything else.
-        ranks: of one machine without accelerators, which share its cores and memory; each is a "device".
-        threads: of such a rank; default: its share of the cores.
+        kind: index in `cluster.nodes`.
+        calibration: measured curves and correction factors; they take precedence.
+        ranks: ranks of one node without accelerators, which share its cores and memory; each is a "device".
+        threads: threads of such a rank; default: its share of the cores.
 
     Raises:
         ValueError: there is no such kind of node, or no rank.
@@ -67,7 +67,7 @@ def machine_of(
 
 
 def host_of(node: Node, ranks: int) -> Host:
-    """What is behind each of `ranks` devices of one machine, by its figures."""
+    """Return the host rates behind each of `ranks` devices of one node, from the node's figures."""
     promised = [device.host_bytes_per_second or PCIE_4.bandwidth_bytes_per_second for device in node.devices]
     cpu, usual = node.cpu, Host()
     memory = cpu.bandwidth_bytes_per_second if cpu is not None else None
@@ -80,17 +80,17 @@ def host_of(node: Node, ranks: int) -> Host:
 
 
 HOST_LINK_SHARE = 0.8
-"""Of what the lanes of PCIe promise, what copies of page-locked memory attain: 12.3 of 15.75 GB/s on PCIe 3,
-25 of 31.5 on PCIe 4, 53 of 63 on PCIe 5, as NVIDIA's bandwidthTest is usually reported (recalled)."""
+"""Share of the promised rate of PCIe's lanes that copies of page-locked memory attain: 12.3 of 15.75 GB/s on
+PCIe 3, 25 of 31.5 on PCIe 4, 53 of 63 on PCIe 5, as NVIDIA's bandwidthTest is usually reported (recalled)."""
 DISK_BYTES_PER_SECOND = 4e9
-"""Of a machine of which nobody says it: one data-center NVMe drive on four lanes of PCIe 4 writes 4.0 GB/s
-in one stream (Samsung PM9A3 datasheet, 2021), and reads faster."""
+"""Disk rate of a node that gives none, in bytes/s: one data-center NVMe drive on four lanes of PCIe 4 writes
+4.0 GB/s in one stream (Samsung PM9A3 datasheet, 2021), and reads faster."""
 _STREAMED = 0.8
-"""As `Chip.bandwidth_share`."""
+"""Share of the host memory bandwidth that memory-bound work attains, as in `Chip.bandwidth_share`."""
 
 
 def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
-    """Whether the device of every kind of node was calibrated."""
+    """Return whether the device of every kind of node was calibrated."""
     devices = [node.devices[0] if node.devices else node.cpu for node in cluster.nodes]
     measured = {one.device for one in calibration.measured} if calibration is not None else set()
     return calibration is not None and all(
@@ -99,24 +99,24 @@ def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
 
 
 class _UnknownRateError(Exception):
-    """The message says which rate, and where to give it."""
+    """Error for a rate that nothing is known of; its message names the rate, and the place to give it."""
 
 
 _GUESSED, _UNLIKE, _UNMEASURED_PROCESSOR, _PCIE = 0.12, 0.20, 0.40, 0.15
-"""Doubt (half of a 90 % interval) in a kind that nobody measured and that is near to one that was; in a
-device of which only figures are known; in a processor that was not calibrated, where compilers, threads and
-neighbours decide; and in an assumed link. Judged, not measured: a calibration takes all of them away."""
+"""Uncertainties, each half of a 90 % interval: of an unmeasured kind near a measured one; of a device of
+which only figures are known; of a CPU without calibration, where compilers, threads and neighbours decide;
+and of an assumed link. They are judged, not measured: a calibration removes all of them."""
 
 STEP_INSIDE, STEP_BETWEEN = 5 / 3, 3.0
 """Time of one step of a collective over the latency of a hop, which is that of the smallest messages: 1 µs
-over NVLink and 1.5 over PCIe in the measurements that `curves` names; between machines taken from NCCL's
-model (src/graph/tuning.cc, `hwLat`): 2.7 µs a step for the smallest messages, 14 for the largest."""
+over NVLink and 1.5 over PCIe in the measurements that `efficiency_curves` names; between nodes taken from
+NCCL's model (src/graph/tuning.cc, `hwLat`): 2.7 µs a step for the smallest messages, 14 for the largest."""
 RAMP_BYTES = 10e6
-"""As fitted to the same measurements (`benchmarks.planner.fit`)."""
+"""Half-rate size in bytes, fitted to the same measurements (`benchmarks.planner.fit`)."""
 
 
 def _measured(node: Node, here: int, threads: int | None, calibration: Calibration) -> Machine | None:
-    """One machine at the rates measured, uncorrected; None where its device never was."""
+    """Return the hardware model of one node at measured rates; None where there are none."""
     device = _only_kind(node) if node.devices else node.cpu
     if device is None:
         return None
@@ -132,13 +132,13 @@ def _measured(node: Node, here: int, threads: int | None, calibration: Calibrati
             replace(outermost, devices=here),
         ]
         return replace(found.machine, chip=chip, links=_joined(links))
-    # Only one was measured alone, which tells nothing of its links.
+    # A single rank was measured, which gives no links.
     links, doubt, assumed = _inside(node, here) if node.devices else ([_local(here)], 0.0, [])
     return replace(found.machine, chip=chip, links=_joined(links), doubt=doubt, assumed=tuple(assumed))
 
 
 def measured_name(device: str, calibration: Calibration) -> str:
-    """What a calibration calls `device`: drivers have other names than the catalogue."""
+    """Return the name of `device` in a calibration: drivers have other names than the catalogue."""
     names = {one.device for one in calibration.measured} | set(calibration.corrections)
     kind = find_named(device)
     same = [name for name in sorted(names) if kind is not None and find_named(name) == kind]
@@ -163,7 +163,7 @@ def _accelerated(node: Node) -> Machine:
 
 
 def _chip(device: Device) -> tuple[Chip, float, list[str]]:
-    """A device with its curves, the doubt in them, and what was assumed."""
+    """Return a device with its curves, their uncertainty, and descriptions of what was assumed."""
     peaks, bandwidth = device.peak_flops_per_second, device.bandwidth_bytes_per_second
     if not peaks or bandwidth is None:
         what, key = ("memory bandwidth", "gb_per_second") if peaks else ("peak rate", "peak_teraflops")
@@ -195,8 +195,10 @@ def _chip(device: Device) -> tuple[Chip, float, list[str]]:
 
 
 def nearest_kind(device: Device) -> str:
-    """Of the catalogue's kinds, the one whose curves stand in for an unknown `device`: the oldest that
-    computes in the narrowest precision that the device has."""
+    """Return the catalogue's kind whose curves replace those of an unknown `device`.
+
+    It is the oldest kind that computes in the narrowest precision that the device has.
+    """
     for precision, reference in _REFERENCES.items():
         if precision in device.peak_flops_per_second:
             return reference
@@ -207,7 +209,7 @@ _REFERENCES = {"nvfp4": "B200", "fp8": "H100 SXM", "bf16": "A100 SXM 80 GB", "tf
 
 
 def _inside(node: Node, count: int) -> tuple[list[Link], float, list[str]]:
-    """The levels between the devices of one machine, the doubt in them, and what was assumed."""
+    """Return the link levels inside one node, their uncertainty, and descriptions of what was assumed."""
     links: list[Link] = []
     for level in node.inside:
         size = min(level.size or count, count)
@@ -230,7 +232,7 @@ def _inside(node: Node, count: int) -> tuple[list[Link], float, list[str]]:
 
 
 def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
-    """Each rank is a device that has its share of the cores and of the memory's bandwidth."""
+    """Return the hardware model of a CPU node; each rank is a device with its share of the node."""
     cpu = node.cpu
     if cpu is None or not cpu.peak_flops_per_second:
         what = f"'{cpu.name}'" if cpu else f"the processors of {node.name}"
@@ -255,7 +257,7 @@ def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
     return Machine(
         chip,
         (_local(ranks),),
-        # A kernel runs in the thread that issues it: its launch is counted above, and nothing runs ahead.
+        # A kernel runs in the thread that launches it: its launch is counted above.
         dispatch_seconds=0.0,
         start_seconds=_SHARED_START_SECONDS,
         program=_PROGRAM,
@@ -265,7 +267,7 @@ def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
 
 
 def _never_measured(name: str) -> str:
-    """The sentence on a processor without a calibration."""
+    """Return the sentence about a CPU without a calibration."""
     way_out = "`wanma cluster --calibrate` takes some minutes"
     if find_named(name) is None:
         return f"of {name} only products were measured, at first use, and all else is assumed; {way_out}"
@@ -273,18 +275,18 @@ def _never_measured(name: str) -> str:
 
 
 _CORE_BANDWIDTH = 5e9
-"""Bytes per second of memory for each core of an unknown processor; EPYC 7742 has 3.2, Grace 7.1."""
+"""Bytes per second of memory for each core of an unknown CPU; EPYC 7742 has 3.2e9, Grace 7.1e9."""
 _CALL_SECONDS = 5e-6
-"""Of an operator on a CPU, beside its work: PyTorch's dispatcher and autograd."""
+"""Seconds of an operator on a CPU beside its work: PyTorch's dispatcher and autograd."""
 _PROGRAM = Program(2.5 * _CALL_SECONDS, 450 * _CALL_SECONDS, 170 * _CALL_SECONDS, 300 * _CALL_SECONDS)
-"""So many operators' time takes what surrounds one, and a block that is split or sharded: as calibrations of
-a Xeon of 2 cores have it (benchmarks/results/planner-real.json)."""
+"""Framework overhead in operator times: per kernel, and per block that is split or sharded, from calibrations
+of a Xeon of 2 cores (benchmarks/results/planner-real.json)."""
 _SHARED_START_SECONDS = 20e-6
 _SHARED_STEP_SECONDS = 15e-6
 _SHARED_BYTES_PER_SECOND = 4.4e9
-"""Between processes of one machine over the memory that they share, measured with two ranks: 64 KiB are
-summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, where there is no compiler,
-takes three to eight times as long."""
+"""Latencies and rate between processes of one node over shared memory, measured with two ranks: 64 KiB are
+summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, used where there is no
+compiler, takes three to eight times as long."""
 
 
 def _threads(node: Node, ranks: int, threads: int | None) -> int:
@@ -296,8 +298,8 @@ def _local(ranks: int) -> Link:
 
 
 def _network(node: Node, here: int) -> list[Link]:
-    """The levels between machines, of which each has `here` devices or ranks."""
-    # A node's levels count one of its devices, or all of it where it has none.
+    """Return the link levels between nodes, each with `here` devices or ranks."""
+    # Rates of a node's levels are per device, or of the whole node where it has no devices.
     share = 1.0 if node.devices else 1.0 / here
     own = {level.name for level in node.inside}
     links = []
@@ -317,11 +319,11 @@ def _network(node: Node, here: int) -> list[Link]:
 
 
 def machines_of_unit(count: int, size: int) -> int:
-    """Machines that a run of `count` has in each unit of a level that joins up to `size`.
+    """Return the nodes that a run of `count` has in each unit of a level that joins up to `size`.
 
-    They lie evenly on the fewest units that allow it, as a scheduler places segments (Slurm's `--segment`)
-    so that groups of ranks stay within one: 64 machines on racks of 18 are four times 16. Where that would
-    leave half of every unit empty, units are filled one after the other.
+    They lie evenly on the fewest units that allow it, as a scheduler places segments (Slurm's `--segment`) so
+    that groups of ranks stay within one: 64 nodes on racks of 18 are four times 16. Where that would leave
+    half of every unit empty, units are filled one after the other.
     """
     fewest = -(-count // size)
     even = next((units for units in range(fewest, 2 * fewest) if count % units == 0), None)
@@ -329,7 +331,7 @@ def machines_of_unit(count: int, size: int) -> int:
 
 
 def _placement(node: Node) -> list[str]:
-    """Domains of the network on which the machines are taken to lie, where they are on several."""
+    """Return descriptions of the assumed placement of nodes on several domains of the network."""
     told = []
     for level in node.network:
         if level.size is None or node.count <= level.size:
@@ -349,7 +351,7 @@ def _link(level: Level, devices: int, share: float, slower: float) -> Link:
 
 
 def _joined(links: Sequence[Link]) -> tuple[Link, ...]:
-    """Those that join more devices than the ones before; of two that are as fast, the wider one alone."""
+    """Return the links that join more devices than earlier ones; of two equally fast ones the wider alone."""
     kept: list[Link] = []
     for link in links:
         if link.devices <= (kept[-1].devices if kept else 1):

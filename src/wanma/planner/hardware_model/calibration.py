@@ -1,8 +1,8 @@
-"""What was measured of the machines at hand, and what runs taught about forecasts of them.
+"""Calibration: benchmark points of the local devices, curves fitted to them, and correction factors.
 
-`wanma cluster --calibrate` runs operators and collectives and keeps their times (`Point`) with the curves
-fitted to them (`Measured.machine`). `wanma plan --learn RUN` keeps, apart from these, by how much forecasts
-missed (`Corrections`). `machines.machine_of` takes both. Pure data, without torch.
+`wanma cluster --calibrate` runs operators and collectives and saves their times (`Point`) with the curves
+fitted to them (`Measured.machine`). `wanma plan --learn RUN` saves, apart from these, the ratio of measured
+to forecast times (`Corrections`). `builder.machine_of` takes both. Pure data, without torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from wanma.planner.hardware_model.model import (
 )
 
 VERSION = 1
-"""Of the file's layout."""
+"""Version of the file's layout."""
 
 FACTOR_BOUNDS = (0.25, 4.0)
-"""A forecast that misses by more has another cause than the machine's rates, which no factor mends."""
+"""Smallest and largest correction factor. A forecast that misses by more has another cause than the
+hardware's rates, which no factor corrects."""
 
 Operator = Literal[
     "product",
@@ -61,37 +62,39 @@ Operator = Literal[
 
 @dataclass(frozen=True)
 class Point:
-    """One operator or collective that was run, and the median of its times."""
+    """Benchmark point: one operator or collective and the median of its times."""
 
     operator: Operator
     shape: tuple[int, ...]
-    """product: (m, n, k); stream: (bytes read and written); attention: (sequences, queries, heads, width of
-    one); dispatch: (kernels); a collective: (ranks, bytes), counted as `communication` counts
-    them; blocks (`measure.program`): (ranks, blocks); what is of a host (`measure.host`): (bytes moved)."""
+    """Size of the operator. product: (m, n, k); stream: (bytes read and written); attention: (sequences,
+    queries, heads, head width); dispatch: (kernels); a collective: (ranks, bytes), counted as
+    `collective_time` counts them; blocks (`framework_benchmarks`): (ranks, blocks); an operator of the host
+    (`host_benchmarks`): (bytes)."""
     seconds: float
     precision: str = ""
-    """Of what computes."""
+    """Precision of an operator that computes; empty for others."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of device while `ranks` of them worked at once."""
+    """Measurement of one kind of device while `ranks` of them worked at once."""
 
     device: str
-    """The device's name as a cluster has it: the catalogue's, the driver's, or the processor's."""
+    """Name of the device in a cluster: the catalogue's, the driver's, or the CPU model."""
     ranks: int
-    """That ran together on the machine: they share its memory's bandwidth, and its cores if they are more."""
+    """Ranks that ran together on the node: they share its memory bandwidth, and its cores if they are more
+    than these."""
     threads: int
-    """Of one rank that computes on the CPU; 0 for an accelerator."""
+    """Threads of one rank that computes on the CPU; 0 for an accelerator."""
     machine: Machine
-    """The curves fitted to `points`; its outermost link joins `ranks` devices."""
+    """Hardware model fitted to `points`; its outermost link joins `ranks` devices."""
     host: str = ""
-    """The machine and software that was measured, in words."""
+    """Description of the measured node and its software."""
     date: str = ""
-    """ISO 8601, UTC."""
+    """Time of the measurement in UTC, ISO 8601."""
     points: tuple[Point, ...] = ()
     disturbed: int = 0
-    """Of `points`, those during all of which other programs were busy."""
+    """Number of `points` without enough quiet rounds."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -100,16 +103,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Corrections:
-    """Measured over forecast, as runs showed it; 1: as forecast."""
+    """Correction factors: measured over forecast, learned from runs; 1: as forecast."""
 
     compute: float = 1.0
-    """Forward and backward, the host's part included."""
+    """Factor of forward and backward, including host time."""
     communication: float = 1.0
     optimizer: float = 1.0
     unused: float = 1.0
-    """What a CPU's allocator holds beside what is used of it."""
+    """Factor of the memory that a CPU's allocator holds beside live tensors."""
     runs: int = 0
-    """That taught these."""
+    """Number of runs that these factors were learned from."""
 
     def __post_init__(self) -> None:
         low, high = FACTOR_BOUNDS
@@ -118,7 +121,7 @@ class Corrections:
                 raise ValueError(f"the correction {name} = {getattr(self, name)} is not from {low} to {high}")
 
     def applied(self, machine: Machine) -> Machine:
-        """`machine` at the rates that runs showed."""
+        """Return `machine` with its rates corrected by these factors."""
         chip = replace(
             machine.chip,
             sustained=machine.chip.sustained / self.compute,
@@ -148,17 +151,17 @@ class Corrections:
 
 @dataclass(frozen=True)
 class Calibration:
-    """All that was measured and learned; one file."""
+    """All measurements and correction factors, kept in one file."""
 
     measured: tuple[Measured, ...] = ()
     corrections: Mapping[str, Corrections] = field(default_factory=dict)
-    """By the device's name."""
+    """Correction factors by the device's name."""
 
     def find(self, device: str, ranks: int, threads: int = 0) -> Measured | None:
-        """The measurement of `device` whose ranks and threads are nearest, counted in doublings.
+        """Return the measurement of `device` with the nearest ranks and threads, counted in doublings.
 
-        None where that device was never measured. Of accelerators `ranks` hardly matters; on a CPU it decides
-        how much of the machine a rank has.
+        Return None where that device was never measured. For accelerators `ranks` hardly matters; on a CPU it
+        decides a rank's share of the node.
         """
         own = [one for one in self.measured if one.device == device]
 
@@ -169,13 +172,13 @@ class Calibration:
         return min(own, key=distance, default=None)
 
     def correction(self, device: str) -> Corrections:
-        """What runs on `device` taught; no correction where there were none."""
+        """Return the correction factors of `device`; factors of 1 where no run taught any."""
         return self.corrections.get(device, Corrections())
 
     def with_measured(self, *measured: Measured) -> Calibration:
-        """With these in place of earlier ones of the same device, ranks and threads.
+        """Return the calibration with these in place of earlier ones of the same device, ranks and threads.
 
-        What runs taught beside the old curves of a device says nothing of the new ones, and goes.
+        Correction factors of these devices are dropped, because they belong to the old curves.
         """
         new = {one.key: one for one in measured}
         kept = [one for one in self.measured if one.key not in new]
@@ -187,7 +190,7 @@ class Calibration:
         return replace(self, corrections={**self.corrections, device: corrections})
 
     def merge(self, other: Calibration) -> Calibration:
-        """Both; where they speak of the same, `other` counts."""
+        """Return both calibrations merged; `other` takes precedence."""
         both = self.with_measured(*other.measured)
         return replace(both, corrections={**both.corrections, **other.corrections})
 
@@ -200,10 +203,12 @@ class Calibration:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Calibration:
-        """The inverse of `to_json`.
+        """Return the calibration that `to_json` wrote.
 
         Raises:
-            ValueError, TypeError, KeyError: it is not such an object, or of another version.
+            ValueError: it is of another version, or a value is out of range.
+            TypeError: an object has unknown or missing fields.
+            KeyError: a key is missing.
         """
         if value.get("version") != VERSION:
             raise ValueError(f"version {value.get('version')} is not {VERSION}")
@@ -213,13 +218,13 @@ class Calibration:
 
 
 def calibration_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where this machine's calibration is kept: `wanma/calibration.json` in the user's cache folder."""
+    """Return the path of this node's calibration: `wanma/calibration.json` in the user's cache folder."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "calibration.json"
 
 
 def load_calibration(path: Path | None = None) -> Calibration:
-    """What is kept in `path`, or in `calibration_file()`; nothing where there is no file.
+    """Return the calibration in `path`, or in `calibration_file()`; an empty one without a file.
 
     Raises:
         WanmaError: the file cannot be read, is damaged, or is of another version.
@@ -241,13 +246,13 @@ def load_calibration(path: Path | None = None) -> Calibration:
 
 
 def save_calibration(calibration: Calibration, path: Path | None = None) -> Path:
-    """Keep it in `path`, or in `calibration_file()`.
+    """Write the calibration to `path`, or to `calibration_file()`.
 
     Returns:
-        the file.
+        The path of the file.
 
     Raises:
-        WanmaError: it cannot be written.
+        WanmaError: the file cannot be written.
     """
     path = path or calibration_file()
     try:
@@ -262,7 +267,7 @@ def save_calibration(calibration: Calibration, path: Path | None = None) -> Path
 
 
 def _plain(one: Measured) -> dict[str, Any]:
-    """As JSON has it: `asdict` takes mappings only if they are dicts."""
+    """Return `one` as JSON values; `asdict` copies mappings only if they are dicts."""
     chip = one.machine.chip
     chip = replace(
         chip,
@@ -290,7 +295,7 @@ def _machine(value: Mapping[str, Any]) -> Machine:
     chip["tiles"] = tuple((rows, columns, share) for rows, columns, share in chip["tiles"])
     links = tuple(Link(**link) for link in value["links"])
     host = Host(**value["host"]) if "host" in value else Host()  # files of earlier versions have none
-    program = Program(**value.get("program", {}))  # likewise
+    program = Program(**value.get("program", {}))  # the same
     factors = {name: (latency, moving) for name, (latency, moving) in value["collective_factors"].items()}
     return Machine(
         **{

@@ -1,9 +1,9 @@
-"""Time of collectives over groups of ranks that reach each other over several levels of links.
+"""Time of collectives over rank groups that span several link levels.
 
-A group is `size` ranks, `stride` apart. Where it crosses a level, each of its members inside brings its own
-share of the outer links: rings are laid so that every member's network card carries one (NCCL's channels).
-Groups side by side run the same collective at once, so that a share is all that a member has.
-Volumes are those of Thakur et al. 2005 (section 4) and Chan et al. 2007: a ring moves (n − 1)/n of the
+A rank group is `size` ranks, `stride` apart. Where it crosses a level, each of its members inside brings its
+own share of the outer links: rings are laid so that every member's network card carries one (NCCL's
+channels). Groups side by side run the same collective at once, so that each member has only its share.
+Volumes are those of Thakur et al. 2005 (section 4) and Chan et al. 2007: a ring transfers (n − 1)/n of the
 whole buffer for a gather or scatter, twice that for an all-reduce.
 """
 
@@ -21,7 +21,7 @@ Algorithm = Literal["ring", "tree", "hierarchical"]
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: `size` of them, `stride` apart."""
+    """Rank group of a collective: `size` ranks, `stride` apart."""
 
     size: int
     stride: int = 1
@@ -31,13 +31,13 @@ class Group:
             raise ValueError(f"a group has at least one rank, at a stride of at least one: {self}")
 
     def inside(self, link: Link, ranks: int) -> int:
-        """Members in one unit of `link`'s level: the fewest that a unit has of any group.
+        """Return the number of members in one unit of `link`'s level: the smallest of any group and unit.
 
         Groups lie one after the other on units that are filled in the order of the ranks. A group that
         crosses a unit's edge has a part in each, and all its members wait for the smallest part.
 
         Args:
-            ranks: of all groups together.
+            ranks: number of ranks of all groups together.
         """
         part = _smallest_part(self.size * self.stride, link.devices, ranks)
         return min(self.size, max(part // self.stride, 1))
@@ -45,10 +45,10 @@ class Group:
 
 @lru_cache(maxsize=4096)
 def _smallest_part(span: int, unit: int, ranks: int) -> int:
-    """Fewest consecutive ranks that a group of `span` has in one of the units it lies on.
+    """Return the fewest consecutive ranks that a group of `span` has in one of its units.
 
-    Groups begin at the multiples of `span`. Once all of their places within a unit have come, the smallest
-    part is what divides both.
+    Groups begin at the multiples of `span`. Once all of their positions within a unit have occurred, the
+    smallest part is the greatest common divisor of both.
     """
     if unit % span == 0 or span % unit == 0:
         return min(span, unit)
@@ -66,12 +66,12 @@ def _smallest_part(span: int, unit: int, ranks: int) -> int:
 def all_reduce_seconds(
     machine: Machine, group: Group, buffer_bytes: float, algorithm: Algorithm | None = None, sharing: int = 1
 ) -> float:
-    """Every member ends with the sum of all buffers.
+    """Return the seconds of an all-reduce: every member ends with the sum of all buffers.
 
     Args:
-        buffer_bytes: of one member.
-        algorithm: None: the fastest, as libraries choose by size.
-        sharing: axes whose collectives use the outermost links at the same time.
+        buffer_bytes: bytes of one member's buffer.
+        algorithm: algorithm of the all-reduce; None: the fastest, as libraries choose by size.
+        sharing: number of mesh dimensions whose collectives use the outermost links at the same time.
     """
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
@@ -90,13 +90,15 @@ def all_gather_seconds(
     sharing: int = 1,
     of: Literal["all_gather", "tensor_gather", "reduce_scatter", "tensor_scatter"] = "all_gather",
 ) -> float:
-    """Every member ends with the whole buffer, of which each had one part.
+    """Return the seconds of an all-gather: every member ends with the whole buffer.
 
-    By a ring over all members, or part by part: first between the units of a level, then inside them.
+    It runs as a ring over all members, or level by level: first between the units of a level, then inside
+    them.
 
     Args:
-        of: which of them, where a machine's differ (`Machine.collective_factors`): of sharded parameters and
-            gradients, or of activations that tensor parallelism shares.
+        whole_bytes: bytes of the gathered buffer.
+        of: collective whose factors apply, where the hardware model has some (`Machine.collective_factors`):
+            one of sharded parameters and gradients, or one of activations that tensor parallelism splits.
     """
     if group.size == 1 or whole_bytes <= 0:
         return 0.0
@@ -115,14 +117,14 @@ def reduce_scatter_seconds(
     sharing: int = 1,
     of: Literal["reduce_scatter", "tensor_scatter"] = "reduce_scatter",
 ) -> float:
-    """Every member ends with its part of the sum of all whole buffers: an all-gather run backwards."""
+    """Return the seconds of a reduce-scatter: an all-gather of `whole_bytes` run backwards."""
     return all_gather_seconds(machine, group, whole_bytes, sharing, of)
 
 
 def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharing: int = 1) -> float:
-    """Every member sends an equal part of `sent_bytes` to each member, itself included.
+    """Return the seconds of an all-to-all of `sent_bytes` per member, equal parts to each, itself included.
 
-    What leaves a unit of a level goes over that member's own share of the links there.
+    Bytes that leave a unit of a level use that member's own share of the links there.
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0
@@ -139,11 +141,14 @@ def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharin
 def routed_seconds(
     machine: Machine, group: Group, tokens_bytes: float, choices: int, sharing: int = 1
 ) -> float:
-    """Every member sends each of its tokens to the members of its `choices` experts, and to each member and
-    unit of a level only once (DeepEP and its successors; DeepSeek-AI 2024, section 3.2.2).
+    """Return the seconds of sending each token to the members of its `choices` experts.
+
+    A token is sent to each member and to each unit of a level only once (DeepEP and its successors;
+    DeepSeek-AI 2024, section 3.2.2).
 
     Args:
-        tokens_bytes: of one member's tokens, each once. Experts are taken to be chosen evenly.
+        tokens_bytes: bytes of one member's tokens, each counted once. Experts are assumed to be chosen
+            evenly.
     """
     if group.size == 1 or tokens_bytes <= 0:
         return 0.0
@@ -153,7 +158,7 @@ def routed_seconds(
     for link, outer in _widths(machine, levels, group):
         units = group.size / inner
         reached = units * (1 - (1 - 1 / units) ** choices)
-        # Inside a unit also what came from others is handed on.
+        # Inside a unit, tokens from other units are forwarded too.
         elsewhere = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
         moved = tokens_bytes * reached * elsewhere
         slowest = max(slowest, link.seconds(moved, tokens_bytes, _share(link, machine, sharing)))
@@ -162,7 +167,7 @@ def routed_seconds(
 
 
 def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing: int = 1) -> float:
-    """From one rank to the one `distance` ranks on, beside equal messages of its neighbours."""
+    """Return the seconds of a message to the rank `distance` further, beside equal ones of its neighbours."""
     if message_bytes <= 0:
         return 0.0
     machine = machine.running("send")
@@ -175,22 +180,22 @@ def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing:
 
 
 def crosses(machine: Machine, group: Group) -> bool:
-    """Whether the group's ranks reach each other over links outside the innermost level."""
+    """Return whether the group's ranks reach each other over links outside the innermost level."""
     return group.size > 1 and _levels(machine, group)[-1] is not machine.links[0]
 
 
 def _spread_seconds(levels: list[Link], group: Group) -> float:
-    """Latency of messages from every member to every other one, which are under way together."""
+    """Return the latency of concurrent messages from every member to every other one, in seconds."""
     return levels[-1].latency_seconds * math.log2(group.size)
 
 
 def _link_of(machine: Machine, distance: int) -> Link:
-    """The innermost level that holds both ends, for most of the pairs."""
+    """Return the innermost level that contains both ends, for most of the pairs."""
     return next((link for link in machine.links if distance < link.devices), machine.links[-1])
 
 
 def _levels(machine: Machine, group: Group) -> list[Link]:
-    """The levels that a group uses, innermost first: those where it has more members than further in."""
+    """Return the levels that a group uses, innermost first: each joins more of its members."""
     span = (group.size - 1) * group.stride
     if span >= machine.devices:
         raise ValueError(f"{group} spans {span + 1} ranks, and there are {machine.devices}")
@@ -209,7 +214,7 @@ def _levels(machine: Machine, group: Group) -> list[Link]:
 
 
 _Widths = list[tuple[Link, int]]
-"""Each level, and the members that reach each other within it."""
+"""Link levels, each with the number of members that reach each other within it."""
 
 
 def _widths(machine: Machine, levels: list[Link], group: Group) -> _Widths:
@@ -220,13 +225,15 @@ def _widths(machine: Machine, levels: list[Link], group: Group) -> _Widths:
 
 
 def _share(link: Link, machine: Machine, sharing: int) -> float:
-    """Axes share the links outside the innermost level, where each device has several of its own."""
+    """Return the share of a link that one mesh dimension has; all of it in the innermost level."""
     return 1.0 if link is machine.links[0] and len(machine.links) > 1 else 1.0 / max(sharing, 1)
 
 
 def _ring(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -> float:
-    """One pass of all parts around all members. Each unit of a level is left once by every part, over the
-    links of all members inside."""
+    """Return the seconds of one pass of all parts around all members.
+
+    Each part leaves each unit of a level once, over the links of all members inside.
+    """
     size = widths[-1][1]
     moved = whole_bytes * (size - 1) / size
     slowest, latency, inner = 0.0, 0.0, 1
@@ -239,7 +246,7 @@ def _ring(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -
 
 
 def _by_levels(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -> float:
-    """The outer levels first: of each unit, each of its `inner` members exchanges one part in `inner`."""
+    """Return the seconds of an all-gather by levels: each of a unit's `inner` members exchanges one part."""
     seconds, inner = 0.0, 1
     for link, outer in widths:
         part = whole_bytes / inner
@@ -254,7 +261,10 @@ def _ring_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sha
 
 
 def _tree_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
-    """Up and down two binary trees, each with half the buffer (Sanders et al. 2009; NCCL 2.4)."""
+    """Return the seconds of two binary trees, each up and down with half the buffer (Sanders et al. 2009).
+
+    NCCL has them since 2.4.
+    """
     slowest, latency, inner = 0.0, 0.0, 1
     for link, outer in widths:
         slowest = max(
@@ -266,7 +276,7 @@ def _tree_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sha
 
 
 def _hierarchical_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
-    """Scatter inside, reduce between the units, gather inside: only a part crosses the outer links."""
+    """Return the seconds of scatter inside, reduce between the units, and gather inside."""
     return 2.0 * _by_levels(machine, widths, buffer_bytes, sharing)
 
 

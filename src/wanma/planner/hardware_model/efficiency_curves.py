@@ -1,8 +1,8 @@
-"""What operators attain of a device's peak, by generation: a handful of constants, each with its source.
+"""Efficiency curves by device generation: shares of the peak that operators attain, each with its source.
 
 Fitted by `benchmarks/planner/fit.py` to latencies of single operators measured by ai-dynamo/aiconfigurator
-(Apache-2.0, August 2026) on A100, H100, H200, B200, GB200 and L40S. A device that nobody measured takes the
-curves of its generation, or of the one nearest to it.
+(Apache-2.0, August 2026) on A100, H100, H200, B200, GB200 and L40S. An unmeasured device takes the curves of
+its generation, or of the one nearest to it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from wanma.planner.hardware_model.model import AttentionCurve, ProductCurve
 
 
 class Curves(NamedTuple):
+    """Efficiency curves of one device generation, for matrix products and fused attention."""
+
     products: Mapping[str, ProductCurve]
     attention: AttentionCurve
     attention_in: Mapping[str, AttentionCurve]
-    """In 32 and 64 bits."""
+    """Attention curves in 32 and 64 bits."""
 
 
 def _curves(products: dict[str, tuple[float, float]], attention: tuple[float, float, float]) -> Curves:
@@ -27,7 +29,7 @@ def _curves(products: dict[str, tuple[float, float]], attention: tuple[float, fl
     return Curves(MappingProxyType(by_precision), AttentionCurve(*attention), MappingProxyType(wide))
 
 
-# Nobody measured products of 32 and 64 bits. Ordinary cores are filled by small tiles and come close to their
+# Products of 32 and 64 bits are unmeasured. Ordinary cores are filled by small tiles and come close to their
 # peak; a tile begins and ends in the time that it takes in 16 bits, in which they compute fewer terms, as
 # their rate is an eighth (Volta) or less; TF32's is half. Attention in those precisions is the
 # memory-efficient kernel, taken at half of their products' rate.
@@ -61,5 +63,5 @@ GENERATIONS: Mapping[str, Curves] = MappingProxyType(
 )
 
 PROCESSOR = _curves({"bf16": (0.6, 64), "fp16": (0.6, 64)}, (0.3, 200, 0.6))
-"""Of any processor until it is calibrated: oneDNN's products, of the peak that `wanma doctor` measures or
-that follows from instruction rates."""
+"""Curves of any CPU until it is calibrated: shares, for oneDNN's products, of the peak that `wanma doctor`
+measures or that follows from instruction rates."""

@@ -1,7 +1,7 @@
-"""What forecasts of time need to know of a machine: how fast its devices compute, and their links.
+"""Hardware model: compute rates, link levels and host rates of equal devices, as the cost model uses them.
 
-Peaks are what a maker promises; curves say what of it an operator of some shape attains (`curves`).
-Pure data, without torch.
+Peaks are a maker's figures; efficiency curves give the share of the peak that an operator of some shape
+attains (`efficiency_curves`). Pure data, without torch.
 """
 
 from __future__ import annotations
@@ -12,55 +12,56 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.7), (64, 64, 0.5))
-"""Of NVIDIA's libraries: smaller tiles read each operand more often from the cache. Fitted to the measured
-products of five kinds of device."""
+"""Rows, columns and relative rate of the tiles of NVIDIA's libraries; smaller tiles read each operand more
+often from the cache. Fitted to the measured products of five kinds of device."""
 
 
 @dataclass(frozen=True)
 class ProductCurve:
-    """How the matrix products of one precision approach their peak."""
+    """Efficiency curve of the matrix products of one precision."""
 
     attainable: float
-    """Share of the peak that a product of endless sides attains."""
+    """Share of the peak that a product of infinite sides attains, 0 .. 1."""
     fill: float
-    """Terms of each sum whose time goes into starting and ending a tile: k takes the time of k + fill."""
+    """Terms of each sum whose time starting and ending a tile takes: k terms take the time of k + fill."""
 
 
 @dataclass(frozen=True)
 class AttentionCurve:
-    """Fused attention. Half its rate is reached where a sequence is `fill` long."""
+    """Efficiency curve of fused attention; half its rate is reached at a sequence of `fill` tokens."""
 
     attainable: float
-    """Share of the 16-bit peak for the half of the scores that a causal model needs."""
+    """Share of the 16-bit peak for the half of the scores that a causal model needs, 0 .. 1."""
     fill: float
     backward: float
-    """Rate of the backward, as a share of the forward's."""
+    """Rate of the backward over the forward's."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of device, with what its operators attain."""
+    """One kind of device: its peaks and its efficiency curves."""
 
     name: str
     peak_flops_per_second: Mapping[str, float]
-    """Dense peak by precision: 'fp32', 'bf16', 'fp16', 'fp8', 'nvfp4'."""
+    """Dense peak in FLOP/s by precision: 'fp32', 'bf16', 'fp16', 'fp8', 'nvfp4'."""
     bandwidth_bytes_per_second: float
     multiprocessors: int
-    """Tiles of a product that are computed at once."""
+    """Number of tiles of a product that are computed at once."""
     products: Mapping[str, ProductCurve]
     attention: AttentionCurve
-    """In 16 bits."""
+    """Attention curve in 16 bits."""
     attention_in: Mapping[str, AttentionCurve] = field(default_factory=dict)
-    """By precision, where attention in others was measured; shares are of the peak of that precision."""
+    """Attention curves of other measured precisions; shares are of the peak of that precision."""
     bandwidth_share: float = 0.8
-    """Of the memory's bandwidth, what an operator that streams through it attains."""
+    """Share of the memory bandwidth that a memory-bound operator attains, 0 .. 1."""
     launch_seconds: float = 2e-6
-    """From the end of one kernel to the start of the next, when the host is ahead."""
+    """Seconds from the end of one kernel to the start of the next, when the host is ahead."""
     tiles: tuple[tuple[int, int, float], ...] = TILES
-    """Rows and columns of the tiles that its library chooses from, and their rate next to the best one's."""
+    """Rows and columns of the tiles that the device's library chooses from, and their rate over the best
+    one's."""
     sustained: float = 1.0
-    """Rate of products over hours of training, as a share of that in an isolated measurement: the clock
-    falls under a continuous load at the power limit."""
+    """Rate of products over hours of training, over that of an isolated measurement: the clock falls under a
+    continuous load at the power limit."""
 
     def __post_init__(self) -> None:
         if self.bandwidth_bytes_per_second <= 0 or self.multiprocessors < 1:
@@ -71,23 +72,25 @@ class Chip:
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network. All devices of a level can use it at once, each at this rate."""
+    """Link level of the network: all devices of a level can use it at once, each at this rate."""
 
     devices: int
-    """Consecutive ranks that reach each other within this level."""
+    """Number of consecutive ranks that reach each other within this level."""
     latency_seconds: float
-    """Of one step of a collective."""
+    """Seconds of one step of a collective."""
     bandwidth_bytes_per_second: float
-    """Of one device's share, in one direction, as attained by endless messages."""
+    """Bytes per second of one device's share, in one direction, as messages of infinite size attain them."""
     ramp_bytes: float = 0.0
-    """Messages of this size take twice as long as at that rate. Measured rates grow with the root of the
-    size, over four orders of magnitude, as libraries change protocols and numbers of channels."""
+    """Half-rate size in bytes: a message of this size takes twice as long as at that rate. Measured rates
+    grow with the root of the size, over four orders of magnitude, as libraries change protocols and numbers
+    of channels."""
 
     def seconds(self, moved_bytes: float, message_bytes: float, share: float = 1.0) -> float:
-        """Of `moved_bytes` over one device's link for a message of `message_bytes`; without latency.
+        """Return the seconds of `moved_bytes` over one device's link for a message, without latency.
 
         Args:
-            share: of the link's rate, or devices that carry the message together.
+            message_bytes: size of the whole message, which sets the attained rate.
+            share: share of the link's rate, or number of devices that carry the message together.
         """
         if moved_bytes <= 0:
             return 0.0
@@ -101,28 +104,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What is behind a device: of a machine that several ranks share, one rank's share while all use it."""
+    """Rates of the host behind one device; ranks that share a node each have their share of it."""
 
     link_bytes_per_second: float = 25e9
-    """Between device and host, each way, of page-locked memory; no limit for a CPU."""
+    """Bytes per second between device and host, each way, in page-locked memory; no limit for a CPU."""
     memory_bytes_per_second: float = 20e9
-    """Of the host's memory, as its cores stream through it."""
+    """Bytes per second of host memory that its cores read and write."""
     file_read_bytes_per_second: float = 2.5e9
-    """Of a mapped file whose pages the kernel has in memory: copying, and finding each page anew."""
+    """Bytes per second of reading a mapped file from the page cache, with a page fault for each page."""
     file_write_bytes_per_second: float = 1.2e9
-    """Likewise, with noting each page that changes."""
+    """Bytes per second of writing a mapped file, with page faults and the marking of dirty pages."""
     fresh_bytes_per_second: float = 4e9
-    """Of memory that was given back to the kernel and is asked for again, page by page."""
+    """Bytes per second of memory that was returned to the kernel and is allocated again, page by page."""
     disk_bytes_per_second: float = 2e9
-    """Of the disk itself, written or read one after the other."""
+    """Bytes per second of the disk itself, written or read sequentially."""
     keeps_files: bool = True
-    """Whether the kernel can keep in memory what a plan puts into files (`Host.keeping`)."""
+    """True if the page cache holds all that a plan offloads to files."""
     doubt: float = 0.3
-    """As of `Machine`, of these rates, for plans that use them."""
+    """Half a 90 % interval of what is assumed of these rates, 0 where measured; counts for plans with
+    offload."""
 
     @property
     def read_rate(self) -> float:
-        """Of files, as a plan finds them."""
+        """Return the bytes per second of reading an offloaded file."""
         rate = self.file_read_bytes_per_second
         return rate if self.keeps_files else min(rate, self.disk_bytes_per_second)
 
@@ -134,20 +138,21 @@ class Host:
 
 @dataclass(frozen=True)
 class Program:
-    """What a training program takes of a CPU beside its kernels, which run in the same thread.
+    """Framework overhead: CPU seconds of a training program beside its kernels, in the same thread.
 
-    A device of its own computes meanwhile: there these are nothing, and `Machine.dispatch_seconds` counts.
+    An accelerator computes meanwhile: there these are 0, and `Machine.dispatch_seconds` counts.
     """
 
     kernel_seconds: float = 0.0
-    """For each kernel: modules, views and autograd's records around it, beside `Chip.launch_seconds`."""
+    """Seconds per kernel of the modules, views and autograd records around it, beside `Chip.launch_seconds`.
+    """
     tensor_seconds: float = 0.0
-    """For each block and micro-batch under tensor parallelism, forward and backward: parameters that are
-    taken out of and gradients that are put into tensors of all ranks, beside the collectives."""
+    """Seconds per block and micro-batch under tensor parallelism, forward and backward, beside the
+    collectives: DTensor takes parameters out of, and puts gradients into, tensors of all ranks."""
     gradients_seconds: float = 0.0
-    """Likewise where a block's gradients are reduced on their own: FSDP2's hooks."""
+    """Seconds per block and micro-batch where a block's gradients are reduced on their own: FSDP2's hooks."""
     parameters_seconds: float = 0.0
-    """Likewise where its parameters are gathered as well."""
+    """Seconds per block and micro-batch where its parameters are gathered as well."""
 
     def scaled(self, factor: float) -> Program:
         return Program(
@@ -159,37 +164,39 @@ class Program:
 
 
 FORWARD_OF_PROGRAM = 1 / 3
-"""Of what a program takes for a block, the part of forward: backward has about two calls for each of its."""
+"""Forward's share of the framework overhead of a block; backward has about two calls for each of forward's.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal devices, and the levels of the network between them, innermost first."""
+    """Hardware model: equal devices, and the link levels between them, innermost first."""
 
     chip: Chip
     links: tuple[Link, ...]
     dispatch_seconds: float = 12e-6
-    """Time in which the host issues one kernel of an eager program."""
+    """Seconds in which the host launches one kernel of an eager program."""
     start_seconds: float = 7e-6
-    """From the call of a collective to its first byte; 6 to 9 µs in the latencies that `curves` names."""
+    """Seconds from the call of a collective to its first byte; 6 to 9 µs in the latencies that
+    `efficiency_curves` names."""
     collective_factors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """(latency, time of the bytes) of a collective over those of `links`, which are of all-reduces: by its
-    name in `collectives.measure`, where it was measured. Libraries run some of them worse than others."""
+    """(latency, time per byte) of a collective over those of `links`, which are of all-reduces, by its name
+    in `collectives.measurement`, where it was measured. Libraries run some collectives worse than others."""
     optimizer_factor: float = 1.0
-    """Time of an update over what its bytes take, as runs showed it (`calibration.Corrections`)."""
+    """Measured over forecast time of an update, learned from runs (`calibration.Corrections`)."""
     unused_factor: float = 1.0
-    """As of `operators.Software`, as runs on it showed it."""
+    """Measured over forecast allocator memory beside live tensors, learned from runs."""
     shared: float = 1.0
-    """Threads of all ranks for each core, where they are more: its rates are those while all ranks compute,
-    and while some wait, the others have more of the cores."""
+    """Threads of all ranks per core, at least 1. Rates are those while all ranks compute; while some wait,
+    the others have more of the cores."""
     doubt: float = 0.0
     """Half a 90 % interval of what is assumed of its rates, beside the forecast's own; 0 where measured."""
     assumed: tuple[str, ...] = ()
-    """In words, what nobody measured and where its figures come from."""
+    """Descriptions of unmeasured rates and of the source of their figures."""
     host: Host = Host()
     program: Program = Program()
     unknown: str = ""
-    """Why no time can be forecast, and the way out; empty where it can."""
+    """Reason that no time can be forecast, with the way out; empty where it can."""
 
     def __post_init__(self) -> None:
         if not self.links:
@@ -202,7 +209,7 @@ class Machine:
         return self.links[-1].devices
 
     def running(self, collective: str) -> Machine:
-        """As `collective` finds its links."""
+        """Return the hardware model with its links as `collective` uses them."""
         if collective not in self.collective_factors:
             return self
         latency, moving = self.collective_factors[collective]

@@ -1,8 +1,8 @@
 """Time of single operators on one device: a roofline whose roof depends on shape and precision.
 
-A matrix product is computed in tiles, as many at once as there are multiprocessors; the last wave of
-tiles is as long as a full one (NVIDIA, "Matrix Multiplication Background", section 4.2), and each tile
-loses time before its sum begins and after it ends. What streams through memory costs its bytes.
+A matrix product is computed in tiles, as many at once as there are multiprocessors; the last wave of tiles is
+as long as a full one (NVIDIA, "Matrix Multiplication Background", section 4.2), and each tile loses time
+before its sum begins and after it ends. A memory-bound operator costs its bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def product_seconds(
     count: int = 1,
     moved_elements: float | None = None,
 ) -> float:
-    """Time of `count` independent products (m, k) × (k, n), issued as one batch.
+    """Return the seconds of `count` independent products (m, k) × (k, n), launched as one batch.
 
     Args:
-        precision: of the operands. The result has at least two bytes per element.
-        moved_elements: read and written by all of them, where it is not every operand once: the windows of a
-            convolution overlap.
+        precision: precision of the operands. The result has at least two bytes per element.
+        moved_elements: elements that all products read and write, where it is not every operand once, as in a
+            convolution with overlapping windows.
 
     Raises:
         ValueError: the chip has no rate for `precision`.
@@ -52,7 +52,7 @@ def product_seconds(
 
 
 def product_rate(chip: Chip, precision: str) -> float:
-    """FLOP/s that a product of endless sides sustains.
+    """Return the FLOP/s that a product of infinite sides sustains.
 
     Raises:
         ValueError: the chip has no curve for `precision`.
@@ -78,14 +78,15 @@ def attention_seconds(
     efficiency: float = 1.0,
     precision: str = "bf16",
 ) -> float:
-    """Time of fused attention, which keeps no scores.
+    """Return the seconds of fused attention, which stores no scores.
 
     Backward computes five products where forward has two (Dao et al. 2022, section 3.1).
 
     Args:
-        queries: tokens that ask; keys: tokens that they see, of which a causal model needs half.
-        efficiency: rate of an older kernel next to the one that was measured.
-        precision: of queries, keys and values. Where nobody measured it, they are taken to be in 16 bits.
+        queries: query tokens per sequence.
+        keys: key tokens per sequence, of which a causal model needs half.
+        efficiency: rate of an older kernel over the measured one's.
+        precision: precision of queries, keys and values; an unmeasured one counts as 16 bits.
     """
     width = (head_width + (head_width if value_width is None else value_width)) * heads
     flops = 2.0 * sequences * queries * keys * width * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
@@ -99,7 +100,7 @@ def attention_seconds(
 
 
 def _attention_rate(chip: Chip, precision: str) -> tuple[AttentionCurve, float, float]:
-    """The curve, the peak that it is a share of, and bytes of an element."""
+    """Return the attention curve, the peak in FLOP/s that it is a share of, and bytes per element."""
     if precision in chip.attention_in:
         return chip.attention_in[precision], chip.peak_flops_per_second[precision], ELEMENT_BYTES[precision]
     peak = chip.peak_flops_per_second.get("bf16", chip.peak_flops_per_second.get("fp16", 0.0))
@@ -109,7 +110,7 @@ def _attention_rate(chip: Chip, precision: str) -> tuple[AttentionCurve, float, 
 
 
 def streaming_seconds(chip: Chip, moved_bytes: float, kernels: int = 1) -> float:
-    """Time of `kernels` operators that read and write `moved_bytes` together and compute next to nothing."""
+    """Return the seconds of `kernels` memory-bound operators that read and write `moved_bytes` together."""
     return kernels * chip.launch_seconds + _streamed(chip, moved_bytes)
 
 
