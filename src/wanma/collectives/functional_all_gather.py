@@ -1,4 +1,4 @@
-"""Torch's functional all-gather on CPUs, by the way through Gloo that leaves other memory alone."""
+"""Replacement of torch's functional all-gather on CPUs, which corrupts memory through Gloo."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from wanma.collectives.shared_memory.process_group import SharedGroup
 
 @cache
 def mend_all_gather() -> Library:
-    """Let `_c10d_functional.all_gather_into_tensor` of CPU tensors go through Gloo's plain all-gather.
+    """Route `_c10d_functional.all_gather_into_tensor` of CPU tensors through Gloo's plain all-gather.
 
-    It goes through the coalesced one otherwise, and of that, in torch 2.13, some hundred thousand calls on
-    two ranks are enough for a process to die of SIGSEGV or SIGABRT: in Gloo's thread, in malloc, whose list
-    of free blocks has been written over (`tests/collectives/stress_all_gather.py` shows it). DTensors, tensor
-    parallelism and compiled code all call this operator, so that it is the operator that is replaced.
+    Torch takes Gloo's coalesced all-gather instead. In torch 2.13 some hundred thousand calls of it on two
+    ranks are enough for a process to die of SIGSEGV or SIGABRT: in Gloo's thread, in malloc, whose list of
+    free blocks has been overwritten (`tests/collectives/stress_all_gather.py` shows it). DTensors, tensor
+    parallelism and compiled code all call this operator, so the operator is replaced.
 
     Returns:
-        what the replacement lasts as long as.
+        The library that holds the replacement; torch's operator returns when it is deleted.
     """
     library = Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", _all_gather, "CPU")
@@ -43,7 +43,7 @@ def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
 
 
 def _is_shared(group: Any) -> bool:
-    """Of a group, or the name of one, as operators are given it."""
+    """Return True if a group, or a group by its name, shares memory; operators are given either."""
     if isinstance(group, str):
         group = _by_name(group)
     elif isinstance(group, torch.ScriptObject):
@@ -52,4 +52,4 @@ def _is_shared(group: Any) -> bool:
 
 
 _by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-"""Torch has no public way."""
+"""Process group of a name; torch has no public function for it."""

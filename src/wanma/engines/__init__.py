@@ -1,5 +1,5 @@
-"""Where a job runs. `base.Engine` is the small interface; `local.LocalEngine` runs on this machine.
+"""Engines: interfaces that place the supervisors of a run on nodes, and report on the run.
 
-An engine places the supervisors of a run on machines and tells how they fare; what happens on
-each machine belongs to the elastic room.
+`engine.Engine` is the interface; `local.LocalEngine` runs everything on this node. What happens on each node
+belongs to `wanma.elastic`.
 """

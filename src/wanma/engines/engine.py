@@ -1,4 +1,4 @@
-"""What every engine can do: submit, status, logs, cancel."""
+"""Interface of every engine: submit, status, logs, cancel."""
 
 from __future__ import annotations
 
@@ -13,26 +13,40 @@ State = Literal["waiting", "running", "finished", "failed", "cancelled"]
 
 @dataclass(frozen=True)
 class Status:
-    """How a submitted run fares."""
+    """State of a submitted run."""
 
     state: State
     exit_code: int | None = None
-    """None while it waits or runs."""
+    """Exit code of the run; None while it waits or runs."""
     message: str = ""
-    """Why it failed or waits; empty otherwise."""
+    """Reason for waiting or for the failure; empty otherwise."""
 
 
 class Engine(Protocol):
-    """A place where runs run. `submit` returns the name by which the other three know the run."""
+    """Interface that places the supervisors of a run on nodes.
+
+    `submit` returns the name by which the other three methods know the run.
+    """
 
     def submit(self, launch: Launch) -> str:
-        """Start, or queue, the run and return at once. Raises `WanmaError` when the engine refuses it."""
+        """Start, or queue, the run and return at once.
+
+        Raises:
+            WanmaError: the engine refuses the run.
+        """
 
     def status(self, run: str) -> Status:
-        """Raises `WanmaError` for a run that this engine does not know; so do `logs` and `cancel`."""
+        """Return the state of the run.
+
+        Raises:
+            WanmaError: this engine does not know the run; `logs` and `cancel` raise it, too.
+        """
 
     def logs(self, run: str) -> list[Path]:
-        """The log files of the ranks so far, by rank."""
+        """Return the log files of the ranks that exist so far, ordered by rank."""
 
     def cancel(self, run: str) -> None:
-        """Ask the run for an orderly end; asked again, end it now. One that has ended stays as it is."""
+        """Request an orderly end of the run; a second call ends it at once.
+
+        A run that has ended stays as it is.
+        """

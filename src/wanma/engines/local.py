@@ -1,7 +1,7 @@
-"""The local engine: this machine, one supervisor per run.
+"""Local engine: runs on this node, with one supervisor for each run.
 
-`run` is what the command line uses: in the foreground, in this process. `submit` starts the same
-in a process of its own, for a caller that has other things to do.
+The command line uses `run`: in the foreground, in this process. `submit` starts the same in a process of its
+own, for a caller that has other work.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from wanma.job.errors import EXIT_FAILED, WanmaError
 
 
 def run(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Outcome:
-    """Run in the foreground: returns when the run has ended, and no process of it is left.
+    """Run in the foreground and return when the run has ended and none of its processes is left.
 
     Args:
-        on_event: gets the run's events, in this thread.
-        node: a fork server started early by `Node.start`, so that its imports overlap other work.
+        on_event: receives the run's events, in this thread.
+        node: fork server started early by `Node.start`, so that its imports overlap other work.
     """
     return run_node(launch, on_event, node)
 
@@ -40,13 +40,13 @@ class _Submitted:
     process: SpawnProcess
     answer: Connection
     kills: int | None
-    """`memory_kills()` when it was started."""
+    """Number of out-of-memory kills, by `memory_kills()`, when the run was started."""
     outcome: Outcome | None = None
     cancelled: bool = False
 
 
 class LocalEngine:
-    """Runs in the background of the calling process, which they do not survive.
+    """Engine whose runs live in the background of the calling process and end with it.
 
     As with `multiprocessing`, a script that calls `submit` guards itself by `if __name__ == "__main__"`.
     """
@@ -73,7 +73,7 @@ class LocalEngine:
         return self.wait(run, 0)
 
     def wait(self, run: str, seconds: float | None = None) -> Status:
-        """`status` once the run has ended, or after `seconds`."""
+        """Return the `status` once the run has ended, or after `seconds`; None waits without limit."""
         submitted = self._known(run)
         outcome = self._outcome(submitted, seconds)
         if outcome is None:
@@ -98,7 +98,7 @@ class LocalEngine:
         return self._runs[run]
 
     def _outcome(self, submitted: _Submitted, seconds: float | None) -> Outcome | None:
-        """How it ended; None while it runs."""
+        """Return the outcome of the run, waiting for it up to `seconds`; None while it runs."""
         if submitted.outcome is None and submitted.answer.poll(seconds):
             try:
                 submitted.outcome = submitted.answer.recv()
@@ -113,7 +113,7 @@ class LocalEngine:
 
 
 def _supervise(launch: Launch, answer: Connection, parent: int) -> None:
-    """The submitted run's own process."""
+    """Run the supervisor of a submitted run: the main function of that run's own process."""
     die_with_parent(parent)
     os.setsid()  # a terminal's Ctrl-C is the caller's business
     try:

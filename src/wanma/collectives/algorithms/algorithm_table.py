@@ -1,11 +1,11 @@
-"""Collectives put together from messages between two ranks, beside the backend's own.
+"""Table of collective algorithms made of point-to-point messages, and the executor of their schedules.
 
     ALGORITHMS["all_reduce"]["halving_doubling"](buffer, group, [range(group.size())])
 
-Which messages, `schedules` says; here they are sent. A backend's own all-reduce is a ring more often than
-not, whose steps grow with the ranks: over links that are far rather than narrow, log₂ n steps take less time
-(`wanma bench collectives` measures where). Sums are made in the schedule's order, so that all ranks have the
-same bits, and have them again the next time.
+`communication_schedules` says which messages an algorithm has; here they are sent. A backend's own all-reduce
+is usually a ring, whose steps grow with the ranks: over links with high latency rather than low bandwidth,
+log₂ n steps take less time (`wanma bench collectives` measures where). Sums are made in the schedule's order,
+so that all ranks have the same bits, and have them again the next time.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ from wanma.collectives.algorithms.hierarchical_all_reduce import Nodes, sum_over
 from wanma.job.errors import WanmaError
 
 Algorithm = Callable[[Tensor, dist.ProcessGroup, Nodes], None]
-"""Changes a contiguous buffer of one dim in place; all ranks of the group call it, with as many elements, and
-say on which nodes they are.
+"""Function that runs a collective in place on a contiguous buffer of one dimension.
 
-all_reduce: it becomes the sum of all ranks' buffers. reduce_scatter: its chunk of this rank's number does
-(`schedules.chunk`); the others are left undefined. all_gather: it has that chunk, and gets the others.
-broadcast: it becomes that of the group's rank 0.
+All ranks of the group call it, with equally many elements and the same list of nodes.
+
+all_reduce: the buffer becomes the sum of all ranks' buffers. reduce_scatter: this rank's chunk does
+(`communication_schedules.chunk`); the others are left undefined. all_gather: the buffer has that chunk, and
+gets the others. broadcast: it becomes the buffer of the group's rank 0.
 """
 
 
 def follow(
     schedule: Schedule, buffer: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
 ) -> None:
-    """Do this rank's part of a schedule.
+    """Execute this rank's part of a communication schedule.
 
     Args:
+        schedule: generator of the exchanges of one rank.
         buffer: (elements,), contiguous.
-        timeout: of each message; default: the group's.
-
+        group: process group whose ranks execute the same schedule.
+        timeout: limit of each message; default: the group's.
     Raises:
-        ValueError: the buffer is no contiguous tensor of one dim.
-        WanmaError: a peer has gone or does not answer; names its rank.
+        ValueError: the buffer is no contiguous tensor of one dimension.
+        WanmaError: a peer is gone or does not answer; names its rank.
     """
     if buffer.ndim != 1 or not buffer.is_contiguous():
         raise ValueError(f"a buffer of one dim, contiguous, is exchanged in place (given: {buffer.shape})")
@@ -82,7 +84,7 @@ def _send_and_receive(
     group: dist.ProcessGroup,
     timeout: timedelta | None,
 ) -> None:
-    """Both at once, and wait until both are done."""
+    """Send and receive the two parts of an exchange at once, and wait until both are done."""
     messages: list[tuple[Part, bool, Tensor]] = []
     if exchange.received is not None and place is not None:
         messages.append((exchange.received, False, place))
@@ -141,4 +143,4 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
         "broadcast": {"tree": _following(tree_broadcast)},
     }
 )
-"""By collective and name; one more algorithm is one more line. What a backend brings itself is not here."""
+"""Algorithms by collective and name, without the backend's own; a new algorithm is one more line here."""

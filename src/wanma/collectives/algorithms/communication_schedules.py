@@ -1,10 +1,10 @@
-"""Who sends what to whom, in which order, for collectives made of messages between two ranks: pure data.
+"""Communication schedules of collectives made of point-to-point messages; pure data, no communication.
 
     for exchange in ring_all_reduce(me, ranks, elements): ...
 
-A schedule is a function of the rank, the number of ranks and the number of elements alone, so that every
-rank derives its own part and all parts fit together. Which sums are made of what, and in which order, follows
-from it too: every rank ends with the same bits, run after run.
+A schedule is a function of the rank, the number of ranks and the number of elements alone, so that every rank
+derives its own part and all parts fit together. The order of the sums follows from it, too: every rank ends
+with the same bits, run after run.
 
 Sources: rings and recursive halving and doubling as in Thakur, Rabenseifner and Gropp 2005, "Optimization of
 Collective Communication Operations in MPICH", sections 3 and 4; trees as in its section 4.4 (binomial).
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `start` to `stop` of the buffer, to or from rank `peer` of the group."""
+    """Elements `start` to `stop` of the buffer, sent to or received from rank `peer` of the group."""
 
     peer: int
     start: int
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank sends and receives at the same time; what has no elements is None.
+    """Parts that one rank sends and receives at the same time; an empty part is None.
 
     Where it does both, the two parts do not overlap or are added up.
     """
@@ -38,15 +38,18 @@ class Exchange:
     sent: Part | None
     received: Part | None
     adds: bool = False
-    """What is received is added to what is there; else it replaces that."""
+    """True if received elements are added to those in the buffer; else they replace them."""
 
 
 Schedule = Callable[[int, int, int], Iterator[Exchange]]
-"""(rank, ranks, elements) -> this rank's exchanges."""
+"""Function (rank, ranks, elements) that yields the exchanges of this rank, in order."""
 
 
 def ring_reduce_scatter(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
-    """Rank r ends with the sum of chunk r: each chunk goes around once, and every rank adds its own to it."""
+    """Yield a ring reduce-scatter: rank r ends with the sum of chunk r.
+
+    Each chunk goes around the ring once, and every rank adds its own to it.
+    """
     after, before = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
         sent = _part(after, me - step - 1, ranks, elements)
@@ -54,7 +57,7 @@ def ring_reduce_scatter(me: int, ranks: int, elements: int) -> Iterator[Exchange
 
 
 def ring_all_gather(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
-    """All ranks end with all chunks, of which rank r had chunk r."""
+    """Yield a ring all-gather: rank r has chunk r, and all ranks end with all chunks."""
     after, before = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
         sent = _part(after, me - step, ranks, elements)
@@ -62,13 +65,19 @@ def ring_all_gather(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
 
 
 def ring_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
-    """2 (n − 1) steps, and 2 (n − 1) / n of the buffer sent by each rank: the least that can be sent."""
+    """Yield a ring all-reduce: 2 (n − 1) steps, in which each rank sends 2 (n − 1) / n of the buffer.
+
+    No all-reduce sends less.
+    """
     yield from ring_reduce_scatter(me, ranks, elements)
     yield from ring_all_gather(me, ranks, elements)
 
 
 def tree_broadcast(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
-    """All ranks end with rank 0's buffer, after ⌈log₂ n⌉ steps: in each, all that have it pass it on."""
+    """Yield a binomial-tree broadcast: all ranks end with rank 0's buffer after ⌈log₂ n⌉ steps.
+
+    In each step all ranks that have the buffer pass it on.
+    """
     bit = 1 << (ranks - 1).bit_length()
     while bit := bit >> 1:
         if me % (2 * bit) == 0 and me + bit < ranks:
@@ -78,9 +87,10 @@ def tree_broadcast(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
 
 
 def tree_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
-    """Added up towards rank 0, and passed on from there: 2 ⌈log₂ n⌉ steps of the whole buffer.
+    """Yield a binomial-tree all-reduce: sum towards rank 0, then broadcast; 2 ⌈log₂ n⌉ steps.
 
-    Few steps and few messages (2 (n − 1) in all), for buffers whose time is latency.
+    Each step sends the whole buffer. Few steps and few messages (2 (n − 1) in all) suit buffers whose time is
+    latency.
     """
     bit = 1
     while bit < ranks:
@@ -94,10 +104,12 @@ def tree_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
 
 
 def halving_doubling_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
-    """Rabenseifner's: recursive halving with growing distance, and back: 2 log₂ n steps and, as in a ring,
-    2 (n − 1) / n of the buffer. The largest messages go to the nearest ranks.
+    """Yield Rabenseifner's all-reduce: recursive halving with growing distance, and back.
 
-    Of other numbers of ranks than powers of two, some give their buffer to a neighbour first and get the
+    It takes 2 log₂ n steps and, as a ring does, sends 2 (n − 1) / n of the buffer from each rank. The largest
+    messages go to the nearest ranks.
+
+    If the number of ranks is no power of two, some ranks give their buffer to a neighbour first and get the
     result last (Thakur et al. 2005, section 4.5): two more steps, of the whole buffer.
     """
     power = 1 << (ranks.bit_length() - 1)
@@ -130,8 +142,10 @@ def halving_doubling_all_reduce(me: int, ranks: int, elements: int) -> Iterator[
 
 
 def chunk(number: int, ranks: int, elements: int) -> tuple[int, int]:
-    """First element of chunk `number` of a buffer cut for `ranks`, and that after its last; as even as can
-    be."""
+    """Return the first element of chunk `number` and the one after its last.
+
+    The buffer is cut as evenly as possible into one chunk for each rank.
+    """
     return number * elements // ranks, (number + 1) * elements // ranks
 
 
@@ -144,7 +158,7 @@ def _whole(peer: int, elements: int) -> Part:
 
 
 def _exchange(sent: Part | None, received: Part | None, *, adds: bool = False) -> Iterator[Exchange]:
-    """One exchange of what is not empty; none where nothing is left."""
+    """Yield one exchange of the parts that are not empty; yield nothing if both are."""
     sent, received = sent or None, received or None  # a part without elements is false
     if sent is not None or received is not None:
         yield Exchange(sent, received, adds)

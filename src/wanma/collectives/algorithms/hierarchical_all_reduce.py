@@ -1,4 +1,4 @@
-"""All-reduce over several nodes of several ranks each: only a part of every rank's numbers leaves its node.
+"""Hierarchical all-reduce: over the ranks of each node, then between nodes, then back.
 
     scatter   within a node each rank gets the others' share of its part, and adds it up
     between   the owners of a part, one on each node, add it up over the nodes
@@ -9,8 +9,8 @@ Of B bytes a ring over n ranks takes 2 (n - 1)/n B out of every node and as much
 section 4; Chan et al. 2007, section 7). Everything is sent from rank to rank and added in the order of the
 ranks, so that the same numbers have the same sum, bit by bit, on all ranks and in every repetition.
 
-Nodes may differ in their ranks. Each cuts the bucket into as many equal parts as it has ranks; what lies
-between two cuts, of whichever nodes, has one owner on each of them.
+Nodes may have different numbers of ranks. Each cuts the bucket into as many equal parts as it has ranks; a
+segment between two neighbouring cuts, of whichever nodes, has one owner on each node.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from torch import Tensor
 from wanma.job.errors import WanmaError
 
 Nodes = Sequence[Sequence[int]]
-"""Ranks, counted within their group, by node; every rank on one node, and no node without ranks."""
+"""Ranks within the group, by node; each rank is on one node, and no node is empty."""
 
 _SCATTER, _BETWEEN, _BACK, _GATHER = range(4)
-"""Tags: a rank that is ahead sends what its peer is not yet waiting for."""
+"""Message tags of the phases; a rank that is ahead sends messages its peer does not yet wait for."""
 
 
 def sum_over_nodes(bucket: Tensor, group: dist.ProcessGroup, nodes: Nodes) -> None:
     """Sum `bucket` (elements,), contiguous, over `group`, in place; all its ranks call it alike.
 
     Args:
-        nodes: where the group's ranks are.
-
+        bucket: values of this rank; they become the sum.
+        group: process group of all ranks in `nodes`.
+        nodes: ranks of the group, by node.
     Raises:
-        ValueError: `nodes` are not those of the group's ranks.
+        ValueError: `nodes` do not hold each of the group's ranks once.
         WanmaError: a rank does not answer; names it.
     """
     if sorted(rank for node in nodes for rank in node) != list(range(group.size())):
@@ -73,16 +74,16 @@ def sum_over_nodes(bucket: Tensor, group: dist.ProcessGroup, nodes: Nodes) -> No
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a bucket that has one owner on each node."""
+    """Elements `start` to `stop` of a bucket, with one owner on each node."""
 
     start: int
     stop: int
     owners: tuple[int, ...]
-    """By node: a rank of the group."""
+    """Owner on each node, in order of the nodes, as a rank of the group."""
 
 
 def segments(elements: int, nodes: Nodes) -> list[Segment]:
-    """All runs of a bucket of so many elements, in order; each element is in one."""
+    """Return the segments of a bucket of `elements`, in order; each element is in exactly one."""
     starts = [[elements * part // len(node) for part in range(len(node))] for node in nodes]
     cuts = sorted({elements, *(start for of_node in starts for start in of_node)})
     return [
@@ -96,11 +97,11 @@ def segments(elements: int, nodes: Nodes) -> list[Segment]:
 
 
 def nodes_of(ranks: Sequence[int], ranks_by_node: Sequence[int]) -> list[list[int]]:
-    """Where the ranks of a group are, as `Nodes`.
+    """Group the ranks of a process group by node.
 
     Args:
-        ranks: of the world, in the order of the group.
-        ranks_by_node: of the world; empty: all on one node.
+        ranks: global ranks, in the order of the group.
+        ranks_by_node: number of ranks on each node of the run; empty: all are on one node.
     """
     firsts = [sum(ranks_by_node[:node]) for node in range(len(ranks_by_node))] or [0]
     found: dict[int, list[int]] = {}
@@ -110,7 +111,7 @@ def nodes_of(ranks: Sequence[int], ranks_by_node: Sequence[int]) -> list[list[in
 
 
 def _between(bucket: Tensor, shared: Segment, here: int, mail: _Mail) -> None:
-    """Add up one segment over its owners, of which this rank is the one on node `here`."""
+    """Sum one segment over its owners; this rank is the owner on node `here`."""
     count = len(shared.owners)
     if count == 1:
         return
@@ -136,19 +137,19 @@ def _between(bucket: Tensor, shared: Segment, here: int, mail: _Mail) -> None:
 
 
 def _cut(start: int, stop: int, parts: int) -> list[slice]:
-    """As even as can be."""
+    """Return `parts` slices of the range, as even as possible."""
     edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
     return [slice(first, last) for first, last in pairwise(edges)]
 
 
 def _turned(ranks: Sequence[int], me: int) -> list[int]:
-    """The others, from the next one on."""
+    """Return the other ranks in cyclic order, starting after this one."""
     at = list(ranks).index(me)
     return [*ranks[at + 1 :], *ranks[:at]]
 
 
 def _add_up(target: Tensor, parts: Sequence[Tensor]) -> None:
-    """Their sum in their order; `target` is one of them."""
+    """Write the sum of `parts`, added in their order, to `target`, which is one of them."""
     if len(parts) == 1:
         return
     total = parts[0] + parts[1]
@@ -158,7 +159,7 @@ def _add_up(target: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 class _Mail:
-    """Messages between this rank and others of a group, begun at once and waited for together."""
+    """Messages between this rank and others of a group, started at once and waited for together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -171,7 +172,7 @@ class _Mail:
                 self._under_way.append((rank, tensor, self._group.send([tensor], rank, tag)))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Tensor:
-        """Into `tensor`, which is there after `wait`."""
+        """Start to receive into `tensor`, which is complete after `wait`."""
         if tensor.numel():
             with self._told(rank):
                 self._under_way.append((rank, tensor, self._group.recv([tensor], rank, tag)))

@@ -1,7 +1,7 @@
-"""How one flat bucket of numbers is summed over a group of ranks while they go on: the one seam for it.
+"""Asynchronous all-reduce of a flat bucket, in place; the only interface that callers use for it.
 
-`Begin` is what callers see: it takes a bucket and returns at once. Torch's own all-reduce is asynchronous
-anyway (`over_group`); what is written as a plain function, step after step, runs in a thread beside the one
+Callers see `Begin`: it takes a bucket and returns at once. Torch's own all-reduce is asynchronous anyway
+(`over_group`); an algorithm written as a plain function, step after step, runs in a thread beside the one
 that computes (`InTurn`).
 """
 
@@ -21,28 +21,32 @@ from wanma.collectives.shared_memory.backend import shared_group
 
 
 class Sum(Protocol):
-    """The sum of one bucket, under way."""
+    """Handle of one bucket's all-reduce in flight."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once. May be false a while longer."""
+        """Return True if `wait` would return, or raise, at once; it may be False for a while longer."""
 
     def wait(self) -> None:
-        """Until the bucket holds the sum; raises what has gone wrong."""
+        """Wait until the bucket holds the sum; raise the error of the all-reduce."""
 
 
 Begin = Callable[[Tensor], Sum]
-"""Begin to sum a bucket (elements,), contiguous, over a group, in place.
+"""Function that starts the all-reduce of a bucket (elements,), contiguous, over a group, in place.
 
-All ranks of the group begin the same buckets in the same order, but each when it is ready: between two of
-them a rank may do anything but communicate by the same group. Until its sum is done a bucket is left alone.
+All ranks of the group start the same buckets in the same order, but each when it is ready: between two of
+them a rank may do anything but communicate over the same group. A bucket is left alone until its sum is
+complete.
 """
 
 Join = Callable[[list[Tensor]], Tensor]
-"""Put tensors (elements,) of one dtype one after the other into a new bucket."""
+"""Function that concatenates tensors (elements,) of one dtype into a new bucket."""
 
 
 def join_for(group: dist.ProcessGroup) -> Join:
-    """Where the group's ranks share memory, buckets are made in it: they are summed where they are."""
+    """Return the function that makes a group's buckets: in shared memory if its ranks share some.
+
+    A bucket in shared memory is summed in place.
+    """
     shared = shared_group(group)
 
     def join(parts: list[Tensor]) -> Tensor:
@@ -55,11 +59,11 @@ def join_for(group: dist.ProcessGroup) -> Join:
 
 
 def over_group(group: dist.ProcessGroup) -> Begin:
-    """Sums by the group's own all-reduce."""
+    """Return a function that starts the group's own all-reduce."""
 
     def begin(bucket: Tensor) -> Sum:
         work: dist.Work | None = dist.all_reduce(bucket, group=group, async_op=True)
-        assert work is not None  # what is asynchronous has a handle
+        assert work is not None  # an asynchronous call returns a handle
         return _Work(work)
 
     return begin
@@ -77,10 +81,10 @@ class _Work:
 
 
 class InTurn:
-    """Sums by a function that waits for other ranks, one bucket after the other, in a thread of its own.
+    """All-reduce by a blocking function, one bucket after the other, in a thread of its own.
 
-    That of wanma's own algorithms: they send from rank to rank and add up in between. Waiting leaves Python's
-    lock alone, and so does adding.
+    The function is one of wanma's own algorithms, which send from rank to rank and add in between. Waiting
+    releases Python's lock, and so does adding.
 
     Args:
         function: sums a bucket in place; called in the order of the buckets.
@@ -95,7 +99,7 @@ class InTurn:
         turn = _Turn(bucket)
         self._waiting.put(turn)
         if self._thread is None:
-            # A daemon: a rank whose peers are gone does not wait for them before it ends.
+            # A daemon thread: a rank whose peers are gone does not wait for them before it exits.
             self._thread = threading.Thread(target=self._run, daemon=True, name="wanma-sums")
             self._thread.start()
         return turn

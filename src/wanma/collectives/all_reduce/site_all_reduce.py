@@ -1,8 +1,9 @@
-"""Sums over a few ranks with slow links between them, begun now and waited for later.
+"""Asynchronous all-reduce between sites, optionally quantised.
 
-Whole, they are an all-reduce. Rounded, every rank sends what it rounded to all others, and each adds up what
-all sent, in the order of the ranks and in full precision: a sum of rounded numbers is not rounded again, and
-is the same on every rank. That is what a gather costs, which for two ranks is what an all-reduce does.
+Without compression it is a plain all-reduce. Quantised, every rank sends its encoded values to all others,
+and each adds up all of them, in the order of the ranks and in full precision: a sum of rounded numbers is not
+rounded again, and is the same on every rank. The cost is that of an all-gather, which for two ranks equals
+that of an all-reduce.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from wanma.collectives.compression.quantized import Codec
 from wanma.job.sections.parallel import OuterCompression
 
 CODECS: dict[OuterCompression, Codec] = {"bf16": BFloat16(), "int8": BlockwiseInt8()}
-"""What numbers are rounded to; all others travel whole."""
+"""Codec of each compression; a compression without one sends the values as they are."""
 
 
 class Sum:
-    """One sum under way.
+    """Handle of one sum in flight.
 
     Args:
         flat: (n,) floating point, of this rank; it becomes the sum, and is not to be touched until then.
-        group: all of its ranks make the same sums in the same order.
-        compression: what numbers are rounded to before they are sent.
+        group: process group; all of its ranks make the same sums in the same order.
+        compression: format that values are rounded to before they are sent.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Sum:
             self._work = dist.all_reduce(flat, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """(n,) the sum over the ranks; a second call returns it again."""
+        """Wait for the sum over the ranks and return it, (n,); a second call returns it again."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,8 +1,8 @@
-"""Parameter gathering and gradient scattering over Gloo, in the form FSDP2 takes.
+"""FSDP2's all-gather and reduce-scatter made of Gloo's point-to-point messages.
 
-Gloo's own all-gather and reduce-scatter of large tensors are two to four times slower than the
-same bytes sent point to point, so these send each rank its part directly. Sums are taken in rank
-order on every rank, so that results do not depend on arrival.
+Gloo's own all-gather and reduce-scatter of large tensors are two to four times slower than the same bytes
+sent point to point, so these send each rank its part directly. Sums are taken in rank order on every rank, so
+that results do not depend on arrival.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from wanma.collectives.timing.communication_timer import Stopwatch
 
 _GATHER, _SCATTER = 0, 1
-"""Tags: a gather that was asked for ahead is under way beside a scatter."""
+"""Message tags; a gather that was started ahead is in flight beside a scatter."""
 
 
 class _Allocation:
-    """FSDP2 asks its communication object for buffers."""
+    """Base of FSDP2's communication objects: allocates the buffers that FSDP2 requests."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -33,11 +33,12 @@ class _Allocation:
 
 
 class GlooAllGather(_Allocation, AllGather):
-    """Gather equal parts: `input_tensor` (part,) is this rank's slice of `output_tensor` (ranks × part,).
+    """All-gather of equal parts: `input_tensor` (part,) is a slice of `output_tensor` (ranks × part,).
 
     Args:
-        ahead: begin when asked and wait when FSDP2 needs the whole: what it asks for ahead of use, as a
-            block's parameters beside the backward of the block after it, then travels meanwhile.
+        stopwatch: timer of the communication.
+        ahead: begin when called and wait when FSDP2 needs the whole: parameters that FSDP2 requests before
+            their use, as a block's beside the backward of the block after it, then travel meanwhile.
     """
 
     def __init__(self, stopwatch: Stopwatch, *, ahead: bool = False) -> None:
@@ -68,7 +69,7 @@ class GlooAllGather(_Allocation, AllGather):
 
 
 class _Gathering(dist.Work):
-    """A gather under way; keeps the memory that it reads and writes."""
+    """Handle of an all-gather in flight; keeps the memory that it reads and writes."""
 
     def __init__(self, works: list[dist.Work], whole: Tensor, stopwatch: Stopwatch) -> None:
         super().__init__()
@@ -88,10 +89,10 @@ class _Gathering(dist.Work):
 
 
 class UnshardedReduce(_Allocation, ReduceScatter):
-    """For a single shard, where the reduce-scatter's input already is its output.
+    """Reduce-scatter over a single shard, whose input already is its output.
 
-    FSDP2 asks for a buffer for each and copies from one to the other; given the same buffer twice,
-    the copy is nothing. The stopwatch starts here for the replicas' all-reduce that follows.
+    FSDP2 requests a buffer for each and copies from one to the other; given the same buffer twice, the copy
+    is nothing. The timer starts here for the replicas' all-reduce that follows.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -110,7 +111,7 @@ class UnshardedReduce(_Allocation, ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,  # noqa: ARG002  # nobody to talk to
+        group: dist.ProcessGroup,  # noqa: ARG002  # a single rank
         op: Any,  # noqa: ARG002
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
@@ -118,7 +119,8 @@ class UnshardedReduce(_Allocation, ReduceScatter):
 
 
 class GlooReduceScatter(_Allocation, ReduceScatter):
-    """Sum parts: `output_tensor` (part,) is the sum over ranks of their slice for this rank."""
+    """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of all ranks' slices for this rank.
+    """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._stopwatch.start(time.perf_counter())

@@ -1,8 +1,8 @@
-"""Parameter gathering and gradient scattering over shared memory, in the form FSDP2 takes.
+"""FSDP2's all-gather and reduce-scatter over shared memory.
 
-FSDP2 asks whoever communicates for its buffers: here they come out of the memory that the ranks share, so
-that a part goes straight from where one rank has it to where the other wants it, and a sum is made straight
-from what all have.
+FSDP2 requests its buffers from its communication object: here they come out of the memory that the ranks
+share, so that a part is copied directly from one rank's buffer to another's, and a sum is computed directly
+from the buffers of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wanma.collectives.timing.communication_timer import Stopwatch
 
 
 class SharedAllGather(AllGather):
-    """Gather equal parts: `input_tensor` (part,) is this rank's slice of `output_tensor` (ranks × part,)."""
+    """All-gather of equal parts: `input_tensor` (part,) is a slice of `output_tensor` (ranks × part,)."""
 
     def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
         self._stopwatch, self._group = stopwatch, group
@@ -43,7 +43,8 @@ class SharedAllGather(AllGather):
 
 
 class SharedReduceScatter(ReduceScatter):
-    """Sum parts: `output_tensor` (part,) is the sum over ranks of their slice for this rank."""
+    """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of all ranks' slices for this rank.
+    """
 
     def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
         self._stopwatch, self._group = stopwatch, group
@@ -84,6 +85,6 @@ def _allocate(group: SharedGroup, size: Any, dtype: torch.dtype, device: torch.d
 
 
 def _at_once(options: Any) -> Any:
-    """Whoever calls waits for it."""
+    """Return the options with `asyncOp` off: the caller waits for the result."""
     options.asyncOp = False
     return options

@@ -1,8 +1,8 @@
-"""What the time of a collective says of the links: bandwidths by the definitions of nccl-tests.
+"""Algorithm and bus bandwidth of a timed collective, by the definitions of nccl-tests.
 
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: algorithm bandwidth is the size over the
-time; bus bandwidth multiplies it by what share of the size each rank has to send or receive at least, so that
-it can be held against the speed of the link, whatever the number of ranks. Pure functions, without torch.
+time; bus bandwidth multiplies it by the share of the size that each rank has to send or receive at least, so
+that it compares with the speed of the link, whatever the number of ranks. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -20,40 +20,42 @@ BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
         "broadcast": lambda ranks: 1.0,  # noqa: ARG005
     }
 )
-"""Bus bandwidth over algorithm bandwidth, by the number of ranks."""
+"""Bus bandwidth over algorithm bandwidth, dimensionless, as a function of the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective, by one algorithm, of one size."""
+    """Measured time of one collective, by one algorithm, of one size."""
 
     collective: str
-    """A key of `BUS_FACTORS`."""
+    """Name of the collective: a key of `BUS_FACTORS`."""
     algorithm: str
-    """'backend', or a name of `algorithms.ALGORITHMS`, or 'direct'."""
+    """Name of the algorithm: 'backend', a key in `ALGORITHMS`, or 'direct'."""
     dtype: str
     ranks: int
     nodes: int
     size_bytes: int
-    """all_reduce, broadcast, all_to_all: of one rank's buffer; all_gather, reduce_scatter: of the whole."""
+    """Size of one rank's buffer, or, for all_gather and reduce_scatter, of all ranks' parts together."""
     seconds: float
-    """Of one run on the slowest rank."""
+    """Time of one run on the slowest rank."""
     limit_bytes_per_second: float
-    """Of the link in one direction, measured in the same run with messages of this size."""
+    """Bandwidth of the link in one direction, measured in the same run with messages of this size."""
     forecast_seconds: float | None = None
-    """What forecasts took it to last, before this measurement; None where they do not know it."""
+    """Time that the forecast gave before this measurement; None for a collective that forecasts do not know.
+    """
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second."""
+        """Size over time, in bytes per second."""
         return self.size_bytes / self.seconds
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second."""
+        """Algorithm bandwidth times the bus factor, in bytes per second; comparable with a link's bandwidth.
+        """
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
     @property
     def share_of_limit(self) -> float:
-        """Bus bandwidth over the link's."""
+        """Bus bandwidth over the link's bandwidth, from 0 to about 1."""
         return self.bus_bandwidth / self.limit_bytes_per_second

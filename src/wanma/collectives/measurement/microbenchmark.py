@@ -1,8 +1,8 @@
-"""Time of collectives over a process group, measured: the one place where that is done.
+"""Microbenchmark of collectives over a process group; the only place where they are timed.
 
-Each is run as the runtime runs it: on a CPU the parameters' gathers and gradients' scatters go over memory
-that the ranks share, or point to point (`gloo`), those of tensor parallelism by the backend's own operators.
-Beside that, each can be run by another algorithm (`algorithms`).
+Each collective runs as training runs it: on a CPU, all-gathers of parameters and reduce-scatters of gradients
+go over memory that the ranks share, or point to point (`collectives.fsdp`); those of tensor parallelism use
+the backend's own operators. Each can also be run by another algorithm (`collectives.algorithms`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Collective = Literal[
     "send",
 ]
 Timed = Collective | Literal["broadcast"]
-"""What can be timed: what training uses, and what a benchmark shows beside it."""
+"""Name of a collective that can be timed: those of training, and broadcast, which a benchmark shows."""
 
 COLLECTIVES: tuple[Collective, ...] = (
     "all_reduce",
@@ -45,12 +45,14 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all_to_all",
     "send",
 )
-"""That training uses, and forecasts know. all_gather, reduce_scatter: of sharded parameters and gradients.
-tensor_gather, tensor_scatter: those of activations under sequence parallelism. send: every rank to the next
-one, all at once."""
+"""Collectives that training uses and forecasts know.
+
+all_gather, reduce_scatter: of sharded parameters and gradients. tensor_gather, tensor_scatter: of activations
+under sequence parallelism. send: every rank to the next one, all at once.
+"""
 
 BACKEND = "backend"
-"""The algorithm that is the backend's own choice."""
+"""Name of the backend's own algorithm."""
 
 
 def collective_seconds(
@@ -64,17 +66,20 @@ def collective_seconds(
     algorithm: str = BACKEND,
     nodes: Nodes = (),
 ) -> float:
-    """Run one collective back to back for about `seconds`; all ranks of `group` call it alike.
+    """Measure one collective, run back to back for about `seconds`; all ranks of `group` call it alike.
 
     Args:
-        buffer_bytes: of all_reduce, all_to_all, send and broadcast: one rank's buffer; of the others the
-            whole, of which each rank has a part. Rounded up to whole elements of `dtype` for every rank.
+        collective: name of the collective.
+        buffer_bytes: size of one rank's buffer (all_reduce, all_to_all, send, broadcast) or of the whole, of
+            which each rank has a part (the others). Rounded up to whole elements of `dtype` for every rank.
+        group: process group of at least two ranks.
+        device: device of the buffers.
+        seconds: time to fill with runs.
+        dtype: data type of the elements.
         algorithm: 'backend', or one of `ALGORITHMS[collective]`.
-        nodes: where the ranks are, for algorithms that mind; default: on one.
-
+        nodes: ranks of the group by node, for algorithms that need them; default: all on one node.
     Returns:
-        seconds of one run on the slowest rank; the same on all of them.
-
+        Seconds of one run on the slowest rank; the same on all ranks.
     Raises:
         ValueError: the group has a single rank, or the buffer no bytes.
     """
@@ -90,16 +95,17 @@ def collective_seconds(
 
 
 def rounded_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
-    """`buffer_bytes`, rounded up to whole elements of `dtype` for every rank."""
+    """Round `buffer_bytes` up to whole elements of `dtype` for every rank."""
     return math.ceil(buffer_bytes / dtype.itemsize / ranks) * ranks * dtype.itemsize
 
 
 def copy_seconds(
     buffer_bytes: int, group: dist.ProcessGroup, device: torch.device, seconds: float = 0.05
 ) -> float:
-    """As `collective_seconds`, of copying a buffer within the device's memory, all ranks at once.
+    """Measure a copy of a buffer within the device's memory, on all ranks at once, in seconds on the slowest.
 
-    What ranks of one host exchange goes through its memory once at least: this is the limit of their links.
+    Everything that ranks of one host exchange crosses its memory at least once, so this is the limit of their
+    links.
     """
     ours = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
     theirs = torch.empty_like(ours)
@@ -109,7 +115,7 @@ def copy_seconds(
 def _repeated(
     run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, seconds: float
 ) -> float:
-    """Seconds of one of the runs that fill `seconds`, on the slowest rank."""
+    """Return the seconds of one run on the slowest rank, measured over runs that fill `seconds`."""
     run()  # connections are made at their first use
     once = _slowest(_timed(run, 1, device), group, device)
     return _slowest(_timed(run, max(1, int(seconds / max(once, 1e-9))), device), group, device)
@@ -122,7 +128,7 @@ def _slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def _timed(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds of one of `repeats` runs."""
+    """Return the seconds of one run, averaged over `repeats` runs."""
     _finish(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -143,7 +149,7 @@ def _runner(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Callable[[], None]:
-    """What runs it as the runtime does."""
+    """Return a function that runs the collective as training does."""
     ranks, me = group.size(), group.rank()
     # Zeros: however often they are added up, they stay what they are.
     whole = torch.zeros(elements, device=device, dtype=dtype)
@@ -183,7 +189,8 @@ def _runner(
 def _of_parameters(
     collective: Timed, whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """As FSDP2 runs them here: into and out of buffers that they give it."""
+    """Return a function that gathers or scatters as FSDP2 does here: in buffers of its communication object.
+    """
     shared = shared_group(group)
     if collective == "all_gather":
         gather = GlooAllGather(Stopwatch()) if shared is None else SharedAllGather(Stopwatch(), shared)
@@ -200,5 +207,5 @@ def _of_parameters(
 
 
 def _wait(work: dist.Work | None) -> None:
-    assert work is not None  # what is asynchronous has a handle
+    assert work is not None  # an asynchronous call returns a handle
     work.wait()

@@ -1,7 +1,7 @@
-"""The links between the nodes of a run: how long a message takes, and how many bytes pass in a second.
+"""Measurement of the links between the nodes of a run: latency and bandwidth of each.
 
-One rank of each node sends to the next node's and hears from the one before, all at once: so each link is
-measured in one direction, under the load that a ring all-reduce puts on it, in a few tenths of a second.
+One rank of each node sends to the next node's and receives from the previous one's, all at once. Each link is
+thus measured in one direction, under the load of a ring all-reduce, in a few tenths of a second.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch.distributed as dist
 from wanma.job.errors import WanmaError
 
 DEADLINE_SECONDS = 10.0
-"""A link over which nothing comes for so long is none."""
+"""Time after which a link that delivers nothing counts as broken."""
 HOPS = 10
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 24
 PASS_SECONDS = 0.1
-"""How long the larger message is to take over the slowest link."""
+"""Time that the larger message is to take over the slowest link."""
 SLOW_FACTOR = 3.0
-"""A link is slow that has so many times less bandwidth, or so many times more latency, than half of all."""
+"""Ratio to the median bandwidth or latency from which a link counts as slow."""
 LATENCY_SECONDS = 0.001
-"""Differences of latency below this do not matter."""
+"""Difference of latency, in seconds, below which a link does not count as slow."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """From one node to the next, in order of nodes; the last one's next is the first."""
+    """Measured link from one node to the next, in order of nodes; the first follows the last."""
 
     source: int
     target: int
@@ -46,8 +46,11 @@ class Link:
 
 
 def measure_links(rank: int, ranks_by_node: Sequence[int]) -> list[Link]:
-    """Measure every link; all ranks call it, and get the same.
+    """Measure every link; all ranks call it, and all get the same links.
 
+    Args:
+        rank: global rank of the caller.
+        ranks_by_node: number of ranks on each node.
     Raises:
         WanmaError: nothing comes over a link.
     """
@@ -74,7 +77,7 @@ def measure_links(rank: int, ranks_by_node: Sequence[int]) -> list[Link]:
 
 
 def slow_links(links: Sequence[Link]) -> list[Link]:
-    """Those that stand out from the others; of fewer than three, none does."""
+    """Return the links that are much slower than the median; none of fewer than three."""
     if len(links) < 3:
         return []
     latency = median(link.latency_seconds for link in links)
@@ -88,9 +91,9 @@ def slow_links(links: Sequence[Link]) -> list[Link]:
 
 
 def slow_nodes(links: Sequence[Link]) -> list[int]:
-    """Nodes of which both links are slow, of which therefore the node is the cause, where others are well.
+    """Return the nodes whose links on both sides are slow while most other links are not.
 
-    Two neighbours whose three links are slow are both named.
+    The node is then the cause. Two neighbours whose three links are slow are both named.
     """
     slow = slow_links(links)
     if len(links) < 4 or 2 * len(slow) > len(links):
@@ -99,7 +102,10 @@ def slow_nodes(links: Sequence[Link]) -> list[int]:
 
 
 def _pass_on(firsts: Sequence[int], node: int, size: int, times: int) -> float:
-    """Seconds of `times` messages of `size` bytes, in turn: from the node before, and to the one after."""
+    """Return the seconds of `times` messages of `size` bytes around the ring of nodes.
+
+    Each is received from the previous node and sent to the next.
+    """
     after, before = (node + 1) % len(firsts), (node - 1) % len(firsts)
     ours, theirs = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Where communication takes a rank's time: what it waited for, and what was under way, by kind of axis.
+"""Timer of exposed and total communication time, in seconds, by kind of parallelism.
 
-What is under way while the rank computes is hidden; what it waits for is exposed. Both are read off the
-host's clock, which tells them on CPUs alone: a GPU's host runs ahead of what it has asked for.
+Communication that is in flight while the rank computes is hidden; a rank's waits for it are exposed. Both are
+read off the host's clock, which is right on CPUs alone: the host of a GPU runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["data", "tensor", "context", "expert", "pipeline"]
-"""Axes. `pipeline`: messages of other stages, and the work that these still have to do."""
+"""Kind of parallelism that communicates; `pipeline` includes the work that other stages still have to do."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds by kind, of those kinds of which there was any."""
+    """Communication time by kind, in seconds; kinds without communication are absent."""
 
     waited: dict[str, float]
-    """In which the rank did nothing else."""
+    """Exposed time, in seconds: the rank did nothing but wait."""
     under_way: dict[str, float]
-    """In which something of the kind was under way, hidden or not: at least what was waited."""
+    """Time in flight, in seconds, hidden or exposed: at least as long as the exposed time."""
 
 
 class Stopwatch:
-    """Adds up seconds of communication; `take` hands them over and starts anew.
+    """Timer that adds up seconds of communication; `take` returns the totals and restarts them.
 
-    What is under way counts once, however many messages it is. Its end is seen when the rank looks for it, in
-    the hooks between two operators of a backward or when it waits, and so is at most that much too late.
+    Messages of one kind in flight at the same time count once. Their end is noticed when the rank looks for
+    it, in the hooks between two operators of a backward or when it waits, and is late by at most that much.
     """
 
     def __init__(self) -> None:
         self._waited: dict[str, float] = {}
         self._under_way: dict[str, float] = {}
         self._open: dict[str, tuple[int, float]] = {}
-        """Of each kind that is under way: how many times it began, and since when it is."""
+        """Kinds in flight: number of `begin` without `end`, and the time of the first."""
         self._started: float | None = None
         self.waited_seconds = 0.0
-        """Of all kinds, since the beginning."""
+        """Exposed time of all kinds since the start, in seconds; `take` does not reset it."""
         self.waits_now = 0
-        """How many `waiting` it is inside of."""
+        """Number of `waiting` contexts that are open."""
 
     @property
     def is_busy(self) -> bool:
-        """True while something is under way; may be asked by another thread."""
+        """True if communication is in flight; other threads may read it."""
         return bool(self._open)
 
     def begin(self, kind: Kind, now: float) -> None:
-        """Something begins to be under way, beside whatever the rank does."""
+        """Note that communication of a kind starts, beside the rank's own work."""
         count, since = self._open.get(kind, (0, now))
         self._open[kind] = count + 1, since
 
     def end(self, kind: Kind, now: float) -> None:
-        """As often as `begin`."""
+        """Note that communication of a kind ends; called once for each `begin`."""
         count, since = self._open[kind]
         if count > 1:
             self._open[kind] = count - 1, since
@@ -65,25 +65,25 @@ class Stopwatch:
         self._under_way[kind] = self._under_way.get(kind, 0.0) + now - since
 
     def waited(self, kind: Kind, seconds: float) -> None:
-        """The rank did nothing else for so long; what it waited for has had its `begin` and `end`."""
+        """Add exposed time of communication that has its own `begin` and `end`."""
         self._waited[kind] = self._waited.get(kind, 0.0) + seconds
         self.waited_seconds += seconds
 
     def exposed(self, kind: Kind, seconds: float) -> None:
-        """As `waited`, of what nobody saw begin and end."""
+        """Add exposed time of communication without `begin` and `end`; it counts as in flight, too."""
         self.waited(kind, seconds)
         self._under_way[kind] = self._under_way.get(kind, 0.0) + seconds
 
     def waiting(self, kind: Kind) -> Waiting:
-        """A context manager around what neither begins before nor goes on after."""
+        """Return a context manager around communication that starts and ends inside it."""
         return Waiting(self, kind)
 
     def start(self, now: float) -> None:
-        """The rank begins to wait for other data ranks; a second start overrules the first."""
+        """Start the wait for other data ranks; a second start replaces the first."""
         self._started = now
 
     def stop(self, now: float) -> None:
-        """It has them."""
+        """End the wait that `start` began and add it as exposed data-parallel communication."""
         if self._started is not None:
             self.begin("data", self._started)
             self.end("data", now)
@@ -91,7 +91,7 @@ class Stopwatch:
             self._started = None
 
     def take(self) -> Spent:
-        """Seconds since the last call; what is under way now goes on, and its part so far is included."""
+        """Return the seconds since the last call; communication in flight counts up to now and goes on."""
         now = time.perf_counter()
         for kind, (count, since) in self._open.items():
             self._under_way[kind] = self._under_way.get(kind, 0.0) + now - since
@@ -102,12 +102,12 @@ class Stopwatch:
 
 
 _current: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
-"""For what is called from inside of a model, to which nobody can hand a stopwatch."""
+"""Timer of the calls inside a model, where no argument can carry one."""
 
 
 @contextmanager
 def watching(stopwatch: Stopwatch) -> Iterator[None]:
-    """Let `waiting` tell `stopwatch` what is waited for inside, in this thread."""
+    """Direct the waits of `waiting`, inside this context and thread, to a timer."""
     token = _current.set(stopwatch)
     try:
         yield
@@ -116,18 +116,18 @@ def watching(stopwatch: Stopwatch) -> Iterator[None]:
 
 
 def waiting(kind: Kind) -> Waiting:
-    """A context manager around a wait for other ranks in the middle of a model; not for compiled code."""
+    """Return a context manager around a wait for other ranks inside a model; not for compiled code."""
     return Waiting(_current.get(), kind)
 
 
 def is_told() -> bool:
-    """Whether what is waited for now is inside of a `waiting` that counts it."""
+    """Return True inside a `waiting` context that counts the present wait."""
     stopwatch = _current.get()
     return stopwatch is not None and stopwatch.waits_now > 0
 
 
 class Flight:
-    """Messages that begin in the middle of a model and are waited for later; not for compiled code."""
+    """Messages that start inside a model and are waited for later; not for compiled code."""
 
     def __init__(self, kind: Kind) -> None:
         self._stopwatch, self._kind = _current.get(), kind
@@ -135,7 +135,7 @@ class Flight:
             self._stopwatch.begin(kind, time.perf_counter())
 
     def wait(self, wait: Callable[[], object]) -> None:
-        """Call `wait`, once, and count it."""
+        """Call `wait`, once, and add its time."""
         began = time.perf_counter()
         wait()
         if self._stopwatch is not None:
@@ -145,10 +145,12 @@ class Flight:
 
 
 class Waiting:
-    """A class rather than a generator: entering and leaving costs a microsecond.
+    """Context manager that times one wait for other ranks.
+
+    A class rather than a generator: entering and leaving costs a microsecond.
 
     Args:
-        stopwatch: None: nobody wants to know.
+        stopwatch: timer that gets the time; None: the wait is not timed.
     """
 
     __slots__ = ("_began", "_kind", "_stopwatch")

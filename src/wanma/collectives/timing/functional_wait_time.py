@@ -1,7 +1,7 @@
-"""How long this process has waited in torch's functional collectives on CPUs.
+"""Time that this process has waited in torch's functional collectives on CPUs, in seconds.
 
-Tensor, context and expert parallelism exchange within forward and backward. Of a rank's time there, what it
-waited is the others' and the rest its own. What is waited for in another way tells a `Stopwatch`.
+Tensor, context and expert parallelism communicate within forward and backward. A rank's waits there are the
+other ranks' time, the rest is its own. Waits outside functional collectives are told to a `Stopwatch`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from wanma.collectives.timing.communication_timer import is_told
 
 @dataclass
 class Waits:
-    """Of one process."""
+    """Total wait time of one process."""
 
     seconds: float = 0.0
-    """So far."""
+    """Wait time so far, in seconds."""
 
 
 def waits() -> Waits:
-    """The process's one clock of waiting."""
+    """Return the wait time of this process, a single object."""
     found, _ = _timed()
     return found
 
 
 @cache
 def _timed() -> tuple[Waits, Library]:
-    """Replace the operator by which all functional collectives are waited for: DTensors, tensor and expert
-    parallelism and compiled code call it, eager or not, forward and backward.
+    """Replace the operator by which all functional collectives are waited for, and return its total.
 
-    torch has one kernel of it for all devices. It is called as of a device that is not this one, or the call
-    would come back here.
+    DTensors, tensor and expert parallelism and compiled code call it, eager or not, forward and backward.
+
+    torch has one kernel of it for all devices. The replacement calls that kernel under the dispatch key of
+    another device, or the call would come back here.
     """
     found, library = Waits(), Library("_c10d_functional", "IMPL")
     operator = torch.ops._c10d_functional.wait_tensor.default
@@ -48,7 +49,7 @@ def _timed() -> tuple[Waits, Library]:
         try:
             waited: Tensor = operator.redispatch(elsewhere, tensor)
         finally:
-            if not told:  # who called this counts it
+            if not told:  # the caller counts it
                 found.seconds += time.perf_counter() - began
         return waited
 
