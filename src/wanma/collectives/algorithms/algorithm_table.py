@@ -53,6 +53,7 @@ def follow(
         buffer: (elements,), contiguous.
         group: process group whose ranks execute the same schedule.
         timeout: limit of each message; default: the group's.
+
     Raises:
         ValueError: the buffer is no contiguous tensor of one dimension.
         WanmaError: a peer is gone or does not answer; names its rank.

@@ -41,6 +41,7 @@ def sum_over_nodes(bucket: Tensor, group: dist.ProcessGroup, nodes: Nodes) -> No
         bucket: values of this rank; they become the sum.
         group: process group of all ranks in `nodes`.
         nodes: ranks of the group, by node.
+
     Raises:
         ValueError: `nodes` do not hold each of the group's ranks once.
         WanmaError: a rank does not answer; names it.

@@ -1,4 +1,4 @@
-"""What goes through a compressed exchange, and what stays behind from one to the next."""
+"""Tensors of a bucket as compressors take them, their error feedback, and the collectives on them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,44 @@ from torch import Tensor
 from wanma.collectives.compression.overlap import Steps, begun
 
 ALIGNMENT = 256
-"""Elements that tensors are laid beside each other by: no block of a scale of its own has parts of two."""
+"""Multiple of elements at which tensors start in a buffer, so that no block with a scale spans two."""
 TOGETHER_ELEMENTS = 1 << 21
-"""Most elements that are made smaller in one go. That takes a few times 8 MB beside the gradients, for each
-of those in flight; with fewer a network's latency would count for more than its bandwidth."""
+"""Most elements that are compressed at once.
+
+That takes a few times 8 MB beside the gradients, for each of the sums in flight; with fewer elements the
+network's latency would matter more than its bandwidth.
+"""
 
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The second name is the older one: torch 2.13 warns of it, 2.11 knows no other."""
+"""All-gather of one tensor; the second name is the older one: torch 2.13 warns of it, 2.11 has no other."""
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Likewise."""
+"""Reduce-scatter of one tensor, by its new or old name, as `all_gather`."""
 
 
 @dataclass
 class Memory:
-    """What one rank keeps of one tensor."""
+    """State of compression that one rank keeps for one tensor between steps."""
 
     error: Tensor | None = None
-    """(destinations, length) fp32: what exchanges so far have left out of this rank's gradients."""
+    """Error feedback, (destinations, length) fp32: values that sums so far left out of the gradients."""
     q: Tensor | None = None
-    """(columns, rank) fp32, PowerSGD: where the next exchange begins. The same on all ranks of the group."""
+    """PowerSGD's Q, (columns, rank) fp32: start of the next sum; the same on all ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor's part of a bucket."""
+    """Part of a bucket that belongs to one tensor."""
 
     values: Tensor
-    """(destinations, length) fp32: this rank's gradient. One destination where all ranks get all of the sum,
-    which is written here; else a row for each rank's shard."""
+    """Gradient of this rank, (destinations, length) fp32.
+
+    One destination if all ranks get the whole sum, which is written here; else one row for each rank's shard.
+    """
     result: Tensor | None = None
-    """(length,): where the sum of this rank's shard goes, with several destinations."""
+    """Buffer (length,) for the sum of this rank's shard, with several destinations; None: `values` is."""
     columns: int = 1
-    """Elements of one row of the tensor as a matrix; they divide `length`."""
+    """Elements in one row of the tensor as a matrix; they divide `length`."""
     memory: Memory | None = None
 
     @property
@@ -55,30 +60,30 @@ class Piece:
 
     @property
     def error(self) -> Tensor:
-        assert self.memory is not None  # methods that leave something out have one
+        assert self.memory is not None  # lossy compressors have one
         assert self.memory.error is not None
         return self.memory.error
 
     @property
     def q(self) -> Tensor:
-        assert self.memory is not None  # PowerSGD begins where it ended
+        assert self.memory is not None  # PowerSGD starts from its last result
         assert self.memory.q is not None
         return self.memory.q
 
     def put(self, total: Tensor) -> None:
-        """Write the (length,) sum where it belongs."""
+        """Write the sum, (length,), to the result, or to the values if every rank gets it."""
         (self.values[0] if self.result is None else self.result).copy_(total)
 
 
 class Method(Protocol):
-    """One way to sum. Every rank of the group calls it with pieces of the same sizes, in the same order.
+    """Compressor: sums the tensors of a bucket over ranks in fewer bytes than the gradients have.
 
-    What comes back is for `in_flight.together`: sums of parts of the pieces, each of which returns the bytes
-    that this rank sends.
+    Every rank of the group calls it with pieces of the same sizes, in the same order. It returns sums of
+    parts of the pieces, to be run by `overlap.together`; each of them returns the bytes that this rank sends.
     """
 
     waits: int
-    """Of each sum of an all-reduce."""
+    """Number of waits in each sum of an all-reduce."""
 
     def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
         """Put the sum over the ranks into each piece's values."""
@@ -89,7 +94,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class Slice:
-    """Columns of a piece, and where they lie in a buffer with others'."""
+    """Columns `start` to `stop` of a piece, and their offset in a buffer shared with other slices."""
 
     piece: Piece
     start: int
@@ -102,7 +107,11 @@ class Slice:
 
 
 def runs(pieces: Sequence[Piece], destinations: int) -> Iterator[list[Slice]]:
-    """All of the pieces in slices, each on a multiple of `ALIGNMENT`, of `TOGETHER_ELEMENTS` at most."""
+    """Yield runs of slices that cover all pieces.
+
+    Each slice starts at a multiple of `ALIGNMENT`; a run has at most `TOGETHER_ELEMENTS` over all
+    destinations.
+    """
     most = max(TOGETHER_ELEMENTS // destinations // ALIGNMENT, 1) * ALIGNMENT
     run: list[Slice] = []
     width = 0
@@ -121,7 +130,7 @@ def runs(pieces: Sequence[Piece], destinations: int) -> Iterator[list[Slice]]:
 
 
 def width_of(run: Sequence[Slice]) -> int:
-    """Elements of a buffer for one destination."""
+    """Return the elements of a run's buffer, for one destination."""
     last = run[-1]
     return last.offset + aligned(last.stop - last.start)
 
@@ -131,14 +140,14 @@ def aligned(elements: int) -> int:
 
 
 def gather(part: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
-    """Every rank's part, of as many elements each: (elements,) → (ranks, elements)."""
+    """All-gather every rank's part, of equal size: (elements,) → (ranks, elements)."""
     whole = part.new_empty(group.size() * part.numel())
     yield begun(all_gather(whole, part, group=group, async_op=True))
     return whole.view(group.size(), -1)
 
 
 def exchange(rows: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
-    """Every rank's row for this one, in the order of the ranks: (ranks, width) → (ranks, width)."""
+    """Exchange rows all-to-all: (ranks, width) → every rank's row for this one, (ranks, width), by rank."""
     received = torch.empty_like(rows)
     yield begun(dist.all_to_all_single(received, rows, group=group, async_op=True))
     return received

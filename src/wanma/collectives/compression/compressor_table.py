@@ -1,4 +1,4 @@
-"""The methods by the names that a job file gives them."""
+"""Table of compressors by the names that a job file gives them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from wanma.collectives.compression.uncompressed import Whole
 from wanma.job.sections.parallel import Compression
 
 KEEP_ERRORS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
-"""Those that add to the next gradient what they left out of the last."""
+"""Compressions with error feedback: values that they leave out are added to the next gradient."""
 
 
 def method_of(name: Compression, share: float, native: Path | None = None) -> Method:
-    """
+    """Return the compressor of a name.
+
     Args:
-        share: of each tensor's elements, what 'topk' sends.
-        native: `blockwise.SOURCE`, compiled; None where it is not.
+        name: compression as the job file names it.
+        share: fraction of each tensor's elements that 'topk' sends, in (0, 1].
+        native: `int8_codec.SOURCE`, compiled; None: it is not compiled.
     """
     methods: dict[Compression, Method] = {
         "nothing": Whole(),

@@ -1,6 +1,9 @@
-"""Gradients in 16 bits. Both are codecs of `two_phase`: sums are made in fp32, so that what is lost does not
-grow with the number of ranks; each element is rounded twice, on its way to whoever sums it and back. Rounding
-to nearest has no bias to speak of, and nothing is kept of it."""
+"""Codecs of 16 bits: bf16, and fp16 with a scale for each block.
+
+Both are codecs of `quantized`: sums are made in fp32, so that the loss does not grow with the number of
+ranks; each element is rounded twice, on its way to the rank that sums it and back. Rounding to nearest has no
+bias to speak of, so no error feedback is kept.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from wanma.collectives.compression.bucket_tensors import ALIGNMENT
 from wanma.collectives.compression.quantized import Codec
 
 _TOP = 15
-"""Blocks are scaled to below 2^15; fp16 overflows at 2^16."""
+"""Exponent that blocks are scaled to: they stay below 2^15; fp16 overflows at 2^16."""
 
 
 class BFloat16(Codec):
-    """8 bits of exponent, as fp32 has, and 8 of precision."""
+    """Codec of bf16: 8 bits of exponent, as fp32 has, and 8 of precision."""
 
     keeps_error = False
 
@@ -27,9 +30,11 @@ class BFloat16(Codec):
 
 
 class Float16(Codec):
-    """11 bits of precision. Each block of 256 is scaled by the power of two that brings its largest element
-    below 2^15, so that nothing overflows, and the scale itself rounds nothing. What in its block is smaller
-    than 2^-29 of the largest loses precision. Not-a-numbers and infinities stay what they are.
+    """Codec of fp16 with scaled blocks: 11 bits of precision, without overflow.
+
+    Each block of 256 is scaled by the power of two that brings its largest element below 2^15, so that
+    nothing overflows, and the scale itself rounds nothing. Elements smaller than 2^-29 of their block's
+    largest lose precision. Not-a-numbers and infinities stay what they are.
     """
 
     keeps_error = False

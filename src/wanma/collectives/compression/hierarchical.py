@@ -1,11 +1,12 @@
-"""Compressed sums by machines first: within each as they are, between them made smaller.
+"""Hierarchical compressed sums: uncompressed within each node, compressed between nodes.
 
-Of each tensor, or of each part of it, one rank of a node sums it over the node, with what every rank had left
-out before. The ranks with the same part on their nodes sum that by the method, as if each of them were a
-node. What the method leaves out stays with them; and each hands its sum to the others of its node.
+Each tensor, or part of one, has an owner on every node. The owner sums it over the node, together with every
+rank's error feedback. The owners of the same part on all nodes sum it by the compressor, as if each of them
+were a node. They keep the error feedback; and each hands its sum to the others of its node.
 
-So the links between nodes carry what one rank of each would send, however many there are, and what is left
-out is what the method leaves out of sums over nodes. Over all ranks as much is owed as without.
+The links between nodes thus carry what one rank of each would send, however many there are, and compression
+loses only what it loses of sums over nodes. The error feedback over all ranks sums up to the same as without
+hierarchy.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from wanma.collectives.compression.uncompressed import VALUE_BYTES, Whole, all_r
 
 @dataclass(frozen=True)
 class Levels:
-    """This rank's groups: of its node, and of the ranks that have its place on the others."""
+    """Process groups of this rank on two levels: within its node, and of equal ranks between nodes."""
 
     within: dist.ProcessGroup
     between: dist.ProcessGroup
@@ -44,14 +45,14 @@ class Levels:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a piece that one rank of each node sums."""
+    """Elements `start` to `stop` of a piece, summed by one owner on each node."""
 
     piece: Piece
     start: int
     stop: int
     owner: int
     offset: int
-    """Within what that rank sums."""
+    """Offset within the elements that the owner sums."""
 
     @property
     def place(self) -> slice:
@@ -59,19 +60,21 @@ class Part:
 
 
 class ByNodes:
-    """Sums by `method` between the nodes.
+    """Hierarchical sum: `method` is the compressor between the nodes.
 
     Args:
-        cuts: whether `method` may be given a part of a tensor; else each tensor has one owner on a node.
+        method: compressor between the nodes.
+        levels: process groups within and between the nodes.
+        cuts: True if `method` may get a part of a tensor; else each tensor has one owner on a node.
     """
 
     def __init__(self, method: Method, levels: Levels, *, cuts: bool) -> None:
-        # To itself a node need not make anything smaller.
+        # A single node has no slow links, so it compresses nothing.
         self._method = method if levels.between.size() > 1 else Whole()
         self._levels, self._cuts = levels, cuts
 
     def all_reduce(self, pieces: Sequence[Piece]) -> Iterator[Steps[int]]:
-        """As of `Method`, over all ranks; the bytes are those that go to other nodes."""
+        """Return the sums over all ranks, as a compressor does; their bytes are those sent to other nodes."""
         if not self._cuts:
             yield self._sum_in_place(pieces)
             return
@@ -79,7 +82,7 @@ class ByNodes:
             yield self._sum(cut(run, self._levels.within.size()))
 
     def whole_bytes(self, pieces: Sequence[Piece]) -> int:
-        """What this rank would send to other nodes of the same parts as they are."""
+        """Return the bytes that this rank would send to other nodes for the same parts, uncompressed."""
         ranks, me = self._levels.within.size(), self._levels.within.rank()
         if self._cuts:
             parts = [part for run in runs(pieces, 1) for part in cut(run, ranks) if part.owner == me]
@@ -90,10 +93,10 @@ class ByNodes:
         return all_reduce_bytes(own * VALUE_BYTES, self._levels.between.size())
 
     def _between(self, pieces: list[Piece]) -> Steps[int]:
-        """Of no more pieces than the method takes in one go."""
+        """Sum pieces between nodes; there are no more than the compressor takes at once."""
         if not pieces:
-            # This node's other ranks wait for their neighbours on the other nodes meanwhile; they communicate
-            # within the node in the order in which sums are gone on with.
+            # This node's other ranks wait for their peers on the other nodes meanwhile; they communicate
+            # within the node in the order in which sums continue.
             for _ in range(self._method.waits):
                 yield None
             return 0
@@ -102,7 +105,7 @@ class ByNodes:
         return sent
 
     def _sum(self, parts: Sequence[Part]) -> Steps[int]:
-        """Of parts, each rank's beside each other in a row of one buffer."""
+        """Sum parts over all ranks: each owner's parts are adjacent in one row of a buffer."""
         within, me = self._levels.within, self._levels.within.rank()
         row = max(part.offset + aligned(part.stop - part.start) for part in parts)
         work = parts[0].piece.values.new_zeros(within.size(), row)
@@ -115,7 +118,7 @@ class ByNodes:
                 error.zero_()
         mine = work.new_empty(row)
         reduce_scatter(mine, work.view(-1), group=within)
-        del work, place  # while what is made smaller travels
+        del work, place  # while the compressed values travel
         own = [part for part in parts if part.owner == me]
         pieces = [_alone(part, mine) for part in own]
         sent = yield from self._between(pieces)
@@ -129,7 +132,7 @@ class ByNodes:
         return sent
 
     def _sum_in_place(self, pieces: Sequence[Piece]) -> Steps[int]:
-        """Of whole tensors, in their own memory."""
+        """Sum whole tensors over all ranks, in their own memory."""
         within, me = self._levels.within, self._levels.within.rank()
         owners = shared_out([piece.length for piece in pieces], within.size())
         own = []
@@ -153,7 +156,7 @@ class ByNodes:
 
 
 def cut(run: Sequence[Slice], ranks: int) -> list[Part]:
-    """All of a run, in as many equal rows as there are ranks."""
+    """Cut a run into as many equal rows as there are ranks, and return its parts with their owners."""
     row = aligned(math.ceil(width_of(run) / ranks))
     parts = []
     for one in run:
@@ -167,7 +170,7 @@ def cut(run: Sequence[Slice], ranks: int) -> list[Part]:
 
 
 def _alone(part: Part, mine: Tensor) -> Piece:
-    """A part that this rank sums, as the method between nodes sees it: what is owed is in it already."""
+    """Return a part as a piece for the compressor between nodes; the values include the error feedback."""
     values = mine[None, part.place]
     memory = Memory(torch.zeros_like(values)) if _keeps_error(part.piece) else None
     return Piece(values, None, part.piece.columns, memory)

@@ -1,4 +1,4 @@
-"""Gradients in 8 bits: a codec of `two_phase`."""
+"""Codec of 8 bits: int8 with a scale for each block."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from wanma.collectives.compression.bucket_tensors import ALIGNMENT
 from wanma.collectives.compression.quantized import Codec
 
 SOURCE = Path(__file__).parent / "native" / "blockwise.cpp"
-"""The same on CPUs in one pass through memory, where torch's operators take a dozen."""
+"""Source of the codec in C++: one pass through memory, where torch's operators take a dozen."""
 _LARGEST = 127
 _SCALE_BYTES = 4
 
 
 class BlockwiseInt8(Codec):
-    """Each block of 256 has a scale of its own, its largest absolute value over 127, so that an outlier costs
-    its own block its precision and no other (Dettmers et al. 2022, section 2.1; steps here are even, theirs
-    grow with the value). Element and share of the scale take 1 + 4/256 bytes.
+    """Codec of int8: each block of 256 has its own scale, its largest absolute value over 127.
 
-    What rounding loses is added to the next gradient (Seide et al. 2014, eq. 1 and 2). A block with a
-    value that is not finite comes back without one that is.
+    An outlier therefore costs only its own block precision (Dettmers et al. 2022, section 2.1; steps here are
+    even, theirs grow with the value). An element and its share of the scale take 1 + 4/256 bytes.
+
+    Rounding errors are added to the next gradient (Seide et al. 2014, eq. 1 and 2). A block with a value that
+    is not finite comes back without one that is.
 
     Args:
-        library: of `SOURCE`, compiled; None: torch's operators, which make the same bytes of finite numbers.
+        library: compiled `SOURCE`; None: torch's operators, which make the same bytes of finite numbers.
     """
 
     keeps_error = True
@@ -39,7 +40,7 @@ class BlockwiseInt8(Codec):
         if self._native is not None and values.device.type == "cpu":
             return self._encode(values, None)
         blocks = values.unflatten(1, (-1, ALIGNMENT))
-        # Of a block of zeros the smallest normal number: its inverse is finite.
+        # The scale of a block of zeros is the smallest normal number: its inverse is finite.
         scales = (blocks.abs().amax(2) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         levels = (blocks * scales.reciprocal()[:, :, None]).round_().to(torch.int8).flatten(1)
         return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], 1)
@@ -84,7 +85,7 @@ class BlockwiseInt8(Codec):
 
 @cache
 def _load(library: Path) -> ctypes.CDLL:
-    """Calls let other threads of Python run meanwhile."""
+    """Load the compiled codec; its calls release Python's lock."""
     native = ctypes.CDLL(str(library))
     memory, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     native.wanma_int8_encode.argtypes = [memory, size, size, memory, memory, number]

@@ -1,6 +1,6 @@
-"""Several sums under way at once: while the messages of one travel, another computes.
+"""Overlap of several sums: while the messages of one are in flight, another computes.
 
-A sum is a generator that hands out what it waits for, and goes on when that is there.
+A sum is a generator that yields the communication it waits for, and resumes when that is complete.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 Steps: TypeAlias = Generator[dist.Work | None, None, T]
-"""Returns `T`. None: there is nothing to wait for on this rank where others wait."""
+"""Sum in steps: a generator that yields handles to wait for and returns `T`.
+
+It yields None where other ranks wait and this one has nothing to wait for.
+"""
 
 AT_ONCE = 2
-"""One that computes, and one whose messages travel meanwhile."""
+"""Number of sums in progress: one that computes, and one in communication."""
 
 
 def together(sums: Iterable[Steps[T]], at_once: int = AT_ONCE) -> list[T]:
-    """Bring all of them to their end; what they return, in their order.
+    """Run all sums to their end and return their results, in order.
 
-    Who goes on next follows from nothing but how often each of them waits: where that is the same on all
-    ranks, all communicate in the same order.
+    The order of execution depends only on how often each sum waits: if that is the same on all ranks, all
+    communicate in the same order.
     """
     results: dict[int, T] = {}
     waiting: deque[tuple[int, Steps[T], dist.Work | None]] = deque()
@@ -51,6 +54,6 @@ def together(sums: Iterable[Steps[T]], at_once: int = AT_ONCE) -> list[T]:
 
 
 def begun(work: dist.Work | None) -> dist.Work:
-    """What is asynchronous has a handle."""
+    """Return the handle of an asynchronous call, asserting that there is one."""
     assert work is not None
     return work

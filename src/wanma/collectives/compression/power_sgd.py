@@ -1,4 +1,4 @@
-"""Gradients of matrices as products of two thin ones."""
+"""Compression of a matrix's gradient to the product of two thin matrices (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from wanma.collectives.compression.overlap import Steps
 from wanma.collectives.compression.uncompressed import VALUE_BYTES, all_reduce_bytes
 
 LEAST_RATE = 2.0
-"""How many times smaller the two thin matrices must be for a tensor to become them."""
+"""Least ratio of a matrix's size to that of its two thin matrices for it to be compressed."""
 
 
 class PowerSGD:
-    """One step of subspace iteration on the sum of the ranks' matrices M, from where the last one ended
-    (Vogels et al. 2019, algorithm 1 and 2, with warm start):
+    """Compressor by low rank: one step of subspace iteration on the sum of the ranks' matrices M.
+
+    Each step starts from the result of the last (Vogels et al. 2019, algorithm 1 and 2, with warm start):
 
         P = Σ M Q;  P̂ = orthonormal basis of P;  Q ← Σ Mᵀ P̂;  the sum is P̂ Qᵀ
 
-    Each rank keeps M − P̂ (Mᵀ P̂)ᵀ, what of its own matrix lies outside the basis, for the next time. Two
-    all-reduces of rank × (rows + columns) elements; to sum shards the same, and each rank multiplies out its
-    own rows only. The basis is by Householder's QR instead of the paper's Gram-Schmidt: it also stands
-    columns that depend on each other, as those of a gradient of lower rank do.
+    Each rank keeps M − P̂ (Mᵀ P̂)ᵀ, the part of its own matrix outside the basis, as error feedback. It takes
+    two all-reduces of rank × (rows + columns) elements; to sum shards it takes the same, and each rank
+    multiplies out its own rows only. The basis is by Householder's QR instead of the paper's Gram-Schmidt: QR
+    also bears linearly dependent columns, as those of a gradient of lower rank are.
 
     Every rank computes the product itself: it is the same on all of them as long as their devices compute
     alike.
@@ -55,7 +56,7 @@ class PowerSGD:
         return sent
 
     def _bases(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[tuple[list[Tensor], int]]:
-        """P̂ of each piece, whose Q is the sum's then; and the bytes sent."""
+        """Return P̂ of each piece, whose Q becomes that of the sum, and the bytes sent."""
         matrices = [piece.error.add_(piece.values).view(-1, piece.columns) for piece in pieces]
         products = [matrix @ piece.q for piece, matrix in zip(pieces, matrices, strict=True)]
         products, sent_first = yield from _summed(products, group)
@@ -63,7 +64,7 @@ class PowerSGD:
         shadows = []
         for matrix, basis in zip(matrices, bases, strict=True):
             shadow = matrix.T @ basis
-            matrix.addmm_(basis, shadow.T, alpha=-1.0)  # the error memory itself
+            matrix.addmm_(basis, shadow.T, alpha=-1.0)  # the error feedback itself
             shadows.append(shadow)
         shadows, sent_then = yield from _summed(shadows, group)
         for piece, shadow in zip(pieces, shadows, strict=True):
@@ -72,20 +73,23 @@ class PowerSGD:
 
 
 def thin_rank(rows: int, columns: int, rank: int) -> int:
-    """Rank that a matrix is approximated in; 0 for one that this would not make much smaller, as vectors."""
+    """Return the rank of a matrix's approximation; 0 for a tensor that would hardly shrink, as a vector."""
     rank = min(rank, rows, columns)
     return rank if LEAST_RATE * rank * (rows + columns) <= rows * columns else 0
 
 
 def first_q(name: str, columns: int, rank: int, seed: int) -> Tensor:
-    """(columns, rank) on the CPU, standard normal: drawn from the seed and the tensor's name alone."""
+    """Return the first Q, (columns, rank) on the CPU, standard normal.
+
+    It depends on the seed and the tensor's name alone.
+    """
     digest = hashlib.sha256(f"{seed}:PowerSGD:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(columns, rank, generator=generator)
 
 
 def _summed(tensors: list[Tensor], group: dist.ProcessGroup) -> Steps[tuple[list[Tensor], int]]:
-    """Sums over the ranks in one message, and the bytes sent."""
+    """Return the sums over the ranks, made in one message, and the bytes sent."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     yield from all_reduce(flat, group)
     parts = flat.split([tensor.numel() for tensor in tensors])

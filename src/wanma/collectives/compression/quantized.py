@@ -1,12 +1,13 @@
-"""Sums over ranks of what a codec makes smaller, in two phases.
+"""Quantized all-reduce and reduce-scatter: a codec encodes what travels, and sums are made in fp32.
 
 Each rank sums one part of the bucket: the others send it theirs, encoded (all-to-all); it decodes them, adds
-them up in fp32, its own as it is, encodes the sum, and all get it (all-gather). What travels is bytes of the
-codec both ways, and no rank ever adds two encoded numbers.
+them to its own unencoded part in fp32, encodes the sum, and all get it (all-gather). Encoded bytes travel
+both ways, and no rank ever adds two encoded numbers.
 
-Errors (Seide et al. 2014; for both phases Tang et al. 2019, algorithm 1): a sender keeps what encoding
-lost of what it sent; who sums keeps what encoding the sum lost, in its own memory of that part, which
-holds nothing else, for it sends itself nothing. All ranks decode the same bytes, and so hold the same sums.
+Error feedback (Seide et al. 2014; for both phases Tang et al. 2019, algorithm 1): a sender keeps what
+encoding lost of its parts; the rank that sums keeps what encoding lost of the sum, in the error feedback of
+its own part, which holds nothing else, as a rank sends itself nothing. All ranks decode the same bytes, and
+so hold the same sums.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from wanma.collectives.compression.overlap import Steps
 
 
 class Codec(ABC):
-    """Numbers as fewer bytes, row by row; `decode` gives as many back as `encode` was given."""
+    """Codec of fp32 rows in fewer bytes; `decode` returns as many values as `encode` got."""
 
     keeps_error: bool
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """(rows, multiple of `ALIGNMENT`) fp32 → (rows, bytes) uint8."""
+        """Encode values: (rows, multiple of `ALIGNMENT`) fp32 → (rows, bytes) uint8."""
 
     @abstractmethod
     def decode(self, encoded: Tensor) -> Tensor:
-        """The other way."""
+        """Decode values: (rows, bytes) uint8 → (rows, elements) fp32."""
 
     def encode_losing(self, values: Tensor) -> Tensor:
-        """As `encode`; the values become what that has lost of them."""
+        """Encode values, and replace them by their encoding errors."""
         encoded = self.encode(values)
         values -= self.decode(encoded)
         return encoded
 
 
 class TwoPhase:
-    """A method of `compression`, by `codec`."""
+    """Compressor that sums by all-to-all and all-gather of what `codec` encodes."""
 
     waits = 2
 
@@ -74,11 +75,11 @@ class TwoPhase:
         total, sent = yield from self._sum_of_mine(rows, group)
         if self.codec.keeps_error:
             encoded = self.codec.encode_losing(total[None])
-            rows[me] = total  # what is lost of it
+            rows[me] = total  # its encoding error
             self._keep(work[None, :width], run)
         else:
             encoded = self.codec.encode(total[None])
-        del work, rows, total  # while what is encoded travels
+        del work, rows, total  # while the encoded sum travels
         gathered = yield from gather(encoded[0], group)
         sums = self.codec.decode(gathered).view(-1)
         for one in run:
@@ -90,7 +91,7 @@ class TwoPhase:
         self._fill(rows, run)
         total, sent = yield from self._sum_of_mine(rows, group)
         if self.codec.keeps_error:
-            rows[group.rank()] = 0.0  # what this rank sums itself is not encoded
+            rows[group.rank()] = 0.0  # this rank's own row is not encoded
             self._keep(rows, run)
         for one in run:
             assert one.piece.result is not None
@@ -98,9 +99,9 @@ class TwoPhase:
         return sent
 
     def _sum_of_mine(self, rows: Tensor, group: dist.ProcessGroup) -> Steps[tuple[Tensor, int]]:
-        """The (width,) sum over the ranks of their row for this one, and the bytes sent.
+        """Return the sum over the ranks of their row for this one, (width,), and the bytes sent.
 
-        With a codec that keeps errors the other ranks' rows become what encoding has lost of them.
+        With a codec that keeps errors the other ranks' rows become their encoding errors.
         """
         me = group.rank()
         mine = rows[me].clone()
@@ -111,7 +112,7 @@ class TwoPhase:
         return parts.sum(0), (group.size() - 1) * encoded.shape[1]
 
     def _fill(self, rows: Tensor, run: Sequence[Slice]) -> None:
-        """Gradients, and what earlier exchanges have left out of them."""
+        """Fill the rows with gradients plus their error feedback."""
         for one in run:
             values, place = one.piece.values[:, one.start : one.stop], rows[:, one.place]
             if self.codec.keeps_error:

@@ -1,4 +1,4 @@
-"""Gradients by their largest elements."""
+"""Compression of a gradient to its largest elements (top-k)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from wanma.collectives.compression.bucket_tensors import Piece, exchange, gather
 from wanma.collectives.compression.overlap import Steps
 
 ELEMENT_BYTES = 8
-"""A value in fp32, and its place in 32 bits."""
+"""Bytes of a sent element: a value in fp32, and its index in 32 bits."""
 
 
 class TopK:
-    """Of each tensor the `share` of elements with the largest absolute values is sent, as it is; the rest
-    waits in the error memory, where it grows until its turn comes (Stich et al. 2018, algorithm 1; Lin et al.
-    2018, section 3, without its momentum correction: the optimizer's momentum is of the sums).
+    """Compressor that sends the `share` of each tensor's elements with the largest absolute values.
 
-    Each rank chooses by what it holds itself, so that the sum has up to `share` times the ranks of all
-    elements. Values and places are all-gathered, sums made in fp32, in the order of the ranks. To sum shards
-    each rank chooses of every other's shard alike, and keeps nothing back of its own.
+    The other elements stay in the error feedback, where they grow until they are sent (Stich et al. 2018,
+    algorithm 1; Lin et al. 2018, section 3, without its momentum correction: the optimizer's momentum is of
+    the sums).
+
+    Each rank chooses by its own gradient, so that the sum has up to `share` times the ranks of all elements.
+    Values and indices are all-gathered, sums made in fp32, in the order of the ranks. To sum shards each rank
+    chooses from every other's shard alike, and keeps back nothing of its own.
     """
 
     waits = 1
@@ -32,7 +34,7 @@ class TopK:
         self.share = share
 
     def kept(self, length: int) -> int:
-        """Elements that are sent of `length`: at least one."""
+        """Return the number of elements sent of `length`: at least one."""
         return min(max(math.ceil(self.share * length), 1), length)
 
     def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
@@ -64,8 +66,11 @@ class TopK:
         return (group.size() - 1) * message.shape[1] * message.element_size()
 
     def _chosen(self, pieces: Sequence[Piece]) -> tuple[Tensor, list[int]]:
-        """(destinations, 2 × kept) int32, values before places among all pieces' elements; and where each
-        piece begins among those, and the end. What is not chosen is in the error memories then.
+        """Choose the elements to send, and leave the others in the error feedback.
+
+        Returns:
+            The message, (destinations, 2 × kept) int32: values, then their indices among all pieces'
+            elements. The offset of each piece among those elements, and the end.
         """
         offsets, values, places = [0], [], []
         for piece in pieces:
@@ -82,7 +87,7 @@ class TopK:
 
 
 def _add(totals: Tensor, message: Tensor) -> None:
-    """Add one rank's (2 × kept,) values at their places, no two of which are the same."""
+    """Add one rank's values to the totals, from a message (2 × kept,) without equal indices."""
     values, places = message.chunk(2)
     totals.index_add_(0, places.long(), values.view(torch.float32))
 

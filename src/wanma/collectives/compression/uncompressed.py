@@ -1,4 +1,4 @@
-"""Sums of whole gradients: what a policy leaves out, in the form of the methods that make them smaller."""
+"""Uncompressed sums in the form of a compressor, for tensors that a policy excludes from compression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUE_BYTES = 4
 
 
 class Whole:
-    """Nothing is lost."""
+    """Compressor that loses nothing: gradients are summed in fp32."""
 
     waits = 1
 
@@ -44,12 +44,14 @@ class Whole:
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
-    """What each rank sends to sum `size` bytes over `ranks`: a reduce-scatter and an all-gather (Patarasuk
-    and Yuan 2009)."""
+    """Return the bytes that each rank sends to all-reduce `size` bytes over `ranks`.
+
+    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009).
+    """
     return 2 * (ranks - 1) * size // ranks
 
 
 def whole_bytes(pieces: Sequence[Piece], ranks: int, *, scatter: bool) -> int:
-    """What a rank would send of these pieces as they are."""
+    """Return the bytes that a rank would send for these pieces, uncompressed."""
     length = sum(piece.length for piece in pieces) * VALUE_BYTES
     return (ranks - 1) * length if scatter else all_reduce_bytes(length, ranks)

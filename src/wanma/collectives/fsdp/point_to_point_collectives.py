@@ -119,8 +119,7 @@ class UnshardedReduce(_Allocation, ReduceScatter):
 
 
 class GlooReduceScatter(_Allocation, ReduceScatter):
-    """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of all ranks' slices for this rank.
-    """
+    """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of the ranks' slices for this one."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._stopwatch.start(time.perf_counter())

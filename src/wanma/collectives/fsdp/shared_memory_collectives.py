@@ -43,8 +43,7 @@ class SharedAllGather(AllGather):
 
 
 class SharedReduceScatter(ReduceScatter):
-    """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of all ranks' slices for this rank.
-    """
+    """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of the ranks' slices for this one."""
 
     def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
         self._stopwatch, self._group = stopwatch, group

@@ -41,8 +41,7 @@ class Timing:
     limit_bytes_per_second: float
     """Bandwidth of the link in one direction, measured in the same run with messages of this size."""
     forecast_seconds: float | None = None
-    """Time that the forecast gave before this measurement; None for a collective that forecasts do not know.
-    """
+    """Time by the forecast before this measurement; None for a collective that forecasts do not know."""
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -51,8 +50,7 @@ class Timing:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Algorithm bandwidth times the bus factor, in bytes per second; comparable with a link's bandwidth.
-        """
+        """Algorithm bandwidth times the bus factor, in bytes per second; comparable with a link's."""
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
     @property

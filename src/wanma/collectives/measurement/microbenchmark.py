@@ -78,8 +78,10 @@ def collective_seconds(
         dtype: data type of the elements.
         algorithm: 'backend', or one of `ALGORITHMS[collective]`.
         nodes: ranks of the group by node, for algorithms that need them; default: all on one node.
+
     Returns:
         Seconds of one run on the slowest rank; the same on all ranks.
+
     Raises:
         ValueError: the group has a single rank, or the buffer no bytes.
     """
@@ -189,8 +191,7 @@ def _runner(
 def _of_parameters(
     collective: Timed, whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Return a function that gathers or scatters as FSDP2 does here: in buffers of its communication object.
-    """
+    """Return a function that gathers or scatters as FSDP2 does here: in its communication buffers."""
     shared = shared_group(group)
     if collective == "all_gather":
         gather = GlooAllGather(Stopwatch()) if shared is None else SharedAllGather(Stopwatch(), shared)

@@ -51,6 +51,7 @@ def measure_links(rank: int, ranks_by_node: Sequence[int]) -> list[Link]:
     Args:
         rank: global rank of the caller.
         ranks_by_node: number of ranks on each node.
+
     Raises:
         WanmaError: nothing comes over a link.
     """

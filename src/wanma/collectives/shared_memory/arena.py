@@ -1,7 +1,7 @@
-"""The file in memory that the ranks of a group share: made by one of them, taken up by the others.
+"""Arena: unnamed file in memory that the ranks of a group map, created by one of them.
 
-It has no name anywhere, so that nothing is left of it once the last process that maps it has ended, however
-that ended. It is sealed against being cut: who maps it can read all of it for as long as it likes.
+As it has no name, it is gone once the last process that maps it has ended, however that ended. It is sealed
+against being shortened: a process that maps it can read all of it for as long as it likes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from wanma.collectives.shared_memory.native_library import load
 from wanma.collectives.shared_memory.page_allocator import Heap
 
 CHUNK_BYTES = 1 << 18
-"""Of one rank's staging buffer, of which it has two: what is copied in while the last such piece is reduced.
-A multiple of the page; two of them, and as much of the tensors, are to fit in a core's second cache."""
+"""Bytes of one staging buffer; a rank has two: one is filled while the other is reduced.
+
+It is a multiple of the page; two of them, and as much of the tensors, are to fit in a core's second-level
+cache.
+"""
 SPIN_SECONDS = 50e-6
-"""For so long who waits looks again and again; then it sleeps until it is woken."""
+"""Time, in seconds, that a waiting rank polls before it sleeps until it is woken."""
 CROWDED_SPIN_SECONDS = 2e-6
-"""The same where there are more ranks than cores: whoever is waited for needs the core."""
+"""Polling time, in seconds, if there are more ranks than cores: the awaited rank needs the core."""
 
 
 def usual_heap_bytes(ranks: int) -> int:
-    """Of one rank, as addresses only: pages are there once they are used.
+    """Return the size of one rank's heap, in bytes of addresses: pages exist once they are used.
 
-    All ranks' together are the machine's memory, which is more than they will ever have.
+    All ranks' heaps together are as large as the node's memory, which is more than they will ever have.
     """
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return whole // ranks // (1 << 21) * (1 << 21)
@@ -43,7 +46,7 @@ def usual_heap_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What all ranks of an arena have to agree on."""
+    """Layout of an arena, on which all its ranks have to agree."""
 
     ranks: int
     chunk_bytes: int
@@ -52,7 +55,7 @@ class Shape:
 
 
 def create(library: Path, shape: Shape) -> int:
-    """A descriptor of a new arena's file, all zeros.
+    """Create the file of a new arena, all zeros, and return its descriptor.
 
     Raises:
         OSError: the kernel has no such files, or no room.
@@ -70,13 +73,16 @@ def create(library: Path, shape: Shape) -> int:
 
 
 class Arena:
-    """One rank's view of the arena, and the group in it.
+    """Mapping of the arena in one rank, and the rank's native handle in the group.
 
     It lasts until it is closed and the last tensor in its heap is gone.
 
     Args:
-        descriptor: of the file; stays the caller's.
-        processes: of all ranks, by rank.
+        library: compiled C++ library.
+        shape: layout of the arena.
+        descriptor: descriptor of the file; stays the caller's.
+        rank: rank of this process in the group.
+        processes: process ids of all ranks, by rank.
 
     Raises:
         OSError: the file cannot be mapped, or a process is gone.
@@ -116,7 +122,7 @@ class Arena:
         self._heap = Heap(shape.heap_bytes)
         self._backing = threading.RLock()
         self._backed = 0
-        """Bytes of the heap, from its beginning, that the kernel has given pages to."""
+        """Bytes from the start of the heap for which the kernel has provided pages."""
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -124,14 +130,14 @@ class Arena:
 
     @property
     def heap_bytes(self) -> int:
-        """Of this rank's heap, the most that was ever taken."""
+        """Most bytes of this rank's heap that were ever in use."""
         return self._heap.high_bytes
 
     def tensor(self, elements: int, dtype: torch.dtype) -> Tensor | None:
-        """An uninitialised tensor (elements,) that all ranks of the group can read and write.
+        """Return an uninitialised tensor (elements,) that all ranks of the group can read and write.
 
         Returns:
-            None where the heap has no such place, or the machine no such memory.
+            The tensor; None if the heap has no room for it, or the node no memory.
         """
         size = max(elements, 1) * dtype.itemsize
         offset = self.take(size)
@@ -140,10 +146,16 @@ class Arena:
         return _tensor(self._heap_address + offset, elements, dtype, _Taken(self, offset))
 
     def common(self, owner: int, offset: int, part: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two tensors of the same memory, which rank `owner` has taken in its heap: (ranks × part,), and of
-        it this rank's (part,).
+        """Return a tensor shared by all ranks, (ranks × part,), and this rank's part of it, (part,).
 
-        On that rank the place is given back when both are gone.
+        Both use the same memory, which rank `owner` has allocated at `offset` of its heap. On that rank it is
+        freed when both tensors are gone.
+
+        Args:
+            owner: rank whose heap holds the memory.
+            offset: offset within that heap, in bytes.
+            part: elements of one rank's part.
+            dtype: data type of the tensors.
         """
         address = self._base + self._library.wanma_heap_offset(owner, *self._layout) + offset
         keeper: object = _Taken(self, offset) if owner == self.rank else self
@@ -151,14 +163,14 @@ class Arena:
         return _tensor(address, self.shape.ranks * part, dtype, keeper), _tensor(mine, part, dtype, keeper)
 
     def take(self, size: int) -> int | None:
-        """Offset within this rank's heap of a place of `size` bytes; None as in `tensor`."""
+        """Allocate `size` bytes of this rank's heap and return their offset; None as in `tensor`."""
         offset = self._heap.take(size)
         if offset is None:
             return None
         with self._backing:
             end = offset + size
             if end > self._backed:
-                # Asked for here, a page that is not to be had is an answer and not a signal.
+                # Requested here, a missing page is an error code rather than a signal.
                 try:
                     os.posix_fallocate(self._descriptor, self._heap_offset + self._backed, end - self._backed)
                 except OSError:
@@ -194,7 +206,7 @@ class Arena:
 
 
 def _tensor(address: int, elements: int, dtype: torch.dtype, keeper: object) -> Tensor:
-    """What lies at an address, for as long as there is a keeper."""
+    """Return a tensor (elements,) over the memory at an address; it keeps `keeper` alive."""
     count = max(elements, 1)
     block: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     block.keeper = keeper  # the tensor's storage holds the block
@@ -202,7 +214,7 @@ def _tensor(address: int, elements: int, dtype: torch.dtype, keeper: object) -> 
 
 
 class _Taken:
-    """Gives its place back when nobody refers to it any more; until then the arena stays."""
+    """Allocation in the heap, freed when it is collected; it keeps the arena alive until then."""
 
     def __init__(self, arena: Arena, offset: int) -> None:
         self._arena, self._offset = arena, offset

@@ -1,7 +1,7 @@
-"""Shared memory as a backend that torch knows: whoever asks torch for a group gets one.
+"""Backend of `torch.distributed` that makes process groups over shared memory.
 
-Ranks that meet in a group tell each other, through the group's store, where they are and what they can. On
-one host they share an arena; otherwise, or where one of them cannot, the group is Gloo's.
+Ranks that meet in a group tell each other, through the group's store, their host and their abilities. On one
+host they share an arena; otherwise, or if one of them cannot, the group is Gloo's.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ WAY_OUT = "leave parallel.collectives at 'auto', which takes Gloo then, or set i
 
 @dataclass(frozen=True)
 class Way:
-    """How this process makes groups."""
+    """Configuration of the backend in this process."""
 
     library: Path | None
-    """The compiled C++."""
+    """Compiled C++ library; None: there is none."""
     reason: str = ""
-    """Why there is none."""
+    """Reason for a missing library; empty otherwise."""
     required: bool = False
-    """Anything but shared memory is an error."""
+    """True if a group without shared memory is an error."""
     local_ranks: int = 1
-    """Of the whole run, on this host."""
+    """Number of the run's ranks on this host."""
 
 
 @dataclass(frozen=True)
 class _Member:
-    """What a rank tells the others of itself."""
+    """Facts that a rank tells the other ranks of a group."""
 
     host: str
     process: int
     reason: str
-    """Why it cannot share memory; nothing if it can."""
+    """Obstacle to sharing memory; empty if there is none."""
 
 
 def backend(way: Way) -> str:
-    """The name by which torch makes groups this way: for `init_process_group` and `new_group`."""
+    """Register a backend and return its name for `init_process_group` and `new_group`."""
     name = "shared_or_error" if way.required else "shared"
     _ways[name] = way
     if name.upper() not in dist.Backend._plugins:
@@ -67,28 +67,28 @@ def backend(way: Way) -> str:
 
 
 _ways: dict[str, Way] = {}
-"""By the name of the backend: torch keeps backends for the process, and so do we."""
+"""Configuration of each backend by its name, kept for the process, as torch keeps its backends."""
 
 
 def shared_group(group: dist.ProcessGroup | None) -> SharedGroup | None:
-    """`group`, the world's by default, where it goes over shared memory."""
+    """Return `group`, or the world's if None, as a shared-memory group; None if it is another."""
     group = dist.group.WORLD if group is None else group
     return group if isinstance(group, SharedGroup) else None
 
 
 def allocated_bytes() -> int:
-    """Of this process's groups: the most memory that they gave out for its own tensors."""
+    """Return the largest memory, in bytes, that this process's groups held for its own tensors."""
     groups = list(distributed_c10d._world.pg_map)
     return sum(group.allocated_bytes for group in groups if isinstance(group, SharedGroup))
 
 
 def why_not(group: dist.ProcessGroup) -> str:
-    """Why `group`, which a backend of ours has made, is Gloo's; nothing where it is not."""
+    """Return the reason why `group`, made by this backend, is Gloo's; empty for other groups."""
     return "" if isinstance(group, SharedGroup) else _reasons.get(str(group.group_name), "")
 
 
 _reasons: dict[str, str] = {}
-"""By the name of the group."""
+"""Reasons for Gloo, by the name of the group."""
 
 
 def _creator(name: str) -> Callable[[Any, Any], Any]:
@@ -99,7 +99,7 @@ def _creator(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _make(options: Any, way: Way) -> Any:
-    """The group of a rank; every rank of the group is in here."""
+    """Create the process group of a rank; every rank of the group calls it."""
     store, rank, ranks = options.store, options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, ranks, timeout=options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
@@ -107,7 +107,7 @@ def _make(options: Any, way: Way) -> Any:
     gloo._set_sequence_number_for_group()
     if ranks == 1:
         return gloo
-    # The same store may have seen a group of this name before: what was said there is not for us.
+    # The same store may have seen a group of this name before, whose messages are not for this one.
     meeting = PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
     members = _tell_all(meeting, "member", rank, ranks, asdict(_Member(host_id(), os.getpid(), way.reason)))
     found = [_Member(**member) for member in members]
@@ -125,7 +125,7 @@ def _make(options: Any, way: Way) -> Any:
 
 
 def _against(members: Sequence[_Member]) -> str:
-    """Why these do not share memory; nothing if they can."""
+    """Return the obstacle to sharing memory among these ranks; empty if there is none."""
     for rank, member in enumerate(members):
         if member.reason:
             return (
@@ -142,7 +142,7 @@ def _against(members: Sequence[_Member]) -> str:
 
 
 def _arena(store: Any, way: Way, rank: int, members: Sequence[_Member]) -> tuple[Arena | None, str]:
-    """All ranks' arena, or why there is none: the same on every rank."""
+    """Create and map the arena of all ranks, or return the obstacle: the same on every rank."""
     assert way.library is not None  # or there would be a reason
     ranks = len(members)
     crowded = max(ranks, way.local_ranks) > len(os.sched_getaffinity(0))
@@ -168,7 +168,7 @@ def _arena(store: Any, way: Way, rank: int, members: Sequence[_Member]) -> tuple
                 os.close(descriptor)
     except OSError as error:
         problem = f"rank {rank} cannot map the memory: {error.strerror or error}"
-    # Only now, when all have it or will not get it, may the first one's descriptor go.
+    # The first rank's descriptor may close only now, when all ranks have opened it or have failed to.
     problems = _tell_all(store, "mapped", rank, ranks, problem)
     if made >= 0:
         os.close(made)
@@ -177,16 +177,17 @@ def _arena(store: Any, way: Way, rank: int, members: Sequence[_Member]) -> tuple
 
 
 def _tell_all(store: Any, what: str, rank: int, ranks: int, value: Any) -> list[Any]:
-    """What every rank says, by rank."""
+    """Publish a value and return every rank's value, by rank."""
     store.set(f"{what}/{rank}", json.dumps(value))
     return [json.loads(store.get(f"{what}/{peer}")) for peer in range(ranks)]
 
 
 def host_id() -> str:
-    """The same for processes that can share memory, reach each other's files and see each other's end.
+    """Return an id that is equal in processes that can share memory and notice each other's end.
 
-    That is: of one boot of one machine, and in the same containers' namespaces of processes and of the
-    network: who emulates several machines on one wants them to talk over the network.
+    They reach each other's files, too: they belong to one user and one boot of one node, and to the same
+    namespaces of processes and of the network: a user who emulates several nodes on one wants them to talk
+    over the network.
     """
     parts = [str(os.getuid())]
     for path in ("/proc/self/ns/pid", "/proc/self/ns/net"):

@@ -1,4 +1,4 @@
-"""Why a collective over shared memory did not end: which, of which group, and because of whom."""
+"""Errors of collectives over shared memory: which collective, of which group, because of which rank."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from wanma.collectives.shared_memory.native_library import Outcome
 
 
 class SharedMemoryError(dist.DistBackendError):
-    """A collective failed, mostly because of another rank. The group is of no use any more."""
+    """Failure of a collective, mostly because of another rank; the group is unusable afterwards."""
 
 
 def failure_text(
     outcome: Outcome, what: str, cause: int | None, late: Sequence[int], own: int, timeout_seconds: float
 ) -> str:
-    """One sentence.
+    """Format the failure of a collective as one sentence.
 
     Args:
+        outcome: result of the collective.
         what: the collective, as 'all_reduce #17 of group data'.
-        cause: the rank to blame; None: any rank might have come.
-        late: ranks that had not come when time was over.
+        cause: the rank to blame; None: it could be any rank.
+        late: ranks that had not arrived when the time was over.
         own: this rank.
+        timeout_seconds: time that was waited.
     """
     if outcome is Outcome.LATE:
         named = ranks_text(late) if late else "any rank" if cause is None else f"rank {cause}"
@@ -48,7 +50,7 @@ def failure_text(
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 1, 2 and 5'."""
+    """Format ranks: 'rank 3', 'ranks 1, 2 and 5'."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

@@ -1,4 +1,4 @@
-"""Which collectives over shared memory this process is in and was in; for the hang report."""
+"""Flight recorder of collectives over shared memory, read for the hang report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ KEPT = 128
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective."""
+    """Record of one collective."""
 
     asked_nanoseconds: int
-    """When, since 1970: as in torch's flight recorder."""
+    """Start time, in nanoseconds since 1970, as in torch's flight recorder."""
     number: int
     text: str
-    """'all_reduce #17 of group data'."""
+    """Description of the collective: 'all_reduce #17 of group data'."""
 
 
 class Record:
-    """Of one group: the newest collectives."""
+    """Ring buffer of the newest collectives of one group."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=KEPT)
@@ -30,7 +30,7 @@ class Record:
         self._entries.append(Entry(time.time_ns(), number, f"{name} #{number} of group {group}"))
 
     def split(self, done: int) -> tuple[list[Entry], list[Entry]]:
-        """(ended, under way), each oldest first; collectives end in their order."""
+        """Split the entries into (ended, in flight), each oldest first; collectives end in their order."""
         entries = list(self._entries)
         return [entry for entry in entries if entry.number <= done], [
             entry for entry in entries if entry.number > done

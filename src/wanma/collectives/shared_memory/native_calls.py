@@ -1,6 +1,7 @@
-"""From tensors to what the library is told: pure, but for the tensors' addresses.
+"""Arguments of the native library's calls, made from tensors.
 
-Who uses a call holds its tensors until it has ended.
+The functions are pure but for the tensors' addresses: the caller keeps the tensors of a call alive until it
+has ended.
 """
 
 from __future__ import annotations
@@ -37,19 +38,26 @@ def barrier() -> Call:
 
 
 def all_reduce(tensor: Tensor, operation: Operation) -> Call:
-    """In the place of `tensor`."""
+    """Build the call that sums `tensor` in place."""
     place = tensor.data_ptr()
     number = _number(tensor.dtype, operation)
     return Call(Kind.ALL_REDUCE, TYPES[tensor.dtype], number, 0, tensor.numel(), place, place)
 
 
 def all_gather(outputs: list[int], own: Tensor) -> Call:
-    """`own`, and what others have, to these addresses, by rank."""
+    """Build the call that writes every rank's tensor to these addresses, by rank; `own` is this rank's."""
     return Call(Kind.ALL_GATHER, BYTES, 0, 0, own.nbytes, own.data_ptr(), outputs=pointers(outputs))
 
 
 def reduce_scatter(output: Tensor, slices: list[int], whole: int | None, operation: Operation) -> Call:
-    """`slices` are the addresses of what each rank gets a summand of; `whole` that of them as one piece."""
+    """Build the call that writes the sum of all ranks' slices for this rank to `output`.
+
+    Args:
+        output: this rank's sum.
+        slices: addresses of this rank's summands, by the rank that gets them.
+        whole: address of the slices as one contiguous block; None: they are not contiguous.
+        operation: reduction.
+    """
     return Call(
         kind=Kind.REDUCE_SCATTER,
         type=TYPES[output.dtype],
@@ -73,7 +81,11 @@ def all_to_all(
     input_sizes: Sequence[int] | None,
     ranks: int,
 ) -> Call:
-    """Raises ValueError where sizes and tensors do not go together."""
+    """Build the call that sends rows of `own` to each rank and receives rows from each.
+
+    Raises:
+        ValueError: sizes and tensors do not match.
+    """
     if not plain([output, own]) or output.dtype != own.dtype:
         raise ValueError("all_to_all takes contiguous CPU tensors of one type")
     received, sent = _row_bytes(output, output_sizes, ranks), _row_bytes(own, input_sizes, ranks)
@@ -88,7 +100,7 @@ def all_to_all(
 
 
 def operation_of(opts: Any, tensors: Sequence[Tensor]) -> Operation | None:
-    """What `opts` wants to be made of `tensors`; None for what is not done here."""
+    """Return the reduction that `opts` requests for `tensors`; None if this library does not do it."""
     if not tensors or not plain(tensors):
         return None
     dtype = tensors[0].dtype
@@ -101,7 +113,11 @@ def operation_of(opts: Any, tensors: Sequence[Tensor]) -> Operation | None:
 
 
 def check_whole(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
-    """Raises ValueError unless `whole` is `ranks` times `part`."""
+    """Check that `whole` has `ranks` times the elements of `part`.
+
+    Raises:
+        ValueError: it has not, or they are not contiguous CPU tensors of one type.
+    """
     if not plain([whole, part]) or whole.dtype != part.dtype:
         raise ValueError(f"{name} takes contiguous CPU tensors of one type")
     if whole.numel() != part.numel() * ranks:
@@ -109,7 +125,7 @@ def check_whole(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
 
 
 def plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are dense, contiguous, and in this host's memory; what only wraps others is nowhere."""
+    """Return True if all are dense, contiguous and in this host's memory; wrapper tensors have none."""
     return all(
         tensor.layout == torch.strided
         and tensor.device.type == "cpu"
@@ -124,7 +140,7 @@ def _number(dtype: torch.dtype, operation: Operation) -> Operation:
 
 
 def _row_bytes(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
-    """Bytes of each rank's share of dim 0."""
+    """Return the bytes of each rank's share of dimension 0."""
     held = tensor.shape[0] if tensor.ndim else 0
     if not rows:
         if held % ranks:
@@ -137,7 +153,7 @@ def _row_bytes(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[i
 
 
 def _places(tensor: Tensor, parts: Sequence[int]) -> list[int]:
-    """Addresses of its parts of so many bytes."""
+    """Return the addresses of a tensor's consecutive parts, given their bytes."""
     places, at = [], tensor.data_ptr()
     for part in parts:
         places.append(at)

@@ -1,4 +1,4 @@
-"""The C++ library as Python calls it. Every call lets other threads of Python run meanwhile."""
+"""Bindings of the native C++ library; every call releases Python's lock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 MOST_RANKS = 256
-"""kMostRanks in native/arena.hpp."""
+"""Most ranks of a group: kMostRanks in native/arena.hpp."""
 
 
 class Outcome(IntEnum):
-    """How a collective ended; as in native/arena.hpp."""
+    """Result of a collective; as in native/arena.hpp."""
 
     DONE = 0
     LATE = 1
@@ -28,7 +28,7 @@ class Outcome(IntEnum):
 
 
 class Kind(IntEnum):
-    """Which collective; as in native/collectives.hpp."""
+    """Kind of a collective; as in native/collectives.hpp."""
 
     BARRIER = 0
     ALL_REDUCE = 1
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 class Operation(IntEnum):
-    """What is made of all ranks' elements; as in native/reduce.hpp."""
+    """Reduction of all ranks' elements; as in native/reduce.hpp."""
 
     SUM = 0
     PRODUCT = 1
@@ -59,13 +59,13 @@ TYPES = {
     torch.uint8: 7,
     torch.bool: 7,
 }
-"""What can be reduced; as in native/reduce.hpp. Booleans are bytes of 0 and 1."""
+"""Element types that can be reduced; as in native/reduce.hpp. Booleans are bytes of 0 and 1."""
 BYTES = 8
-"""What is only copied."""
+"""Element type of data that is only copied."""
 
 
 class Call(ctypes.Structure):
-    """WanmaCall in native/group.cpp."""
+    """Arguments of a collective: WanmaCall in native/group.cpp."""
 
     _fields_ = (
         ("kind", ctypes.c_uint32),
@@ -84,18 +84,18 @@ class Call(ctypes.Structure):
 
 
 def pointers(addresses: Sequence[int]) -> Any:
-    """One for each rank."""
+    """Return a C array of addresses, one for each rank."""
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def sizes(counts: Sequence[int]) -> Any:
-    """Bytes, one number for each rank."""
+    """Return a C array of byte counts, one for each rank."""
     return (ctypes.c_uint64 * len(counts))(*counts)
 
 
 @cache
 def load(path: Path) -> ctypes.CDLL:
-    """The library with the types of its functions.
+    """Load the library and declare the types of its functions.
 
     Raises:
         OSError: it cannot be loaded.

@@ -1,4 +1,4 @@
-"""Places in one rank's part of the arena, for tensors that others may read where they are."""
+"""Page allocator of one rank's heap in the arena, for tensors that other ranks read in place."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import threading
 from bisect import bisect_left, insort
 
 ALIGNMENT = 4096
-"""Places begin and end at pages, so that no two tensors share one."""
+"""Alignment of allocations, in bytes: the page, so that no two tensors share one."""
 
 
 class Heap:
-    """Which of `size` bytes are taken. Safe from any thread: tensors die wherever they do."""
+    """Allocator of a heap of `size` bytes; safe from any thread, as tensors may be freed in any."""
 
     def __init__(self, size: int) -> None:
-        # Re-entrant: a tensor may die, by the garbage collector, while this thread takes a place for another.
+        # Re-entrant: the garbage collector may free a tensor while this thread allocates another.
         self._lock = threading.RLock()
         self._free = [(0, size)]
-        """(offset, bytes), in order, with something taken between any two."""
+        """Free blocks as (offset, bytes), in order, with an allocation between any two."""
         self._taken: dict[int, int] = {}
         self.high_bytes = 0
-        """End of the highest place ever taken: what the kernel may have given pages to."""
+        """End of the highest allocation ever made: the kernel may have provided pages up to here."""
 
     def take(self, size: int) -> int | None:
-        """Offset of a place of `size` bytes: the smallest that is large enough; None: there is none."""
+        """Allocate from the smallest free block that is large enough; return the offset, None without one."""
         wanted = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
             fitting = [(held, offset) for offset, held in self._free if held >= wanted]
@@ -37,7 +37,7 @@ class Heap:
             return offset
 
     def give_back(self, offset: int) -> None:
-        """Free the place at `offset`; it becomes one with its free neighbours."""
+        """Free the allocation at `offset` and merge it with its free neighbours."""
         with self._lock:
             end = offset + self._taken.pop(offset)
             at = bisect_left(self._free, (offset, 0))

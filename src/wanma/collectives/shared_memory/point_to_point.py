@@ -1,7 +1,7 @@
-"""Messages between two ranks over shared memory: sent without waiting, copied out where they are waited for.
+"""Point-to-point messages over shared memory: send returns at once, receive copies when waited for.
 
-A message lies in its sender's heap until its receiver has it. Messages of one rank to another with the same
-tag arrive in the order in which they were sent, and go to receives in the order in which those were asked.
+A message lies in its sender's heap until its receiver has copied it. Messages from one rank to another with
+the same tag arrive in the order in which they were sent, and go to receives in the order of their calls.
 """
 
 from __future__ import annotations
@@ -28,50 +28,53 @@ from wanma.collectives.shared_memory.native_calls import plain
 from wanma.collectives.shared_memory.native_library import Outcome
 
 ANYBODY = -1
-"""As the source of a message."""
+"""Source rank of a message from any rank."""
 MOST_BYTES = 1 << 28
-"""Of messages to one rank that it has not taken; later ones wait, but for one that is larger than that by
-itself. A channel takes 1,024 messages (native/arena.hpp), from the oldest on that was not taken."""
+"""Most bytes of messages to one rank that it has not received; later ones wait.
+
+A single larger message passes. A channel takes 1,024 messages (native/arena.hpp), counted from the oldest
+that was not received.
+"""
 _SLICE_SECONDS = 1e-3
-"""A rank whose messages wait for room looks again this often."""
+"""Time, in seconds, between two attempts to send messages that wait for room."""
 
 
 class Told(Protocol):
-    """What the group knows: names, and errors."""
+    """Group that messages belong to: its timeout, names and errors."""
 
     def seconds(self) -> float:
-        """For so long whoever has no time of its own waits."""
+        """Return the timeout, in seconds, of a wait that has none of its own."""
 
     def describe(self, what: str, number: int, peer: int) -> str:
-        """'recv #3 from rank 1 of group pp'."""
+        """Describe a message: 'recv #3 from rank 1 of group pp'."""
 
     def failure(self, outcome: Outcome, what: str, blamed: int, seconds: float) -> SharedMemoryError:
-        """What is raised."""
+        """Return the error to raise for a failed message."""
 
 
 @dataclass
 class Asked:
-    """One message, for the hang report: without its tensor, which is not to live for as long."""
+    """Record of one message for the hang report; without its tensor, which is not to live as long."""
 
     number: int
     what: str
-    """'send' or 'recv'."""
+    """Direction: 'send' or 'recv'."""
     peer: int
     nanoseconds: int
-    """When it was asked for, or waited for last, since 1970."""
+    """Time of the call, or of the last wait for it, in nanoseconds since 1970."""
     waits: int = 0
-    """Who waits for it now."""
+    """Number of threads that wait for it now."""
     done: bool = False
 
 
 class MessageWork(dist.Work):
-    """A message that was asked for: what torch waits for."""
+    """Handle of one message, as torch's callers wait for it."""
 
     def __init__(self, messages: Messages, asked: Asked, tag: int, tensor: Tensor) -> None:
         super().__init__()
         self._messages, self.asked, self.tag = messages, asked, tag
         self.tensor: Tensor | None = tensor
-        """What is sent or received; a message that was sent keeps it no longer."""
+        """Tensor to send or to receive into; a message that was sent keeps it no longer."""
         self.error: SharedMemoryError | None = None
         self._future: Future[Any] | None = None
 
@@ -81,14 +84,14 @@ class MessageWork(dist.Work):
 
     @abstractmethod
     def finish(self, seconds: float) -> None:
-        """Until it is done, or time is over; 0 seconds: whatever can be done at once.
+        """Wait until the message is complete or the time is over; 0 seconds: only do what needs no wait.
 
         Raises:
-            SharedMemoryError: it will not be done.
+            SharedMemoryError: it will not complete.
         """
 
     def attempt(self, seconds: float) -> None:
-        """`finish`; what it raises is kept as well."""
+        """Call `finish`; keep the error as well as raise it."""
         try:
             if self.error is not None:
                 raise self.error
@@ -98,11 +101,11 @@ class MessageWork(dist.Work):
             raise
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until it is done; for at most `timeout`, where that is not 0.
+        """Wait until the message is complete, for at most `timeout` unless that is 0.
 
         Raises:
-            SharedMemoryError: it will not be done, or the time is over. After the group's own time the group
-                is of no use any more; after `timeout` one may wait again.
+            SharedMemoryError: it will not complete, or the time is over. After the group's own timeout
+                the group is unusable; after `timeout` the caller may wait again.
         """
         if not self.done:
             self._messages.wait(self, timeout.total_seconds())
@@ -130,7 +133,7 @@ class MessageWork(dist.Work):
         return self.asked.peer
 
     def get_future(self) -> Future[Any]:
-        """Gets the tensor when it is there; a thread of its own waits for it then."""
+        """Return a future that gets the tensor when it is complete; a thread of its own waits for it."""
         if self._future is None:
             self._future = Future()
             if self.is_completed():
@@ -143,12 +146,12 @@ class MessageWork(dist.Work):
         assert self._future is not None
         try:
             self.wait()
-        except Exception as error:  # a thread has nobody to raise to: whoever waits for the future gets it
+        except Exception as error:  # the thread has no caller: the future gets the error
             self._future.set_exception(error)
         else:
             self._future.set_result(self.result())
 
-    # What torch's own works are called by.
+    # Torch's names of these methods.
     getFuture = get_future  # noqa: N815
     source_rank = _source_rank
 
@@ -186,7 +189,7 @@ class _Receive(MessageWork):
 
 
 class _Line:
-    """Receives of one source and tag that are not done; who holds the lock does the first."""
+    """Queue of pending receives from one source with one tag; the holder of the lock does the first."""
 
     def __init__(self, key: tuple[int, int]) -> None:
         self.key = key
@@ -195,14 +198,14 @@ class _Line:
 
 
 class _Outbox:
-    """To one rank."""
+    """Queue of messages to one rank."""
 
     def __init__(self) -> None:
         self.sent = 0
         self.places: deque[tuple[int, int, int]] = deque()
-        """(number, offset in the heap, bytes) of messages that may not have been taken."""
+        """Messages that may not have been received, as (number, offset in the heap, bytes)."""
         self.waiting: deque[_Send] = deque()
-        """For room."""
+        """Messages that wait for room."""
 
     @property
     def bytes(self) -> int:
@@ -210,24 +213,25 @@ class _Outbox:
 
 
 class Messages:
-    """Of one rank in one group."""
+    """Point-to-point messages of one rank in one group."""
 
     def __init__(self, arena: Arena, told: Told) -> None:
         self._arena, self._told = arena, told
         self._lock = threading.Lock()
         self._outboxes = [_Outbox() for _ in range(arena.shape.ranks)]
         self._waiting = 0
-        """Messages for which there was no room."""
+        """Number of messages that wait for room."""
         self._sender: threading.Thread | None = None
-        """While there are such: whoever sends them may wait for something else."""
+        """Thread that sends messages waiting for room, while there are any: callers may be elsewhere."""
         self._lines: dict[tuple[int, int], _Line] = {}
         self._recent: deque[Asked] = deque(maxlen=KEPT)
         self._number = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
-        """
+        """Send a tensor and return its handle at once.
+
         Raises:
-            ValueError: there is no such rank or tag, or the tensor is not in one piece of this host's memory.
+            ValueError: there is no such rank or tag, or the tensor is not contiguous in this host's memory.
             SharedMemoryError: the rank is gone.
         """
         tensor = self._checked("send", tensor, peer, tag)
@@ -246,7 +250,11 @@ class Messages:
         return work
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
-        """As `send`; without `peer` of anybody, whose message goes to whoever waits first, by name or not."""
+        """Receive into a tensor and return its handle at once; raises what `send` does.
+
+        Without `peer` the message may come from any rank. A message goes to the receive that waits first,
+        whether that names its source or not.
+        """
         tensor = self._checked("recv", tensor, peer or 0, tag)
         peer = ANYBODY if peer is None else peer
         with self._lock:
@@ -256,7 +264,7 @@ class Messages:
         return work
 
     def standing(self) -> tuple[list[Entry], list[Entry]]:
-        """Messages that were sent or received, and those that somebody waits for, oldest first."""
+        """Return the messages that have ended, and those that a thread waits for, each oldest first."""
         ended: list[Entry] = []
         under_way: list[Entry] = []
         for asked in list(self._recent):
@@ -286,22 +294,22 @@ class Messages:
             asked.waits -= 1
 
     def mail(self) -> int:
-        """Changes whenever anything is sent to this rank or taken from it."""
+        """Return a number that changes whenever a message is sent to this rank or received from it."""
         return int(self._arena.library.wanma_mail(self._arena.handle))
 
     def rest(self, seen: int) -> None:
-        """Until `mail` is another one, but not for long."""
+        """Wait until `mail` differs from `seen`, for a short time at most."""
         self._arena.library.wanma_rest(self._arena.handle, seen, int(_SLICE_SECONDS * 1e9))
 
     def push(self) -> None:
-        """Send what found no room before."""
+        """Send the messages that waited for room."""
         if self._waiting:
             with self._lock:
                 for peer in range(len(self._outboxes)):
                     self._push(peer)
 
     def take(self, work: _Receive, seconds: float) -> bool:
-        """Receive into the tensor of `work`, in at most so many seconds; whether it is there."""
+        """Receive into the tensor of `work`, in at most `seconds`; return True if it is complete."""
         arena, tensor = self._arena, work.tensor
         assert tensor is not None
         cause, source = ctypes.c_int(-1), ctypes.c_int(work.asked.peer)
@@ -326,7 +334,7 @@ class Messages:
         return True
 
     def tidy(self, line: _Line) -> None:
-        """Forget a line in which nobody is: tags may be many."""
+        """Delete a queue without receives: tags may be many."""
         with self._lock:
             if not line.asked and self._lines.get(line.key) is line:
                 del self._lines[line.key]
@@ -345,7 +353,7 @@ class Messages:
         return tensor
 
     def _push(self, peer: int) -> None:
-        """Send what fits of what is for `peer`; with the lock held."""
+        """Send the messages to `peer` that have room; the caller holds the lock."""
         arena, box = self._arena, self._outboxes[peer]
         while box.places and self._was_taken(peer, box.places[0][0]):
             arena.give_back(box.places.popleft()[1])
@@ -385,11 +393,11 @@ class Messages:
             work.tensor = None
 
     def _place(self, box: _Outbox, peer: int, size: int) -> int | None:
-        """In the heap; None: there is none before others are taken."""
+        """Allocate `size` bytes of the heap; return None if there is no room before others are received."""
         full = bool(box.places) and box.bytes + size > MOST_BYTES
         offset = None if full else self._arena.take(size)
         if offset is None and box.places:
-            # What was taken before messages that were sent earlier, with other tags.
+            # Free messages that were received before earlier ones with other tags.
             kept: deque[tuple[int, int, int]] = deque()
             for number, place, held in box.places:
                 if self._was_taken(peer, number):

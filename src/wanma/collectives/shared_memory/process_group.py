@@ -1,8 +1,8 @@
-"""A process group of torch's whose collectives go over shared memory.
+"""Process group of torch's whose collectives go over shared memory.
 
-It takes what Gloo takes, with the same meaning; what it does not do itself (gathers to one rank, sparse and
-strided tensors) goes to a group of Gloo's that it has inside. Sums are taken in rank order on every rank, in
-fp32 for types of 16 bits, and rounded once.
+It has Gloo's operations, with the same meaning; those it does not do itself (gathers to one rank, sparse and
+strided tensors) go to a Gloo group inside it. Sums are taken in rank order on every rank, in fp32 for types
+of 16 bits, and rounded once.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ _LONGEST_SECONDS = 10 * 365 * 86400.0
 
 
 class SharedGroup(dist.ProcessGroup):
-    """Ranks of one machine.
+    """Process group of ranks on one node, over an arena.
 
     Args:
-        arena: theirs.
-        gloo: a group of the same ranks.
-        timeout: of every collective that comes without one.
-        host_ranks: of each host, the ranks of this group on it; a group is on one host so far.
+        store: store of the group.
+        arena: the ranks' shared memory.
+        gloo: Gloo group of the same ranks.
+        timeout: limit of every collective that has none of its own.
+        host_ranks: ranks of this group on each host; a group is on one host so far.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class SharedGroup(dist.ProcessGroup):
         self._completions = Completions()
         self._lock = threading.Lock()
         self._common_bytes = 0
-        """By how much this rank's part of what all have in common is more than what it keeps of it."""
+        """Bytes of this rank's parts of the common tensors, minus those of the common tensors in its heap."""
         self._held: deque[tuple[int, Any]] = deque()
-        """(number, tensors) of collectives that may be under way: nobody else need keep them."""
+        """Collectives that may be in flight, as (number, tensors): nothing else keeps the tensors alive."""
         # Methods that are not here are the base class's, which asks the backend of a tensor's device; those
-        # that are ask a group beside it for what they do not do.
+        # that are here pass what they do not do to a group beside this one.
         self._others = dist.ProcessGroup(store, self._me, self._ranks)
         for group in (self, self._others):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -93,27 +94,29 @@ class SharedGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ tensors in place
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor (elements,) of which collectives of this group need no copies.
+        """Return an uninitialised tensor (elements,) that collectives of this group use without copies.
 
-        Where there is no room for one it is a plain tensor: what is done with it is the same.
+        Without room in the heap it is a plain tensor, and collectives give the same result.
         """
         found = self._arena.tensor(elements, dtype)
         return torch.empty(elements, dtype=dtype) if found is None else found
 
     def allocate_common(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[tuple[Tensor, Tensor] | None]:
-        """Tensors that all ranks have in common, each of as many parts as there are ranks: what one writes,
-        all read. Every rank calls it alike, and lets go of it when the others do.
+        """Return tensors shared by all ranks, each with one part for every rank.
+
+        Each rank reads what the others write. Every rank calls this alike, and frees the tensors when the
+        others do.
 
         Args:
-            parts: elements of one rank's part.
+            parts: elements and data type of one rank's part, for each tensor.
 
         Returns:
-            of each, uninitialised, the whole (ranks × part,) and this rank's part of it (part,): the same
-            memory, of which autograd does not know. None where there is no room.
+            For each tensor, uninitialised, the whole (ranks × part,) and this rank's part of it (part,): the
+            same memory, which autograd does not track. None if there is no room.
         """
         bytes_of = [self._ranks * elements * dtype.itemsize for elements, dtype in parts]
         owners = shared_out(bytes_of, self._ranks)
-        self.barrier().wait()  # others have let go of what they had, as this one has
+        self.barrier().wait()  # all ranks have freed their earlier tensors
         places = torch.full((len(parts),), -1, dtype=torch.int64)
         for index, (size, owner) in enumerate(zip(bytes_of, owners, strict=True)):
             if owner == self._me and (offset := self._arena.take(size)) is not None:
@@ -131,8 +134,10 @@ class SharedGroup(dist.ProcessGroup):
 
     @property
     def allocated_bytes(self) -> int:
-        """The most that `allocate` ever gave out at once, and this rank's part of what is common, whoever has
-        it in its heap."""
+        """Most bytes that `allocate` had in use at once, plus this rank's parts of the common tensors.
+
+        The parts count here whichever rank has the common tensor in its heap.
+        """
         return self._arena.heap_bytes + self._common_bytes
 
     # ------------------------------------------------------------------ collectives
@@ -182,7 +187,7 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any = None,
         name: str = "all_gather_coalesced",
     ) -> Any:
-        """`outputs` (ranks × part, ...) from `inputs` (part, ...)."""
+        """All-gather `inputs` (part, ...) into `outputs` (ranks × part, ...)."""
         opts = AllgatherOptions() if opts is None else opts
         inputs = [own.contiguous() for own in inputs]
         for output, own in zip(outputs, inputs, strict=True):
@@ -217,7 +222,7 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any = None,
         name: str = "reduce_scatter_coalesced",
     ) -> Any:
-        """`outputs` (part, ...), the sums of the ranks' slices of `inputs` (ranks × part, ...)."""
+        """Write the sums of the ranks' slices of `inputs` (ranks × part, ...) to `outputs` (part, ...)."""
         opts = ReduceScatterOptions() if opts is None else opts
         inputs = [whole.contiguous() for whole in inputs]
         operation = operation_of(opts, [*outputs, *inputs])
@@ -238,7 +243,10 @@ class SharedGroup(dist.ProcessGroup):
         input_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> Any:
-        """Rows of `own`, so many to each rank, and so many from each in `output`; equal shares by default."""
+        """Send rows of `own` to each rank, and receive rows from each in `output`.
+
+        `input_sizes` and `output_sizes` count the rows by rank; equal shares by default.
+        """
         opts = AllToAllOptions() if opts is None else opts
         own = own.contiguous()
         call = all_to_all(output, own, output_sizes, input_sizes, self._ranks)
@@ -263,21 +271,21 @@ class SharedGroup(dist.ProcessGroup):
         return self._messages.receive(tensor, None, tag)
 
     def seconds(self) -> float:
-        """Of whoever waits without a time of its own."""
+        """Return the timeout, in seconds, of a wait that has none of its own."""
         return min(self._timeout.total_seconds(), _LONGEST_SECONDS)
 
     def describe(self, what: str, number: int, peer: int) -> str:
-        """'recv #3 from rank 1 of group pp'."""
+        """Describe a message: 'recv #3 from rank 1 of group pp'."""
         whom = "any rank" if peer == ANYBODY else f"rank {self._global_ranks()[peer]}"
         return f"{what} #{number} {'to' if what == 'send' else 'from'} {whom} of group {self._described()}"
 
     def failure(self, outcome: Outcome, what: str, blamed: int, seconds: float) -> SharedMemoryError:
-        """Of a message."""
+        """Return the error of a failed message."""
         named = self._global_ranks()
         guilty = named[blamed] if 0 <= blamed < self._ranks else None
         return SharedMemoryError(failure_text(outcome, what, guilty, [], named[self._me], seconds))
 
-    # The same by the names that torch had for them before.
+    # Torch's earlier names of these methods.
     _allgather_base = all_gather_single  # type: ignore[assignment]  # names of arguments
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # names of arguments
@@ -291,7 +299,7 @@ class SharedGroup(dist.ProcessGroup):
         self._gloo._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leave: peers that wait for this rank hear of it at once."""
+        """Leave the group: peers that wait for this rank fail at once."""
         self._arena.close()
         self._completions.close()
         super().shutdown()
@@ -299,11 +307,11 @@ class SharedGroup(dist.ProcessGroup):
             self._held.clear()
 
     def abort(self) -> None:
-        """End what is under way, on all ranks."""
+        """End the collectives in flight, on all ranks."""
         self._arena.library.wanma_abort(self._arena.handle)
 
     def standing(self) -> tuple[list[Entry], list[Entry]]:
-        """Collectives and messages that have ended, and those under way; each oldest first."""
+        """Return the collectives and messages that have ended, and those in flight; each oldest first."""
         collectives = self._record.split(self._arena.library.wanma_done(self._arena.handle))
         ended, under_way = (
             sorted([*ours, *messages], key=attrgetter("asked_nanoseconds"))
@@ -314,7 +322,7 @@ class SharedGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ one collective
 
     def _run(self, name: str, calls: list[Call], opts: Any, tensors: Any, outputs: list[Any]) -> SharedWork:
-        """Hand the calls over; of several the work is done when the last one is."""
+        """Submit the calls and return a handle, which is complete when the last of them is."""
         arena, library = self._arena, self._arena.library
         seconds = opts.timeout.total_seconds()
         if seconds <= 0:
@@ -367,7 +375,7 @@ class SharedGroup(dist.ProcessGroup):
                 self._held.popleft()
 
     def _global_ranks(self) -> list[int]:
-        """Of this group's ranks, as the run numbers them."""
+        """Return the global ranks of this group's ranks."""
         try:
             return dist.get_process_group_ranks(self)
         except (

@@ -1,4 +1,4 @@
-"""One collective that was asked for: what torch waits for."""
+"""Handle of one collective over shared memory, as torch's callers wait for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch.futures import Future
 
 Waiting = Callable[[int], None]
-"""Takes nanoseconds, 0 for as long as it takes; returns when all is done, or raises."""
+"""Function that waits for a number of nanoseconds, 0 without limit; returns at completion, or raises."""
 
 
 class SharedWork(dist.Work):
-    """Of a `SharedGroup`.
+    """Handle of a collective of a `SharedGroup`.
 
     Args:
-        wait: until it is done.
-        done: whether it is.
-        outputs: what `result` and the future give.
-        later: where futures are brought to their end.
+        wait: waits until the collective is complete.
+        done: returns True if it is complete.
+        outputs: value of `result` and of the future.
+        later: thread that completes futures.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class SharedWork(dist.Work):
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until it is done; for at most `timeout`, where that is not 0.
+        """Wait until the collective is complete, for at most `timeout` unless that is 0.
 
         Raises:
             SharedMemoryError: it failed, or the time is over.
@@ -48,7 +48,7 @@ class SharedWork(dist.Work):
         return self._done() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What `wait` raises, where it is over and has failed."""
+        """Return the error that `wait` raises if the collective has ended and failed, else None."""
         if not self._done():
             return None
         try:
@@ -64,18 +64,18 @@ class SharedWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> Future[Any]:
-        """Gets the outputs when it is done; somebody else waits for it then."""
+        """Return a future that gets the outputs at completion; a thread waits for it."""
         if self._future is None:
             self._future = Future()
             self._later.put(self, self._future)
         return self._future
 
-    # What torch's own works are called by.
+    # Torch's name of this method.
     getFuture = get_future  # noqa: N815
 
 
 class Completions:
-    """A thread that waits for works of which somebody has taken the future, in their order."""
+    """Thread that waits for the collectives whose futures were requested, in their order."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[SharedWork, Future[Any]] | None] = queue.SimpleQueue()
@@ -93,7 +93,7 @@ class Completions:
         self._queue.put((work, future))
 
     def close(self) -> None:
-        """The thread ends after what is in its queue."""
+        """End the thread after the futures in its queue."""
         with self._lock:
             if self._thread is not None:
                 self._queue.put(None)
@@ -108,7 +108,7 @@ class Completions:
 def _complete(work: SharedWork, future: Future[Any]) -> None:
     try:
         work.wait()
-    except Exception as error:  # a thread has nobody to raise to: whoever waits for the future gets it
+    except Exception as error:  # the thread has no caller: the future gets the error
         future.set_exception(error)
     else:
         future.set_result(work.result())
