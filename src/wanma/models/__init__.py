@@ -1,0 +1,1 @@
+"""Models: plain modules, their configuration, parallel spec, state-dict adapters and workload."""

@@ -1,4 +1,4 @@
-"""From a `[model]` section to something that makes the module."""
+"""Model specification: the construction of a module from a `[model]` section."""
 
 from __future__ import annotations
 
@@ -40,21 +40,24 @@ Kind = Literal["tokens", "images", "custom"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a model is made and what may be split of it."""
+    """Specification of a model: its construction and its parallel spec."""
 
     name: str
     kind: Kind
     make: Callable[[], nn.Module]
-    """Ours also work inside `torch.device("meta")`, and then need `initial_value` for each parameter."""
+    """Builder of the module.
+
+    Ours also work inside `torch.device("meta")`, and then need `initial_value` for each parameter.
+    """
     layout: Layout | None
-    """None for users' modules, which declare nothing."""
+    """Parallel spec; None for users' modules, which declare none."""
     own_initialization: bool
-    """The constructor gives the weights their values: users' modules, built on CPU under the job's seed."""
+    """True if the constructor initializes the weights: users' modules, built on CPU under the job's seed."""
     frozen: Callable[[str], bool] = lambda _: False
-    """Tells of a parameter's name whether the job freezes it for good, whatever the model says."""
+    """Predicate of a parameter's name: True if the job freezes it, whatever the model says."""
 
     def require_layout(self, key: str) -> Layout:
-        """The layout, for what job key `key` asks.
+        """Return the parallel spec, which job key `key` requires.
 
         Raises:
             JobError: the model declares none.
@@ -75,13 +78,14 @@ def model_spec(
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
 ) -> ModelSpec:
-    """What a `[model]` section describes, with the data's sizes where the section is silent.
+    """Return the specification of a `[model]` section, with the data's sizes where the section is silent.
 
     Args:
-        vocabulary: tokens that the tokenizer knows; None without one.
-        sequence_length: of the data; only some Hugging Face models have a longest one.
+        section: the job's `[model]`.
+        vocabulary: number of tokens of the tokenizer; None without one.
+        sequence_length: of the data; only some Hugging Face models have a maximum.
         image_shape: (channels, height, width); None without images.
-        classes: of labelled data; None without labels.
+        classes: number of classes of labelled data; None without labels.
 
     Raises:
         JobError: keys that are unknown, missing, or contradict each other or the data; a factory that
@@ -119,15 +123,16 @@ def model_spec(
 
 
 def with_frozen(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:
-    """`spec` of a model with the parameters frozen that `train.parameter_groups` freezes."""
+    """Return `spec` of a model with the parameters frozen that `train.parameter_groups` freezes."""
     return replace(spec, frozen=lambda name: spec.frozen(name) or is_frozen(name, groups))
 
 
 def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelSpec:
-    """For a module that the user built; `make` returns that very module.
+    """Return the specification of a module that the user built; `make` returns that very module.
 
     Args:
-        statistics_group: converts its batch normalisation to groups of so many samples, in place.
+        model: the module.
+        statistics_group: converts its batch normalization to groups of that many samples, in place.
             Without it, `couples_samples` names what a plan of more than one micro-batch must refuse.
 
     Raises:
@@ -144,7 +149,7 @@ def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelS
 
 
 def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The whole model on CPU with its initial values: what every layout of a job starts from.
+    """Build the full model on CPU with its initial values, from which every layout of a job starts.
 
     Raises:
         JobError: the user's factory failed, or returned no module.
@@ -160,7 +165,7 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
 
 
 def build_plain(section: ModelSection, seed: int) -> nn.Module:
-    """Model that `model.factory` makes, as it makes it, on CPU.
+    """Build the model of `model.factory` unchanged, on CPU.
 
     Raises:
         JobError: it cannot be imported, failed, or returned no module.
@@ -171,7 +176,7 @@ def build_plain(section: ModelSection, seed: int) -> nn.Module:
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seed the generators of torch, numpy and Python for constructors on the CPU, and put them back."""
+    """Seed the generators of torch, numpy and Python for constructors on the CPU, and restore them."""
     of_numpy, of_python = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -185,7 +190,7 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A whole model of ours on CPU, whose parameters hold nothing yet: what a checkpoint is loaded into."""
+    """Build one of our models in full on CPU, with uninitialized parameters for a checkpoint's."""
     with torch.device("meta"):
         model = spec.make().to(dtype)
     model.to_empty(device="cpu")
@@ -199,7 +204,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Modul
 
 
 def _huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> ModelSpec:
-    given = read_config(section)  # also says whether transformers is here
+    given = read_config(section)  # also checks that transformers is installed
     from wanma.models.huggingface.causal_model import build_huggingface, huggingface_config
     from wanma.models.huggingface.validation import longest_positions
 
@@ -232,7 +237,7 @@ def _factory(section: ModelSection) -> _Factory:
 
 @dataclass(frozen=True)
 class _Factory:
-    """Makes the user's module, with its batch normalisation converted: torch's would follow the layout."""
+    """Builder of the user's module, with batch normalization converted: torch's would follow the layout."""
 
     path: str
     function: Callable[..., Any]
@@ -243,7 +248,7 @@ class _Factory:
         return convert_batch_norm(self.make_plain(), self.statistics_group)
 
     def make_plain(self) -> nn.Module:
-        """The module as the user's function returns it."""
+        """Build the module as the user's function returns it."""
         try:
             made = self.function(**self.arguments)
         except WanmaError:
@@ -264,7 +269,7 @@ class _Factory:
         return made
 
     def _command(self) -> str:
-        """The same call, for a shell."""
+        """Return the same call as a shell command."""
         module, _, name = self.path.partition(":")
         given = f"**{self.arguments!r}" if self.arguments else ""
         code = f"import {module}; {module}.{name}({given})"

@@ -1,9 +1,8 @@
-"""A Llama-style decoder (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU (or GELU),
-grouped-query attention.
+"""Llama-style decoder (Touvron et al. 2023), with RMSNorm, rotary embedding and grouped-query attention.
 
-It knows no parallelism. What makes it splittable is only this: children may be absent (a pipeline
-stage holds some of them, under the same names), head counts are read off the projected tensors, and
-nothing lives in buffers. `decoder_layout` declares what may be split.
+Feed-forward networks are SwiGLU or GELU. The decoder knows no parallelism. Three properties make it
+splittable: children may be absent (a pipeline stage holds some of them, under the same names), head counts
+follow from the projected tensors, and nothing lives in buffers. `decoder_layout` declares its parallel spec.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from wanma.models.structure.parallel_spec import Layout, TensorRole, tie_paramet
 
 
 class Decoder(PublishedDecoder, nn.Module):
-    """Tokens to logits.
+    """Decoder from tokens to logits.
 
     Children: `embedding`, `layers` (by number: "0", "1", ...), `norm`, `head`. A pipeline stage sets
     `embedding`, or `norm` and `head`, to None and removes blocks from `layers`; a stage without
@@ -51,15 +50,15 @@ class Decoder(PublishedDecoder, nn.Module):
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Logits of the next token at every position.
+        """Compute the logits of the next token at every position.
 
         Args:
             tokens: (rows, sequence) int64; without an embedding, hidden states (rows, sequence, hidden).
             documents: (rows, sequence), number of the document each token belongs to; attention stays
                 within a document. None: a row is one document.
-            positions: (rows, sequence) or (sequence,), place of each token in its document, for the
-                rotary angles. None: 0, 1, ... along the row. Hidden states may come as a part of the
-                sequence that the blocks' inputs are gathered from; positions are always of the whole.
+            positions: (rows, sequence) or (sequence,), position of each token in its document, for the
+                rotary angles. None: 0, 1, ... along the row. Hidden states may be a shard of the
+                sequence that is gathered inside the blocks; positions are always of the whole sequence.
 
         Returns:
             (rows, sequence, vocabulary); without a head, hidden states (rows, sequence, hidden).
@@ -110,10 +109,11 @@ class Decoder(PublishedDecoder, nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after.
+    """Decoder block: attention and feed-forward, each with its norm before and a residual connection.
 
     Args:
-        number: of this block in the model.
+        dimensions: of the decoder.
+        number: index of this block in the model.
     """
 
     def __init__(self, dimensions: DecoderDimensions, number: int) -> None:
@@ -128,7 +128,7 @@ class Block(nn.Module):
         self.feed_forward_dropout = _dropout(dimensions.dropout, f"{name}.feed_forward_dropout")
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
-        """(rows, sequence, hidden) to the same."""
+        """Map (rows, sequence, hidden) to the same shape."""
         attended = self.attention_dropout(self.attention(self.attention_norm(hidden), rotary, mask))
         hidden = hidden + attended
         fed: Tensor = self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(hidden)))
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention in which several query heads share a key and value head (Ainslie et al. 2023)."""
+    """Grouped-query causal attention: query heads share key and value heads (Ainslie et al. 2023)."""
 
     def __init__(self, dimensions: DecoderDimensions) -> None:
         super().__init__()
@@ -153,13 +153,14 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(width, eps=dimensions.norm_epsilon) if dimensions.head_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
-        """(rows, sequence, hidden) to the same.
+        """Map (rows, sequence, hidden) to the same shape.
 
         Args:
-            rotary: of `rotary_factors`.
-            mask: of the model's `AttentionMask`.
+            x: hidden states.
+            rotary: result of `rotary_factors`.
+            mask: result of the model's `AttentionMask`.
         """
-        # The number of heads is read off the projections: under tensor parallel a rank has its share.
+        # The number of heads follows from the projections: under tensor parallelism a rank has its share.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_width))
             for projection in (self.query, self.key, self.value)
@@ -170,7 +171,7 @@ class Attention(nn.Module):
 
 
 def decoder_layout(dimensions: DecoderDimensions) -> Layout:
-    """What a plan may split of a decoder."""
+    """Return the parallel spec of a decoder."""
     return Layout(
         blocks="layers",
         first=("embedding",),
@@ -203,7 +204,7 @@ _ATTENTION: dict[str, TensorRole] = {
 
 _LATENT_ATTENTION: dict[str, TensorRole] = {
     "layers.*.attention": "gathered",
-    # Every rank makes the narrow vectors, and uses them for its own heads.
+    # Every rank computes the latent vectors, and uses them for its own heads.
     "layers.*.attention.*_latent": "head_norm",
     "layers.*.attention.*_norm": "head_norm",
     "layers.*.attention.query": "column",
@@ -213,7 +214,7 @@ _LATENT_ATTENTION: dict[str, TensorRole] = {
 
 
 def _feed_forward_roles(dimensions: DecoderDimensions) -> dict[str, TensorRole]:
-    """Of networks that every token passes; what becomes of routed experts says `Layout.experts`."""
+    """Return tensor-parallel styles of networks that process every token; `Layout.experts` has the others."""
     dense = ["layers.*.feed_forward"]
     if dimensions.experts:
         dense = [f"layers.{number}.feed_forward" for number in range(dimensions.dense_layers)]

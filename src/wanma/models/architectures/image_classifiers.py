@@ -13,27 +13,27 @@ from wanma.models.layers.batch_norm import GroupedBatchNorm
 from wanma.models.structure.parallel_spec import Layout
 
 VISION_LAYOUT = Layout(blocks=None)
-"""Small next to its activations: replicated or sharded whole, never split within a layer."""
+"""Parallel spec of image classifiers: small next to their activations, so never split within a layer."""
 
 _LARGE_IMAGE = 128
-"""From this height or width on, a residual network begins with the stem made for ImageNet."""
+"""Minimum height or width for which a residual network begins with the stem made for ImageNet."""
 
 
 def build_vision(dimensions: VisionDimensions) -> nn.Module:
-    """The network that `dimensions` describe."""
+    """Build the network that `dimensions` describe."""
     return ConvNet(dimensions) if dimensions.family == "convnet" else ResNet(dimensions)
 
 
 class _Classifier(nn.Module):
-    """Initialisation that both families share."""
+    """Base class of both families, with their common initialization."""
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a tile of parameter `name` in place (He et al. 2015 for what a ReLU follows)."""
+        """Fill a tile of parameter `name` in place (He et al. 2015 for layers before a ReLU)."""
         shape = self.get_parameter(name).shape
         if name == "classifier.weight":
             tensor.normal_(0.0, 0.01, generator=generator)
         elif len(shape) > 1:
-            # By outputs for convolutions, as torch's own residual networks; by inputs for linears.
+            # Fan of outputs for convolutions, as in torchvision; of inputs for linear layers.
             fan = shape[0] * math.prod(shape[2:]) if len(shape) == 4 else shape[1]
             tensor.normal_(0.0, math.sqrt(2.0 / fan), generator=generator)
         else:
@@ -41,7 +41,7 @@ class _Classifier(nn.Module):
 
 
 class ConvNet(_Classifier):
-    """Convolution-16, convolution-32, linear-128, linear-classes, with max pooling after each convolution."""
+    """ConvNet: convolution-16, convolution-32, linear-128, linear-classes; convolutions are max-pooled."""
 
     def __init__(self, dimensions: VisionDimensions) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ConvNet(_Classifier):
         self.classifier = nn.Linear(128, dimensions.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(rows, channels, height, width) to logits (rows, classes)."""
+        """Map images (rows, channels, height, width) to logits (rows, classes)."""
         x = F.max_pool2d(F.relu(self.first(images)), 2)
         x = F.max_pool2d(F.relu(self.second(x)), 2)
         x = F.relu(self.hidden(x.flatten(1)))
@@ -62,7 +62,7 @@ class ConvNet(_Classifier):
 class ResNet(_Classifier):
     """ResNet-18 or ResNet-50 (He et al. 2015; stride in the 3 × 3 convolution, as torchvision's).
 
-    Module names are torchvision's but for `classifier` (there `fc`). Images smaller than 128 get the
+    Module names are torchvision's except `classifier` (there `fc`). Images smaller than 128 get the
     stem that He et al. use for CIFAR-10: one 3 × 3 convolution, no pooling.
     """
 
@@ -82,7 +82,7 @@ class ResNet(_Classifier):
         self.classifier = nn.Linear(outputs[3], dimensions.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(rows, channels, height, width) to logits (rows, classes)."""
+        """Map images (rows, channels, height, width) to logits (rows, classes)."""
         x = F.relu(self.bn1(self.conv1(images)))
         if self.is_large:
             x = F.max_pool2d(x, 3, 2, 1)
@@ -93,7 +93,7 @@ class ResNet(_Classifier):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions around which the input is carried."""
+    """Residual block of two 3 × 3 convolutions."""
 
     expansion = 1
 
@@ -106,13 +106,13 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(channels, width, stride, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, channels, height, width) to (rows, width, height / stride, width / stride)."""
+        """Map (rows, channels, height, width) to (rows, width, height / stride, width / stride)."""
         branch = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(branch)) + self.downsample(x))
 
 
 class Bottleneck(nn.Module):
-    """1 × 1, 3 × 3 and 1 × 1 convolutions around which the input is carried."""
+    """Residual block of 1 × 1, 3 × 3 and 1 × 1 convolutions."""
 
     expansion = 4
 
@@ -127,7 +127,7 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(channels, 4 * width, stride, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, channels, height, width) to (rows, 4 × width, height / stride, width / stride)."""
+        """Map (rows, channels, height, width) to (rows, 4 × width, height / stride, width / stride)."""
         branch = F.relu(self.bn1(self.conv1(x)))
         branch = F.relu(self.bn2(self.conv2(branch)))
         return F.relu(self.bn3(self.conv3(branch)) + self.downsample(x))
@@ -137,7 +137,7 @@ _DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, in
     18: (BasicBlock, (2, 2, 2, 2)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-"""Block and number of blocks in each of the four stages (He et al. 2015, table 1)."""
+"""Block type and number of blocks in each of the four stages, by depth (He et al. 2015, table 1)."""
 
 
 def _stage(

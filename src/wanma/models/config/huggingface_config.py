@@ -1,6 +1,6 @@
-"""A transformers `config.json` as a job names it: read, overridden, checked. Neither torch nor transformers.
+"""Reader of a transformers `config.json` that a job names. Imports neither torch nor transformers.
 
-Where the architecture is that of our own decoder, its dimensions are read off, so that a forecast for
+If the architecture is that of our own decoder, its dimensions follow from the config, so that a forecast for
 a published model costs nothing.
 """
 
@@ -21,8 +21,9 @@ FILE = "config.json"
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:
-    """The config that `model.huggingface` names, with `model.arguments` in the place of its keys; there
-    "null" is JSON's null.
+    """Read the config that `model.huggingface` names, with `model.arguments` replacing its keys.
+
+    There "null" is JSON's null.
 
     Raises:
         JobError: it is no local file, needs code from elsewhere, or has settings that would be ignored.
@@ -39,10 +40,11 @@ def read_config(section: ModelSection) -> dict[str, Any]:
 
 
 def read_config_file(path: Path, key: str) -> dict[str, Any]:
-    """One config.json, or that of a folder.
+    """Read one config.json, or that of a folder.
 
     Args:
-        key: of the job, for the message.
+        path: the file or folder.
+        key: key of the job, for the message.
 
     Raises:
         JobError: there is none there, it is malformed, or it needs code from elsewhere.
@@ -73,7 +75,7 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
 
 
 def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
-    """Dimensions of our own decoder with the parameters and arithmetic of `config`.
+    """Return the dimensions of our own decoder with the parameters and arithmetic of `config`.
 
     Returns:
         None if ours has another architecture, or the config leaves sizes to transformers' defaults.
@@ -135,7 +137,7 @@ def _experts(config: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How rotary angles are made, in the one form of `rope_parameters`, whichever way the config says it."""
+    """Return the settings of the rotary embedding in the form of `rope_parameters`, from any spelling."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0

@@ -1,4 +1,4 @@
-"""Models by name: dimensions of our own and of published ones, with their sources. No torch here."""
+"""Dimensions of models by preset name, ours and published ones, with their sources. No torch here."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def _with_latent_attention(
     )
 
 
-# Our own mixtures of experts after DeepSeek-V3: one shared expert, a dense first block whose width is that
-# of the experts which a token passes, balanced by a bias. The name says how many parameters there are in
-# all; a token passes 0.9M, 12M and 124M of them. The smallest has latent attention, with values as wide as
-# queries and keys, for fused attention on CPUs wants that.
+# Our own mixtures of experts after DeepSeek-V3: one shared expert, and a dense first block as wide as the
+# experts that a token uses, balanced by a bias. The name gives the total number of parameters; a token
+# uses 0.9M, 12M and 124M of them. The smallest has latent attention, with values as wide as queries and
+# keys, because fused attention on CPUs requires that.
 GPT_MOE_PRESETS: dict[str, DecoderDimensions] = {
     "gpt-moe-3m": _with_latent_attention(_gpt_moe(4, 128, 4, 128, 16, 320, 2), 64, 32, 32, 16, 48),
     "gpt-moe-43m": _gpt_moe(6, 384, 6, 384, 16, 320, 2),
@@ -117,7 +117,7 @@ def _mixtral(*sizes: int) -> DecoderDimensions:
 
 
 # Published models, by the `config.json` of their weights on the Hugging Face hub; their vocabulary is part
-# of the model. Rotary frequencies are the plain ones: the stretching that Llama 3.1 and 3.2 apply for
+# of the model. Rotary frequencies are the plain ones: the scaling that Llama 3.1 and 3.2 apply for
 # contexts beyond 8,192 tokens changes neither parameters nor arithmetic.
 PUBLISHED_PRESETS: dict[str, DecoderDimensions] = {
     # Touvron et al. 2023; meta-llama/Llama-2-{7b,13b,70b}-hf
@@ -182,4 +182,4 @@ VISION_PRESETS: dict[str, tuple[Literal["convnet", "resnet"], int | None]] = {
     "resnet-18": ("resnet", 18),
     "resnet-50": ("resnet", 50),
 }
-"""Family and depth; channels, image size and classes are the data's."""
+"""Family and depth by preset; channels, image size and classes are the data's."""

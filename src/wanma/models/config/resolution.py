@@ -1,4 +1,4 @@
-"""From a job's `[model]` section to dimensions. No torch here.
+"""Resolution of a job's `[model]` section to dimensions. No torch here.
 
 The planner reads dimensions without building a model, so a forecast for 405B parameters costs nothing.
 """
@@ -38,12 +38,12 @@ _EXPERT_KEYS = (
     "capacity",
 )
 _BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
-"""Where the job says nothing: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
+"""Default balance rates: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
 _VISION_KEYS = ("depth", "classes", "channels", "image_size", "statistics_group")
 
 
 def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
-    """What the model eats: token sequences, images, or whatever the user's factory says.
+    """Return the kind of the model's inputs: token sequences, images, or those of the user's factory.
 
     Raises:
         JobError: the preset is unknown.
@@ -66,14 +66,14 @@ def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
 
 
 def decoder_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions:
-    """The decoder that a `[model]` section describes: its preset, overridden by its explicit keys.
+    """Return the decoder that a `[model]` section describes: its preset, overridden by its explicit keys.
 
     The vocabulary is `model.vocabulary` if given, else a published preset's own, else the tokenizer's
     rounded up to a multiple of 64, else the preset's.
 
     Args:
         section: with a decoder preset or `family = "decoder"`.
-        vocabulary: tokens that the tokenizer knows; None when there is no tokenizer yet.
+        vocabulary: number of tokens of the tokenizer; None when there is no tokenizer yet.
 
     Raises:
         JobError: the preset is unknown or no decoder, a key is missing or does not apply, dimensions do
@@ -101,12 +101,12 @@ def decoder_dimensions(section: ModelSection, vocabulary: int | None) -> Decoder
 def vision_dimensions(
     section: ModelSection, image_shape: tuple[int, int, int] | None, classes: int | None
 ) -> VisionDimensions:
-    """The image classifier that a `[model]` section describes.
+    """Return the image classifier that a `[model]` section describes.
 
     Args:
         section: with a vision preset or `family` "convnet" or "resnet".
         image_shape: (channels, height, width) of the data; None when there is no data yet.
-        classes: of the data; None when there is no data yet.
+        classes: number of classes of the data; None when there is no data yet.
 
     Raises:
         JobError: the preset is unknown or no vision model, a key is missing, does not apply, or
@@ -148,15 +148,15 @@ def vision_dimensions(
 
 
 def reject_keys(section: ModelSection, keys: tuple[str, ...], what: str) -> None:
-    """Refuse keys of the section that `what` would silently ignore."""
+    """Reject keys of the section that `what` would silently ignore."""
     for key in keys:
         if getattr(section, key) != ModelSection.model_fields[key].default:
             raise JobError(f"model.{key} does not apply to {what}", f"remove model.{key}")
 
 
 def reject_dimension_keys(section: ModelSection, key: str = "model.factory") -> None:
-    """Refuse dimensions beside what `key` names, which takes `model.arguments` instead."""
-    # A group of samples means something for a factory's model too: its batch normalisation is converted.
+    """Reject dimensions beside a model named by `key`, which takes `model.arguments` instead."""
+    # A sample group also applies to a factory's model: its batch normalization is converted.
     every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
     keys = tuple(key for key in every if key != "statistics_group")
     reject_keys(section, keys, f"{key}; give it in model.arguments")
@@ -167,14 +167,14 @@ def _from_family(given: dict[str, Any]) -> DecoderDimensions:
     if missing:
         raise JobError(f"model.family = 'decoder' needs {', '.join(missing)}", "or name a preset")
     hidden, heads = given["hidden"], given["heads"]
-    # As many parameters and FLOPs either way, but for rounding.
+    # The same number of parameters and FLOPs either way, except for rounding.
     is_gelu = given.get("activation_function") == "gelu"
     feed_forward = 4 * hidden if is_gelu else -(-8 * hidden // (3 * 64)) * 64
     return DecoderDimensions(given["layers"], hidden, heads, heads, feed_forward, None)
 
 
 def _with_experts(section: ModelSection, base: DecoderDimensions) -> DecoderDimensions:
-    """`base` with the section's keys for experts; a section that asks for them first gets defaults."""
+    """Return `base` with the section's keys for experts; a section that adds experts gets defaults."""
     if base.experts == 0 and section.experts is None:
         reject_keys(section, _EXPERT_KEYS, "a decoder without experts (model.experts)")
         return base

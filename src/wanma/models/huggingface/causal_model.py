@@ -1,12 +1,12 @@
-"""Causal models of `transformers` as wanma sees a decoder: tokens, documents and positions to logits.
+"""Causal models of `transformers` with wanma's decoder signature: tokens, documents and positions to logits.
 
     config = huggingface_config(read_config(section), vocabulary, sequence_length)
     with torch.device("meta"):
         model = build_huggingface(config)
 
 A model is built from its config alone, on the meta device; nothing is downloaded and no code from
-elsewhere is run. It stays transformers' own, parameter names included, but for what
-`huggingface_parts` replaces: what no plan could split, or what computes in fp32 whatever the precision.
+elsewhere is run. It remains transformers' own, parameter names included, except for the modules that
+`module_replacement` replaces: those no plan could split, or that compute in fp32 whatever the precision.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from wanma.models.structure.parallel_spec import Layout, tie_parameters
 def huggingface_config(
     given: dict[str, Any], vocabulary: int | None, sequence_length: int | None
 ) -> PreTrainedConfig:
-    """The transformers config with the settings of `read_config`.
+    """Build the transformers config with the settings of `read_config`.
 
     Args:
-        vocabulary: tokens that the tokenizer knows.
+        given: those settings.
+        vocabulary: number of tokens of the tokenizer.
         sequence_length: of the data.
 
     Raises:
-        JobError: transformers do not know the family, or it has settings that would be ignored.
+        JobError: transformers does not know the family, or it has settings that would be ignored.
     """
     if given["model_type"] not in CONFIG_MAPPING:
         raise JobError(
@@ -68,11 +69,12 @@ def huggingface_config(
 def build_huggingface(
     config: PreTrainedConfig, sequence_length: int, findings: Findings | None = None
 ) -> HuggingFaceModel:
-    """The model, on the current device, ready to be split.
+    """Build the model on the current device, ready to be split.
 
     Args:
+        config: the transformers config.
         sequence_length: of the data.
-        findings: of the same model, built before; None: found out, on the meta device.
+        findings: of the same model, built before; None: the model is probed, on the meta device.
 
     Raises:
         JobError: it is no causal model, or not built as wanma needs it.
@@ -81,7 +83,7 @@ def build_huggingface(
     if findings is None:
         findings = require_same_training(model, sequence_length, _adapted)
     kind = type(model)
-    # A class of its own, as FSDP2 makes one: the names of parameters are not those of a wrapper's child.
+    # A new class, as FSDP2 makes one: parameters keep their names, without a wrapper's prefix.
     model.__class__ = type(kind.__name__, (HuggingFaceModel, kind), {})
     assert isinstance(model, HuggingFaceModel)
     adapted: HuggingFaceModel = model
@@ -93,7 +95,7 @@ def build_huggingface(
 
 
 class HuggingFaceModel(HuggingFacePublished):
-    """Comes before a transformers class among the bases of a model's class."""
+    """Mixin placed before a transformers class among the bases of a model's class."""
 
     layout: Layout
     findings: Findings
@@ -105,7 +107,7 @@ class HuggingFaceModel(HuggingFacePublished):
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Logits of the next token at every position; arguments as of `Decoder`."""
+        """Compute the logits of the next token at every position; arguments as of `Decoder`."""
         self._check_tie()
         passage = self.passage
         if self.findings.reads_tokens:
@@ -113,7 +115,7 @@ class HuggingFaceModel(HuggingFacePublished):
         elif passage is None or passage.is_first:
             given = {"inputs_embeds": cast(PreTrainedModel, self).get_input_embeddings()(tokens)}
         else:
-            # What comes before the blocks runs too, on numbers that nobody looks at.
+            # Modules before the blocks run too, on unused values.
             passage.given, given = tokens, {"inputs_embeds": torch.empty_like(tokens)}
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
@@ -128,8 +130,9 @@ class HuggingFaceModel(HuggingFacePublished):
         return logits
 
     def keep_stage(self, held: range, *, is_first: bool, is_last: bool) -> None:
-        """Keep what one pipeline stage holds, in place: the blocks in `held`, and what comes before all
-        blocks in the first stage, after them in the last.
+        """Keep one pipeline stage's part in place: the blocks in `held`, and the modules at the model's ends.
+
+        Modules before all blocks stay in the first stage, those after them in the last.
 
         Raises:
             JobError: the model cannot be cut between blocks.
@@ -152,15 +155,15 @@ class HuggingFaceModel(HuggingFacePublished):
             setattr(holder, child, no_embedding(self.passage, width) if is_table else hand_on)
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a tile of parameter `name` in place, as transformers begin it.
+        """Fill a tile of parameter `name` in place, as transformers initializes it.
 
-        But for the token that pads: wanma's data never contain it, and it begins like others.
+        The padding token is an exception: wanma's data never contain it, and it is initialized like others.
         """
         path, _, kind = name.rpartition(".")
         owner = self.get_submodule(path)
         deviation = getattr(self.config, "initializer_range", None) or 0.02
         if self.config.model_type == "gpt2" and name.endswith("c_proj.weight"):
-            # Of all families transformers know of this one alone what adds to the residual stream
+            # Only for this family transformers treats the layers that add to the residual stream differently
             # (Radford et al. 2019, section 2.3), and looks for it in modules that are ours here.
             tensor.normal_(0.0, deviation / math.sqrt(2 * self.config.n_layer), generator=generator)
         elif isinstance(owner, (Experts, Router)):
@@ -169,7 +172,7 @@ class HuggingFaceModel(HuggingFacePublished):
             _initialize(cast(PreTrainedModel, self), owner, name, kind, tensor, generator)
 
     def reset_buffers(self) -> None:
-        """Give the buffers their values again, which a model built on the meta device has lost."""
+        """Restore the values of the buffers, which a model built on the meta device has lost."""
         for path, module in self.named_modules():
             if not any(True for _ in module.buffers(recurse=False)):
                 continue
@@ -186,7 +189,7 @@ class HuggingFaceModel(HuggingFacePublished):
 
 
 def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
-    """Transformers' model with wanma's parts."""
+    """Build transformers' model with wanma's modules."""
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32
@@ -202,7 +205,7 @@ def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
-    """Make the refusal of a config that transformers cannot build with wanma's attention."""
+    """Build the error for a config that transformers cannot build with wanma's attention."""
     kind, line = config.model_type, str(error).strip().partition("\n")[0][:200]
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return JobError(
@@ -224,7 +227,7 @@ def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
 def _initialize(
     model: PreTrainedModel, owner: nn.Module, name: str, kind: str, tensor: Tensor, generator: torch.Generator
 ) -> None:
-    """Let transformers' own rule fill `tensor` in the place of a parameter of `owner`."""
+    """Fill `tensor`, in place of a parameter of `owner`, by transformers' own rule."""
     alike = _copy(owner)
     alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
     with torch.random.fork_rng(devices=[]):
@@ -238,7 +241,7 @@ def _initialize(
 
 
 def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[str, Tensor]:
-    """The buffers of one module as transformers compute them; found not to depend on what was there."""
+    """Compute the buffers of one module by transformers' rule; check that it ignores earlier values."""
     made: list[dict[str, Tensor]] = []
     for before in (0, 1):
         alike = _copy(module)
@@ -259,15 +262,18 @@ def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[st
 
 
 def _part_around(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The innermost model around the module at `path`, whose rule transformers apply to it."""
+    """Return the innermost model around the module at `path`, whose rule transformers applies to it."""
     parts = path.split(".") if path else []
     around = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), 0, -1))
     return next((part for part in around if isinstance(part, PreTrainedModel)), model)
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A module of that class with the same attributes, whose parameters are empty: they may be split over
-    ranks, which would all have to take part. `copy` would have FSDP2 call its constructor."""
+    """Copy a module, class and attributes, with empty parameters.
+
+    The parameters may be sharded over ranks, which would all have to take part. `copy` would have FSDP2 call
+    its constructor.
+    """
     alike = object.__new__(type(module))
     alike.__dict__.update(module.__dict__)
     alike._parameters = {

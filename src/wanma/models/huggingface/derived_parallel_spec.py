@@ -1,4 +1,4 @@
-"""What a plan may split of a model of transformers, from the plans that transformers publish with it."""
+"""Parallel spec of a transformers model, derived from the plans that transformers publishes with it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _GPT2 = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-"""Transformers publish no tensor plan for GPT-2: its query, key and value are one matrix there
-(`SplitAttention`)."""
+"""Tensor plan of GPT-2, for which transformers publishes none.
+
+Its query, key and value are one matrix there (`SplitAttention`).
+"""
 
 _ROLES: dict[str, TensorRole] = {
     "colwise": "column",
@@ -37,15 +39,15 @@ _ROLES: dict[str, TensorRole] = {
 
 
 def blocks_of(model: nn.Module) -> str | None:
-    """Path of the repeated blocks, of which there may be only one."""
+    """Return the path of the repeated blocks, of which there may be only one."""
     lists = (path for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return find_blocks(model) or next(lists, None)
 
 
 def layout_of(model: PreTrainedModel, findings: Findings) -> Layout:
-    """The layout of a model whose parts have been replaced by ours.
+    """Return the parallel spec of a model whose modules have been replaced by ours.
 
-    With a style of the published tensor plan that has no role here nothing is split over `tp`.
+    If a style of the published tensor plan has no counterpart here, nothing is split over `tp`.
     """
     config, blocks = model.config, blocks_of(model)
     assert blocks is not None
@@ -93,13 +95,13 @@ def _roles(model: PreTrainedModel, blocks: str) -> dict[str, TensorRole]:
         role == "norm" and f"{path}.".startswith(tuple(f"{g}." for g in gathered))
         for path, role in roles.items()
     ):
-        return {}  # of a norm among a rank's own heads transformers would say what a split means for it
+        return {}  # only transformers could say what a split means for a norm inside a rank's own heads
     roles |= dict.fromkeys(gathered, "gathered")
     return _by_pattern(roles, [path for path, _ in model.named_modules()], blocks)
 
 
 def _by_pattern(roles: Mapping[str, TensorRole], paths: Iterable[str], blocks: str) -> dict[str, TensorRole]:
-    """One pattern for all blocks, where all that have such a module agree on its role."""
+    """Merge paths into one pattern for all blocks, where all blocks with such a module agree on its style."""
     found: dict[str, set[TensorRole | None]] = {}
     for path in paths:
         found.setdefault(_pattern(path, blocks), set()).add(roles.get(path))

@@ -1,11 +1,11 @@
-"""A forward of a transformers model on the meta device, watched: what configs and class names do not say.
+"""Probe of a transformers model: its forward on the meta device, observed for what its config does not say.
 
     findings = probe(model, sequence_length)
 
-Nothing is computed and no memory is used. Two forwards run. In the first, transformers' masks come as
-functions of two positions, which are compared with the causal mask that wanma's attention has. The second
-runs as training does. It finds random draws, and the order of the model's parts: a pipeline may be cut
-before and after every block only if one tensor is all that goes from block to block.
+Nothing is computed and no memory is used. Two forwards run. In the first, transformers' masks are given as
+functions of two positions, which are compared with the causal mask of wanma's attention. The second
+runs as training does. It finds random draws, and the order of the model's modules: a pipeline may be cut
+before and after every block only if one tensor is all that passes from block to block.
 """
 
 from __future__ import annotations
@@ -31,37 +31,39 @@ from wanma.models.layers.experts import MixtureOfExperts
 
 @dataclass(frozen=True)
 class Findings:
-    """Observations of a probe of one model."""
+    """Findings of a probe of one model."""
 
     mask: str | None = None
     """Difference between transformers' attention mask and the causal one; None: they are equal."""
     window: int | None = None
-    """Tokens of the longest sequence that every layer's attention sees whole; None: the data's."""
+    """Longest sequence, in tokens, that every layer's attention sees completely; None: the data's."""
     is_causal: bool = True
-    """No layer's attention sees later tokens."""
+    """True if no layer's attention sees later tokens."""
     first_position: int = 0
-    """Number that positions are counted from, if the model is given none."""
+    """First position number that the model uses if it is given no positions."""
     longest: int | None = None
-    """Tokens of the longest sequence for whose positions the model has weights; None: the data's."""
+    """Longest sequence, in tokens, for whose positions the model has weights; None: the data's."""
     draws: str | None = None
-    """The first random draw of a training step that no layout could repeat."""
+    """First random draw of a training step that no layout could repeat; None: there is none."""
     first: tuple[str, ...] = ()
-    """Modules with parameters that are called before the blocks, and"""
+    """Modules with parameters that are called before the blocks."""
     last: tuple[str, ...] = ()
-    """after them."""
+    """Modules with parameters that are called after the blocks."""
     outputs: int | None = None
     """Length of the tuple that a block returns, hidden states first; None: it returns these alone."""
     indivisible: str | None = None
-    """The reason why the model cannot be cut between blocks; None: it can."""
+    """Reason why the model cannot be cut between blocks; None: it can."""
     reads_tokens: bool = False
-    """The forward looks tokens up in more than the input embedding: it is given tokens, not embeddings."""
+    """True if the forward looks tokens up outside the input embedding: it then needs tokens."""
 
 
 def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dropout: bool) -> Findings:
-    """Run `model`, which lies on the meta device, on a sequence of that length.
+    """Run `model`, which is on the meta device, on a sequence of that length.
 
     Args:
+        model: the transformers model.
         blocks: path of the list of blocks.
+        sequence_length: in tokens.
         keyed_dropout: dropout modules draw by sample and are no finding.
 
     Raises:
@@ -72,7 +74,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     try:
         for mixture in mixtures:
-            mixture.forward = _alike  # type: ignore[method-assign]  # theirs sorts tokens by their values
+            mixture.forward = _alike  # theirs sorts tokens by their values
         model.requires_grad_(False)
         masks = _Masks(sequence_length)
         default, given = Lookups(4 * sequence_length), Lookups(4 * sequence_length)
@@ -92,7 +94,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
             positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
             try:
                 order.end(*_run(model, sequence_length, by_tokens=by_tokens, position_ids=positions))
-            except Exception:  # a block is left out if a random number says so
+            except Exception:  # a random number may decide to skip a block
                 if draws.found is None:
                     raise
     except WanmaError:
@@ -131,13 +133,16 @@ def _alike(x: Tensor) -> Tensor:
 
 
 def _outermost(paths: list[str]) -> tuple[str, ...]:
-    """Without those that lie within another."""
+    """Drop paths that lie within another path."""
     return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
 
 
 def _run_masked(model: PreTrainedModel, sequence_length: int, *, by_tokens: bool) -> None:
-    """Some families look for documents in positions unless there is a mask, others for padding in a mask:
-    at values, which nobody has here."""
+    """Run the forward with a mask of ones, or without a mask if that fails.
+
+    Some families look for documents in positions unless there is a mask, others for padding in a mask: at
+    values, which the meta device does not have.
+    """
     whole = torch.ones(1, sequence_length, dtype=torch.bool, device="meta")
     try:
         _run(model, sequence_length, by_tokens=by_tokens, attention_mask=whole)
@@ -151,7 +156,7 @@ def _run_masked(model: PreTrainedModel, sequence_length: int, *, by_tokens: bool
 def _run(
     model: PreTrainedModel, sequence_length: int, *, by_tokens: bool, **keywords: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The embeddings that went in, and the logits."""
+    """Run the forward; return the embeddings that went in, and the logits."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
     table = model.get_input_embeddings()
     made: list[Tensor] = []
@@ -173,7 +178,7 @@ def _run(
 def _attention(
     model: PreTrainedModel, function: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Let a model call `function` in the place of `attend`, and `mask` to make its masks."""
+    """Let a model call `function` instead of `attend`, and `mask` to build its masks."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     were = {key: config._attn_implementation for key, config in configs.items()}
     AttentionInterface.register(_PROBED, function)
@@ -194,7 +199,7 @@ _PROBED = f"{ATTENTION}-probed"
 
 
 class _Masks:
-    """Compares what transformers' attention may see with all earlier tokens."""
+    """Comparison of transformers' attention masks with the causal mask."""
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
@@ -204,7 +209,7 @@ class _Masks:
         self.is_causal = True
 
     def mask(self, *, mask_function: Callable[..., Any], device: Any = None, **_: Any) -> Tensor:
-        """In the place of a mask: a tensor that stands for it."""
+        """Record the mask function and return a tensor that stands for the mask."""
         stands = torch.empty(1, 1, self._length, self._length, dtype=torch.bool, device=device)
         self._seen[id(stands)] = stands, _visible(mask_function, self._length)
         return stands
@@ -219,7 +224,7 @@ class _Masks:
         elif id(mask) in self._seen:
             visible, mask = self._seen[id(mask)][1], None
         else:
-            visible = _Visible(ahead=False, window=None)  # `attend` refuses a mask of its own
+            visible = _Visible(ahead=False, window=None)  # `attend` rejects a mask of its own
         if visible.ahead:
             self.is_causal = False
             self.difference = f"{type(module).__name__} sees later tokens"
@@ -234,16 +239,16 @@ class _Masks:
 
 @dataclass(frozen=True)
 class _Visible:
-    """The difference of a mask from the causal one."""
+    """Difference of a mask from the causal one."""
 
     ahead: bool
-    """Later tokens are seen."""
+    """True if later tokens are seen."""
     window: int | None
-    """The longest sequence of which every position sees all earlier ones; None: the given one."""
+    """Longest sequence of which every position sees all earlier ones; None: the given one."""
 
 
 def _visible(mask_function: Callable[..., Any], length: int) -> _Visible:
-    """Look at some rows of a mask, among them those in which windows, chunks and prefixes are seen."""
+    """Evaluate some rows of a mask, among them those that reveal windows, chunks and prefixes."""
     rows = sorted({0, 1, length // 2, length - 2, length - 1} & set(range(length)))
     query = torch.tensor(rows, device="cpu").reshape(1, 1, -1, 1)
     key = torch.arange(length, device="cpu").reshape(1, 1, 1, -1)
@@ -262,14 +267,14 @@ def _visible(mask_function: Callable[..., Any], length: int) -> _Visible:
 
 
 class _Draws(TorchDispatchMode):
-    """Finds operators that take random numbers."""
+    """Dispatch mode that finds operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.found: str | None = None
 
     def attend(self, module: nn.Module, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
-        """In the place of `attend`: dropout of attention's weights is a draw."""
+        """Record dropout of attention weights as a draw, and call `attend`."""
         if keywords.pop("dropout", 0.0) > 0:
             self.found = self.found or f"dropout of {type(module).__name__}'s weights"
         return attend(module, *arguments, **keywords)
@@ -285,7 +290,7 @@ class _Draws(TorchDispatchMode):
 
 @dataclass
 class _Order:
-    """The order in which the parts of a model are called, and what goes from block to block."""
+    """Order in which the modules of a model are called, and the tensors that pass from block to block."""
 
     model: PreTrainedModel
     blocks: str
@@ -295,9 +300,9 @@ class _Order:
     indivisible: str | None = None
     _done: int = 0
     _leaves: list[Tensor] = field(default_factory=list)
-    """The hidden states that each block returned, cut off from what made them."""
+    """Hidden states that each block returned, detached from the graph that computed them."""
     _handed: Tensor | None = None
-    """To the next block."""
+    """Tensor passed to the next block."""
     _called: set[str] = field(default_factory=set)
 
     @contextmanager
@@ -314,7 +319,7 @@ class _Order:
             yield
 
     def end(self, embedded: Tensor, logits: Tensor) -> None:
-        """Judge when the forward has come to its end."""
+        """Evaluate the order at the end of the forward."""
         count = len(list(self.model.get_submodule(self.blocks).children()))
         if self._done != count:
             self._reason(f"{self._done} of its {count} blocks are called, each once and in their order")
@@ -345,7 +350,7 @@ class _Order:
                 self.first.append(path)
                 is_table = isinstance(module, nn.Embedding)
                 if not is_table and any(p.ndim > 1 for p in module.parameters(recurse=False)):
-                    # Later stages run it on what they are given, whose width is that of the blocks.
+                    # Later stages run it on their inputs, whose width is that of the blocks.
                     self._reason(f"{path} changes the width of embeddings before its blocks")
             elif self._done == count:
                 self.last.append(path)
@@ -379,7 +384,7 @@ class _Order:
                 self._reason(f"block {number} takes more of earlier blocks than hidden states")
             self.outputs = len(output) if is_tuple else None
             self._leaves.append(hidden.detach().requires_grad_())
-            self._handed = self._leaves[-1].clone()  # which may be changed in place, as a leaf may not
+            self._handed = self._leaves[-1].clone()  # a clone may be changed in place, as a leaf may not
             self._done += 1
             return (self._handed, *output[1:]) if is_tuple else self._handed
 
@@ -389,7 +394,7 @@ class _Order:
 def _split(
     module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Tensor | None, Any]:
-    """A block's hidden states, and all else that it is given."""
+    """Split a block's inputs into its hidden states and all others."""
     if arguments:
         return arguments[0], (arguments[1:], keywords)
     name = hidden_name(module)
@@ -397,15 +402,15 @@ def _split(
 
 
 def hidden_name(block: nn.Module) -> str:
-    """Name of the argument that takes the hidden states: the first one after `self`."""
+    """Return the name of the argument that takes the hidden states: the first one after `self`."""
     return list(inspect.signature(type(block).forward).parameters)[1]
 
 
 def _depends(output: Tensor, inputs: list[Tensor]) -> bool:
-    """Return whether autograd finds a way from `output` to one of `inputs`."""
+    """Return True if autograd finds a path from `output` to one of `inputs`."""
     if not inputs or not output.requires_grad:
         return False
-    # A graph must stay for those that ask after this one.
+    # Later calls need the graph again.
     found = torch.autograd.grad(
         output, inputs, torch.empty_like(output), retain_graph=True, allow_unused=True
     )

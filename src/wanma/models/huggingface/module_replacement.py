@@ -1,6 +1,6 @@
-"""What takes the place of modules of transformers that no plan could split, or that compute in fp32 only.
+"""Replacement of transformers modules that no plan could split, or that compute in fp32 only.
 
-Each has the arithmetic of what it replaces, and is found by what a module is rather than by its family.
+Each replacement has the arithmetic of the original, which is found by its kind rather than by its family.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wanma.models.layers.rms_norm import RMSNorm
 ATTENTION = "wanma"
 """Name under which transformers finds `attend`."""
 MASK = "wanma_mask"
-"""Keyword under which the mask travels from the model to `attend`, past transformers' own masks."""
+"""Keyword that carries the mask from the model to `attend`, past transformers' own masks."""
 
 _PLAIN_NORMS = tuple(
     f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
@@ -37,11 +37,11 @@ _HARMLESS = (
     "output_attentions",
     "is_causal",
 )
-"""Keywords that change nothing here: windows are refused where they would be narrower than a sequence."""
+"""Keywords without effect here: windows are refused if they are narrower than a sequence."""
 
 
 def replace_parts(model: PreTrainedModel) -> None:
-    """Put ours in the place of transformers' own, in place; call it on the meta device."""
+    """Replace transformers' own modules by ours, in place; call it on the meta device."""
     for path, module in list(model.named_modules()):
         if type(module).__name__ == "GPT2Attention":
             model.set_submodule(path, SplitAttention(module))
@@ -49,7 +49,7 @@ def replace_parts(model: PreTrainedModel) -> None:
             model.set_submodule(path, MixtureOfExperts(_mixture(model.config)))
     for path, module in list(model.named_modules()):
         if type(module).__name__ in _PLAIN_NORMS:
-            # Theirs rounds to fp32 whatever the precision, and is six operations on a CPU.
+            # Theirs computes in fp32 whatever the precision, and is six operations on a CPU.
             weight = module.get_parameter("weight")
             model.set_submodule(path, RMSNorm(weight.shape[0], eps=module.variance_epsilon))
         elif isinstance(module, Conv1D):
@@ -59,7 +59,7 @@ def replace_parts(model: PreTrainedModel) -> None:
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that call `attend`."""
+    """Yield path and module of the attention modules that call `attend`."""
     for path, module in model.named_modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "scaling"):
             yield path, module
@@ -75,16 +75,23 @@ def attend(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface, by the core of that layer, which context parallelism replaces.
+    """Implement transformers' attention interface by the layer's core, which context parallelism replaces.
 
     Args:
+        module: the attention module, with `core`.
         query: (rows, heads, sequence, head_width), and so are key and value.
+        key: likewise.
+        value: likewise.
+        attention_mask: must be None: the mask comes as a keyword.
+        dropout: must be 0.
+        scaling: of the scores; None: 1 / sqrt(head_width).
+        keywords: further options of the interface.
 
     Returns:
         (rows, sequence, heads, head_width), and no weights.
 
     Raises:
-        JobError: the model wants something of its attention that the core does not do.
+        JobError: the model requires an attention option that the core does not have.
     """
     if MASK not in keywords:
         raise JobError(
@@ -110,7 +117,7 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class SplitAttention(nn.Module):
-    """GPT-2's attention with query, key and value as matrices of their own, each split by whole heads."""
+    """GPT-2's attention with query, key and value as separate matrices, each split by whole heads."""
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
@@ -124,7 +131,7 @@ class SplitAttention(nn.Module):
         self.dropout = float(fused.attn_dropout.p)
 
     def forward(self, hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
-        """(rows, sequence, hidden) to the same."""
+        """Map (rows, sequence, hidden) to the same shape."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in self.c_attn.values()
@@ -138,7 +145,7 @@ class SplitAttention(nn.Module):
 
 
 def _mixture(config: Any) -> DecoderDimensions:
-    """What our mixture of experts needs to know; it scores in at least fp32 and can be split."""
+    """Return the dimensions for our mixture of experts, which scores in at least fp32 and can be split."""
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return DecoderDimensions(
         config.num_hidden_layers,

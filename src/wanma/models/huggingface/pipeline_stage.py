@@ -1,9 +1,9 @@
-"""One pipeline stage of a transformers model: the blocks of other stages are passed through.
+"""Pipeline stage of a transformers model: the blocks of other stages pass their input on.
 
-Transformers' forward runs whole in every stage: it has arithmetic before, around and after the blocks that
-no plan names, and asks for the number of a block. So an absent block keeps its place in the list. The last
-one before the stage's own gives out what the stage was given, whatever came before the blocks; the first
-one after them takes what the stage puts out. What comes after the blocks then runs on unused numbers.
+Transformers' forward runs completely in every stage: it has arithmetic before, around and after the blocks
+that no plan names, and asks for the number of a block. So an absent block keeps its place in the list. The
+last one before the stage's own returns the stage's input, whatever came before the blocks; the first one
+after them stores the stage's output. Modules after the blocks then run on unused values.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ class Passage:
 
     def __init__(self, outputs: int | None, *, is_first: bool, is_last: bool) -> None:
         self.outputs = outputs
-        """As of `Findings`."""
+        """Length of the tuple that a block returns, as in `Findings`; None: it returns a tensor."""
         self.is_first = is_first
         self.is_last = is_last
         self.given: Tensor | None = None
         self.result: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Hand out the stage's input, once."""
+        """Return the stage's input, once."""
         given, self.given = self.given, None
         assert given is not None, "a stage's blocks are entered once"
         return given
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Keep what the stage puts out; what comes after gets numbers that nobody looks at."""
+        """Store the stage's output; the modules after it get unused values."""
         self.result = hidden
         return torch.empty_like(hidden)
 
     def take(self) -> Tensor:
-        """Hand out the stage's output, once."""
+        """Return the stage's output, once."""
         result, self.result = self.result, None
         assert result is not None, "a stage's blocks are left once"
         return result
 
 
 def keep_blocks(blocks: nn.Module, held: range, passage: Passage) -> None:
-    """Leave of a list of blocks those in `held`, in their places."""
+    """Keep the blocks in `held` of a list of blocks, in their places; make the others pass on their input."""
     children = list(blocks.named_children())
     for number, (name, block) in enumerate(children):
         enters = not passage.is_first and number == max(held.start - 1, 0)
@@ -59,9 +59,9 @@ def keep_blocks(blocks: nn.Module, held: range, passage: Passage) -> None:
 
 
 class _Edge(nn.Module):
-    """Comes before a block's class: the block stands where a stage begins or ends.
+    """Mixin before a block's class, for a block at which a stage begins or ends.
 
-    Outside of a module's hooks, among which are FSDP2's, and of what is compiled.
+    It acts outside of a module's hooks, among which are FSDP2's, and of compiled code.
     """
 
     _passage: Passage
@@ -83,7 +83,7 @@ class _Edge(nn.Module):
 
 
 class _Absent(_Edge):
-    """Comes before a block's class: a block that another stage holds. It has no parts, but its attributes."""
+    """Mixin before the class of a block that another stage holds. It has attributes but no children."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         hidden: Tensor = arguments[0] if arguments else keywords[hidden_name(self)]
@@ -96,7 +96,7 @@ class _Absent(_Edge):
 
 
 def _make_edge(block: nn.Module, passage: Passage, *, enters: bool, leaves: bool, kind: type = _Edge) -> None:
-    # Names of FSDP2's wrappers are made of it, and a class's own are not those of a wrapper's child.
+    # FSDP2 names its wrappers after it, and a class's own parameters have no wrapper's prefix.
     block.__class__ = type(type(block).__name__, (kind, type(block)), {})
     edge: Any = block
     edge._passage, edge._enters, edge._leaves = passage, enters, leaves
@@ -112,14 +112,14 @@ def _absent(block: nn.Module, passage: Passage, *, enters: bool, leaves: bool) -
 
 
 def hand_on(*arguments: Any, **keywords: Any) -> Any:
-    """In the place of a part that another stage holds: gives back what it is given."""
+    """Return the first tensor argument: forward of a module that another stage holds."""
     return next(value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor))
 
 
 def no_embedding(passage: Passage, width: int) -> Callable[..., Tensor]:
-    """In the place of an embedding that another stage holds: zeros in the precision of what it was given.
+    """Return the forward of an embedding that another stage holds: zeros in the stage's precision.
 
-    They are of one token, for a rank of split sequences is given fewer hidden states than positions.
+    They are of one token, because a rank of split sequences gets fewer hidden states than positions.
     """
 
     def zeros(*arguments: Any, **keywords: Any) -> Tensor:

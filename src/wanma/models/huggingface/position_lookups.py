@@ -1,7 +1,7 @@
-"""Positions that a transformers model looks up in a learned table: followed by value, on the meta device.
+"""Lookups of positions in a learned table of a transformers model, traced by value on the meta device.
 
 Some families count from another number than 0 when they are given no positions (RoBERTa: from after the
-token that pads), and take positions that they are given as they are.
+padding token), and use given positions unchanged.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Lookups(TorchDispatchMode):
-    """Records rows that a forward takes of tables, where they follow from integers that nobody gave.
+    """Dispatch mode that records table rows looked up by integers that the forward itself computes.
 
     Args:
-        limit: elements of the largest integer tensor whose values are followed.
+        limit: elements of the largest integer tensor whose values are traced.
     """
 
     def __init__(self, limit: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.rows: dict[int, Tensor] = {}
-        """Identity of a table -> (..., sequence) rows, on the CPU."""
+        """Rows looked up, (..., sequence) on the CPU, by identity of the table."""
         self.tables: dict[int, Tensor] = {}
         self._limit = limit
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
-        """Identity of a tensor without memory -> it, kept alive, and its values."""
+        """Tensor without memory, kept alive, and its values, by identity of the tensor."""
 
     def tell(self, tensor: Tensor, values: Tensor) -> None:
-        """Say which values a tensor without memory stands for."""
+        """Set the values that a tensor without memory stands for."""
         self._values[id(tensor)] = tensor, values
 
     def __torch_dispatch__(
@@ -47,9 +47,9 @@ class Lookups(TorchDispatchMode):
                 self.rows[id(args[0])] = self._values[id(args[1])][1]
         elif isinstance(result, Tensor) and not result.dtype.is_floating_point:
             if func._schema.is_mutable:
-                self._values.clear()  # a change in place is not followed
+                self._values.clear()  # a change in place is not traced
             elif self._follows(func, result, args, kwargs or {}):
-                with suppress(Exception):  # what cannot be computed here is not followed
+                with suppress(Exception):  # a result that cannot be computed here is not traced
                     self.tell(result, func(*self._known(args), **self._known(kwargs or {})))
         return result
 
@@ -72,11 +72,11 @@ class Lookups(TorchDispatchMode):
 
 
 def first_position(default: Lookups, given: Lookups) -> int:
-    """Number that a model counts its positions from, if it is given none.
+    """Return the number from which a model counts its positions if it is given none.
 
     Args:
-        default: of a forward without positions.
-        given: of one with positions from 0.
+        default: lookups of a forward without positions.
+        given: lookups of one with positions from 0.
     """
     for table, rows in default.rows.items():
         if table in given.rows and given.rows[table].shape[-1] == rows.shape[-1]:
@@ -87,7 +87,7 @@ def first_position(default: Lookups, given: Lookups) -> int:
 
 
 def longest_sequence(default: Lookups) -> int | None:
-    """Tokens for which every table has rows; None: for all of the forward's."""
+    """Return the number of tokens for which every table has rows; None: all of the forward's."""
     too_short = [
         rows.shape[-1] - (int(rows.max()) + 1 - len(default.tables[table]))
         for table, rows in default.rows.items()

@@ -1,7 +1,7 @@
-"""Refusals, each with a remedy, of models that a probe finds wanma to train otherwise than transformers.
+"""Rejection, each with a remedy, of models that a probe finds wanma to train otherwise than transformers.
 
 A remedy that names keys of the config has been tried: the model is built with it, without memory, and
-probed anew.
+probed again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from wanma.models.huggingface.forward_probe import Findings, probe
 from wanma.models.huggingface.validation import TESTED
 
 Make = Callable[[PreTrainedConfig], PreTrainedModel]
-"""Builds the adapted model of a config."""
+"""Function that builds the adapted model of a config."""
 
 
 def require_same_training(model: PreTrainedModel, sequence_length: int, make: Make) -> Findings:
-    """Probe a model, and refuse it if training would not be transformers' own.
+    """Probe a model, and reject it if training would differ from transformers' own.
 
     Args:
-        make: for trying remedies; called with the meta device as the default.
+        model: the adapted model, on the meta device.
+        sequence_length: of the data.
+        make: builds a model for trying remedies; called with the meta device as the default.
 
     Raises:
         JobError: attention sees other tokens than all earlier ones, or random numbers are drawn by rank.
@@ -35,7 +37,7 @@ def require_same_training(model: PreTrainedModel, sequence_length: int, make: Ma
     kind, config = type(model).__name__, model.config
 
     def solves(changed: Mapping[str, Any]) -> Findings | None:
-        """Findings of the model with other settings; None where it cannot be made."""
+        """Return the findings of the model with other settings; None if it cannot be built."""
         other = copy.deepcopy(config)
         try:
             for key, value in changed.items():
@@ -88,7 +90,7 @@ def _refuse_draws(
     draws: str,
     solves: Callable[[Mapping[str, Any]], Findings | None],
 ) -> None:
-    """Name all settings that make a model draw by rank, and none that do not."""
+    """Raise an error that names all settings that make a model draw by rank, and no others."""
     settings = {
         key: value
         for key, value in config.to_dict().items()

@@ -1,4 +1,4 @@
-"""Where published checkpoints keep the parameters of a transformers model, fused and split ones too."""
+"""State-dict adapter between a transformers model and published checkpoints, with fused or split tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wanma.models.structure.parallel_spec import Layout
 
 
 class HuggingFacePublished(nn.Module):
-    """What makes a transformers model a `Published` one; see there."""
+    """Base class that makes a transformers model a state-dict adapter (`Published`)."""
 
     layout: Layout
     config: Any
@@ -40,7 +40,7 @@ class HuggingFacePublished(nn.Module):
         return found + tuple(dict.fromkeys(self._renamed(way) for way in found if self._renamed(way) != way))
 
     def _renamed(self, pieces: Alternative) -> Alternative:
-        """With the names that transformers renames when it reads published weights."""
+        """Apply the renamings with which transformers reads published weights, reversed."""
         names = {piece.tensor: piece.tensor for piece in pieces}
         for renaming in reversed(_renamings(_class_name(self), self.config.model_type)):
             names = {tensor: renaming.rename_source_key(name)[0] for tensor, name in names.items()}
@@ -60,7 +60,7 @@ class HuggingFacePublished(nn.Module):
     def published_differences(self, config: Mapping[str, Any]) -> list[str]:
         here, theirs = _written_out(self.config), dict(config)
         if theirs.get("model_type") == here["model_type"]:
-            # What a config leaves out is its family's default.
+            # Settings that a config leaves out are its family's defaults.
             theirs = _written_out(type(self.config).from_dict(theirs))
         return [
             f"{key}: {here.get(key)} here, {theirs[key]} in its config.json"
@@ -88,20 +88,20 @@ _ARITHMETIC = (
     "n_head",
     "tie_word_embeddings",
 )
-"""What changes the arithmetic and not a shape."""
+"""Settings that change the arithmetic without changing a shape."""
 _SCALES = re.compile("multiplier|(?<!rope_)scal|softcap|soft_cap")
-"""In names of settings that do so too, whatever the family."""
+"""Pattern in names of further such settings, whatever the family."""
 
 
 @cache
 def _renamings(class_name: str, family: str) -> tuple[Any, ...]:
-    """Transformers' renamings of whole tensors, turned round: from its own names to published ones."""
+    """Return transformers' renamings of whole tensors, reversed: from its own names to published ones."""
     found = get_checkpoint_conversion_mapping(class_name) or get_checkpoint_conversion_mapping(family) or ()
     return tuple(one.reverse_transform() for one in found if type(one) is WeightRenaming)
 
 
 def _class_name(model: nn.Module) -> str:
-    """Name of transformers' class among the bases, where it comes after ours and FSDP2's."""
+    """Return the name of transformers' class among the bases, which follows ours and FSDP2's."""
     return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
 
 
@@ -120,7 +120,7 @@ def _ways(name: str, shape: Shape, family: str) -> list[Alternative]:
 
 
 def _gpt2(name: str, shape: Shape) -> Alternative:
-    """Linears are published as `Conv1D`, (inputs, outputs); query, key and value as one."""
+    """Return the slices of GPT-2: linears are `Conv1D`, (inputs, outputs); query, key and value are one."""
     fused = re.fullmatch(r"(.+\.c_attn)\.(query|key|value)\.(weight|bias)", name)
     if fused is not None:
         path, part, kind = fused.groups()

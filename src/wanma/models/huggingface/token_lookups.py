@@ -1,6 +1,6 @@
-"""Tokens that a transformers model reads beside its input embedding: followed on the meta device.
+"""Lookups of tokens beside the input embedding of a transformers model, traced on the meta device.
 
-Some families have a second table of tokens, for each block (Gemma 3n). Given embeddings in the place of
+Some families have a second table of tokens, for each block (Gemma 3n). Given embeddings in place of
 tokens they leave it out, and compute another model.
 """
 
@@ -18,29 +18,31 @@ from transformers import PreTrainedModel
 
 
 def reads_tokens(model: PreTrainedModel, sequence_length: int, **keywords: Any) -> bool:
-    """Return whether a forward of `model`, on the meta device, looks tokens up in another table.
+    """Return True if a forward of `model`, on the meta device, looks tokens up in another table.
 
     Args:
+        model: the transformers model.
+        sequence_length: in tokens.
         keywords: more of the forward's arguments.
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
     positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
     reads = _Reads(tokens, model.get_input_embeddings().weight)
-    # What looks at values ends here: tables of tokens come first of all.
+    # A forward that reads values fails here: tables of tokens come first.
     with suppress(Exception), torch.no_grad(), reads:
         model(input_ids=tokens, position_ids=positions, use_cache=False, **keywords)
     return reads.found
 
 
 class _Reads(TorchDispatchMode):
-    """Follows tokens through what acts on them one by one, to the tables they are looked up in."""
+    """Dispatch mode that traces tokens through pointwise operators to the tables they are looked up in."""
 
     def __init__(self, tokens: Tensor, embedding: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.found = False
         self._embedding = embedding
         self._followed = {id(tokens): tokens}
-        """By identity, and so kept alive."""
+        """Traced tensors by identity, and so kept alive."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

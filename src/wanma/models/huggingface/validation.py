@@ -1,4 +1,4 @@
-"""Settings and families of transformers that wanma would compute otherwise: refused, with the reason."""
+"""Validation of transformers' settings and families: rejection of those that wanma computes otherwise."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that are trained in wanma's own tests."""
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of attention whose reach a probe sees."""
+"""Kinds of attention whose window a probe can detect."""
 
 
 def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_length: int | None) -> None:
-    """Refuse what the config asks for and training would not do.
+    """Reject settings of the config that training would not follow.
 
     Args:
-        vocabulary: tokens that the tokenizer knows.
+        config: the transformers config.
+        vocabulary: number of tokens of the tokenizer.
         sequence_length: of the data.
 
     Raises:
@@ -77,16 +78,16 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
 
 
 def longest_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens of the longest sequence that the config speaks of; None where it speaks of none."""
+    """Return the longest sequence, in tokens, that the config states; None: it states none."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Refuse a family that is not built as wanma needs it.
+    """Reject a family that is not built as wanma needs it.
 
     Raises:
-        JobError: says what is missing.
+        JobError: names the missing property.
     """
     kind = type(model).__name__
     lacks = None
@@ -136,7 +137,7 @@ def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> 
 
 
 def _refuse_differing(config: PreTrainedConfig, key: str) -> None:
-    """Refuse a config whose layers differ in `key`, which transformers then do not tell as one number."""
+    """Reject a config whose layers differ in `key`, which transformers does not report as one number."""
     try:
         getattr(config, key, None)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Numbers of the keyed draws of one forward, which are the same where backward runs a part of it again."""
+"""Counter of the keyed draws of one forward, which repeats its numbers where backward recomputes a part."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from wanma.job.errors import WanmaError
 
 _BASE = 1 << 62
 _CALLS = 1 << 24
-"""Most keyed draws of one forward."""
+"""Maximum number of keyed draws of one forward."""
 
 
 class Calls:
-    """Numbers the calls of each drawing module within one forward.
+    """Counter of the calls of each drawing module within one forward.
 
     The count of all calls is kept in the seed of torch's CPU generator, which every form of
-    `torch.utils.checkpoint` notes before it runs a part of a model and puts back before it runs it again
+    `torch.utils.checkpoint` saves before it runs a part of a model and restores before it recomputes it
     (`preserve_rng_state`). So a call that comes with an earlier count is that earlier call.
     """
 
     def __init__(self, forward: int) -> None:
-        """
+        """Start the count.
+
         Args:
             forward: number of the forward in this process.
         """
@@ -32,9 +33,9 @@ class Calls:
         self._made: list[tuple[str, int]] = []
         self._counts: Counter[str] = Counter()
         self.ended = False
-        """The forward has ended: every further call is a repeated one."""
+        """True if the forward has ended: every further call is a repeated one."""
         self.is_over = False
-        """Backward has ended too: nothing is repeated any more."""
+        """True if backward has ended too: nothing is repeated any more."""
         self._before = torch.default_generator.get_state()
 
     def __enter__(self) -> Calls:
@@ -49,25 +50,25 @@ class Calls:
 
     @property
     def has_drawn(self) -> bool:
-        """Return whether the generator has given numbers since it was last seeded here."""
+        """True if the generator has been drawn from since it was last seeded here."""
         if self.is_seeded_by_another:
             return False
         fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
-        # Not torch.equal, which fake tensors do not know.
+        # Not torch.equal, which fake tensors do not support.
         return not np.array_equal(fresh.get_state().numpy(), torch.default_generator.get_state().numpy())
 
     @property
     def is_seeded_by_another(self) -> bool:
-        """Return whether the forward has seeded the generator itself."""
+        """True if the forward has seeded the generator itself."""
         return not 0 <= torch.default_generator.initial_seed() - self._base <= len(self._made)
 
     def number(self, name: str) -> int:
-        """Number of calls of `name` before this one in the forward.
+        """Return the number of calls of `name` before this one in the forward.
 
         Raises:
             WanmaError: the call is a repeated one and cannot be told from others of the same module.
         """
-        at = torch.default_generator.initial_seed() - self._base  # as checkpointing puts it back
+        at = torch.default_generator.initial_seed() - self._base  # as checkpointing restores it
         if 0 <= at < len(self._made) and self._made[at][0] == name:
             call = self._made[at][1]
         elif self.ended:

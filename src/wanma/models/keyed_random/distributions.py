@@ -1,4 +1,4 @@
-"""Random numbers that are a pure function of keys: int64 hashes, and distributions made from them."""
+"""Random numbers that are pure functions of keys: int64 hashes, and distributions made from them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 LANES = 1 << 16
-"""Values of a 16-bit draw, of which one hash holds four."""
+"""Number of values of a 16-bit draw; one hash holds four draws."""
 
-# SplitMix64 (Steele et al. 2014): a counter times the golden ratio, then a finaliser of full avalanche.
+# SplitMix64 (Steele et al. 2014): a counter times the golden ratio, then a finalizer of full avalanche.
 # Integer products wrap alike on every device; torch's >> keeps the sign, so the upper bits are masked.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
-"""Random bits of a uniform number that is exact in its type; 24 for fp32."""
+"""Random bits of a uniform number that is exact in its dtype; 24 for fp32."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def mix_scalar(x: int) -> int:
-    """`mix` of one Python integer, as a signed 64-bit one."""
+    """Return `mix` of one Python integer, as a signed 64-bit one."""
     mask = (1 << 64) - 1
     x &= mask
     x = (x ^ (x >> 30)) * (_FIRST & mask) & mask
@@ -36,11 +36,12 @@ def mix_scalar(x: int) -> int:
 
 
 def lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tensor:
-    """Uniform int16 for every element of `shape` = (rows, columns, ...) or (rows, features).
+    """Draw uniform int16 for every element of `shape` = (rows, columns, ...) or (rows, features).
 
     Args:
         row_keys: (rows,) int64.
-        positions: (columns,) int64, where dim 1 holds only a part of the columns: which part.
+        positions: (columns,) int64, indices of the columns if dim 1 holds only a part of them; None: all.
+        shape: of the result.
     """
     columns, rest = (shape[1], shape[2:].numel()) if len(shape) > 2 else (1, shape[1:].numel())
     if positions is None or len(shape) <= 2:
@@ -52,40 +53,43 @@ def lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tens
 
 
 def elements(row_keys: Tensor, count: int) -> Tensor:
-    """(rows, count) int64: a key for each of `count` numbers of each row."""
+    """Return keys (rows, count) int64 for `count` numbers of each row."""
     return mix(row_keys.unsqueeze(1) + torch.arange(count, device=row_keys.device) * GOLDEN)
 
 
 def uniform(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in [0, 1) of type `dtype`, none of which rounds up to 1."""
+    """Draw uniform numbers in [0, 1) of dtype `dtype`, none of which rounds up to 1."""
     bits = _BITS.get(dtype, 24)
     return (((keys >> (64 - bits)) & ((1 << bits) - 1)).to(_precise(dtype)) * 2.0**-bits).to(dtype)
 
 
 def normal(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normal numbers of mean 0 and deviation 1 (Box and Muller 1958)."""
+    """Draw normal numbers of mean 0 and deviation 1 (Box and Muller 1958)."""
     precise = _precise(dtype)
     radius = (-2 * torch.log1p(-uniform(keys, precise))).sqrt()
     return (radius * torch.cos(2 * torch.pi * uniform(mix(keys + 1), precise))).to(dtype)
 
 
 def exponential(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Exponential numbers of rate 1, never 0: their logarithm is finite, as that of torch's own."""
+    """Draw exponential numbers of rate 1, never 0: their logarithm is finite, as with torch's own."""
     precise = _precise(dtype)
     draws = -torch.log1p(-uniform(keys, precise))
     return draws.clamp_(min=torch.finfo(precise).eps / 2).to(dtype)
 
 
 def integers(keys: Tensor, low: int, high: int) -> Tensor:
-    """Whole numbers in [low, high), int64."""
+    """Draw integers in [low, high), int64."""
     return low + ((keys >> 1) & ((1 << 62) - 1)) % (high - low)
 
 
 def choices(keys: Tensor, weights: Tensor, count: int, replacement: bool) -> Tensor:
-    """Indices drawn in proportion to `weights`: (rows, classes) to (rows, count) int64.
+    """Draw indices in proportion to `weights`: (rows, classes) to (rows, count) int64.
 
     Args:
-        keys: (rows, count) where an index may come again, else (rows, classes).
+        keys: (rows, count) with replacement, else (rows, classes).
+        weights: (rows, classes), not negative.
+        count: indices per row.
+        replacement: if True, an index may be drawn again.
     """
     weights = weights.to(_precise(weights.dtype))
     if not replacement:

@@ -1,7 +1,7 @@
 """Dropout whose mask is a pure function of (seed, sample, layer, position).
 
-So the numbers do not depend on which rank or micro-batch holds a sample, nor on the device. The
-sample is its position in the run's sample order, which never comes twice: masks differ every step.
+So the mask does not depend on the rank or micro-batch that holds a sample, nor on the device. The
+sample is its index in the run's sample order, which never repeats: masks differ every step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from wanma.models.structure.parameter_initialization import stable_hash
 
 
 class KeyedDropout(SampleAware):
-    """Zero elements with probability `p` while training and scale the rest, so that the mean stays.
+    """Dropout layer: zeros elements with probability `p` in training and scales the rest to keep the mean.
 
     Draws are keyed by (seed, sample, layer, index in dim 1, index in the rest); a module that is called
-    several times in one forward draws anew each time. It must see whole samples, but for dim 1, of
-    which it may see a part when `keyed_samples` says which. Under tensor parallel it therefore belongs
-    on activations that are whole in the hidden dim, as the residual branches are.
+    several times in one forward draws anew each time. It must see whole samples, except for dim 1, of
+    which it may see a part that `keyed_samples` states. Under tensor parallelism it therefore belongs
+    on activations that are complete in the hidden dim, as the residual branches are.
 
     Args:
         p: probability of zero, rounded to 1/65536; the scale follows the rounding.
@@ -39,7 +39,7 @@ class KeyedDropout(SampleAware):
     p: float
     inplace: bool
     kind: ClassVar[type[nn.Module] | None] = None
-    """Class that a module had before it became a keyed one."""
+    """Class that a module had before it became a keyed one; None: it was made as a keyed one."""
 
     def __init__(self, p: float, name: str, channels: bool = False) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class KeyedDropout(SampleAware):
         self._begin(name, channels)
 
     def _begin(self, name: str, channels: bool) -> None:
-        """Set what a dropout of torch's own lacks."""
+        """Set the attributes that torch's own dropout lacks."""
         self.layer_name = name
         self.channels = channels
         self.row_keys: Tensor | None = None
         self.positions: Tensor | None = None
         self.calls = 0
         self.repeated: Calls | None = None
-        """Calls of the forward, for parts that backward runs again without announcing their samples."""
+        """Calls of the forward, for parts that backward recomputes without announcing their samples."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.kind is None:
@@ -65,7 +65,7 @@ class KeyedDropout(SampleAware):
         return _new_keyed, (self.kind,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape; dim 0 is the rows whose samples `keyed_samples` announced.
+        """Apply dropout; dim 0 is the rows whose samples `keyed_samples` announced.
 
         Raises:
             WanmaError: training without announced samples, or with another number of rows.
@@ -97,7 +97,7 @@ class KeyedDropout(SampleAware):
         return torch.where(keep, x * (LANES / (LANES - drop)), 0.0)
 
     def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Any:
-        """Row keys, positions, and no call yet."""
+        """Return row keys, positions, and a call count of zero."""
         # Keys are made here and not in forward: a layer's own number there would make torch.compile
         # compile every block anew.
         return mix(samples ^ mix_scalar(seed ^ stable_hash(self.layer_name))), positions, 0
@@ -122,13 +122,14 @@ def keyed_samples(
     positions: Tensor | None = None,
     repeated: Calls | None = None,
 ) -> Iterator[None]:
-    """Tell a model's dropout, and what else is `SampleAware`, which samples the forward inside computes.
+    """Announce to a model's `SampleAware` modules, such as dropout, the samples that the block computes.
 
     Args:
+        model: the model.
         seed: the job's.
-        samples: (rows,) int64, each row's position in the run's sample order, on the activations' device.
-        positions: (columns,) int64, where this rank holds only a part of dim 1: which part.
-        repeated: calls of this forward, where a backward inside may run parts of it again.
+        samples: (rows,) int64, each row's index in the run's sample order, on the activations' device.
+        positions: (columns,) int64, indices of the columns if this rank holds only a part of dim 1.
+        repeated: calls of this forward, if a backward inside may recompute parts of it.
     """
     told = {module: module.announcement(seed, samples, positions) for module in _aware_modules(model)}
     with _announced(told, repeated):
@@ -138,9 +139,9 @@ def keyed_samples(
 def recompute_context(
     model: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-    """The `context_fn` for `torch.utils.checkpoint` around `model`, or around any of its parts.
+    """Return the `context_fn` for `torch.utils.checkpoint` around `model`, or around any of its parts.
 
-    Backward runs the forward again after `keyed_samples` has ended, and in a pipeline after other
+    Backward recomputes the forward after `keyed_samples` has ended, and in a pipeline after other
     micro-batches have begun: the samples of the first run are kept and announced again.
     """
     modules = _aware_modules(model)
@@ -158,7 +159,7 @@ def replace_dropout(model: nn.Module) -> int:
     subclass keeps its own forward, whose `super().forward` is the keyed one. Those with p = 0 are left alone.
 
     Returns:
-        how many were changed.
+        The number of changed modules.
     """
     made: set[nn.Module] = set()
     places = [
@@ -194,22 +195,22 @@ def _make_keyed(module: nn.Module, path: str) -> None:
 
 @cache
 def _keyed_class(kind: type[nn.Module]) -> type[KeyedDropout]:
-    """A subclass of `kind` whose dropout is the keyed one."""
+    """Return a subclass of `kind` whose dropout is the keyed one."""
     (base,) = (torchs for torchs in _REPLACED if issubclass(kind, torchs))
     bases = (KeyedDropout, kind) if kind is base else (kind, _keyed_class(base))
     return type(f"Keyed{kind.__name__}", bases, {"__module__": kind.__module__, "kind": kind})
 
 
 def _new_keyed(kind: type[nn.Module]) -> KeyedDropout:
-    """One without content, to be filled by `copy` and `pickle`."""
+    """Return a keyed module without content, to be filled by `copy` and `pickle`."""
     keyed = _keyed_class(kind)  # type: ignore[arg-type]  # a class is hashable
     return keyed.__new__(keyed)
 
 
 def unkeyed_randomness(model: nn.Module) -> list[str]:
-    """Names of modules that draw from torch's generator while training, which no layout can repeat.
+    """List the modules that draw from torch's generator in training, which no layout can repeat.
 
-    Found are torch's own modules and transformers' attention; other calls of `F.dropout` inside a user's
+    Only torch's own modules and transformers' attention are found; other calls of `F.dropout` inside a user's
     forward cannot be seen from outside.
     """
     found = []
@@ -231,7 +232,7 @@ def unkeyed_randomness(model: nn.Module) -> list[str]:
 
 
 def _of_transformers_attention(module: nn.Module) -> float:
-    """It draws by itself, with the probability of an attribute or of a module that it never calls."""
+    """Return the dropout probability of transformers' attention, which draws without calling a module."""
     given = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
     return max(float(getattr(value, "p", value) or 0.0) for value in given)
 

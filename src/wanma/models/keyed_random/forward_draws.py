@@ -1,6 +1,6 @@
-"""Random numbers of a user's forward and loss: looked for in the first forward, keyed from then on.
+"""Random numbers of a user's forward and loss: detected in the first forward, keyed from then on.
 
-A model without any pays nothing but a look at the generators' states, by which later draws are found.
+A model without any only pays for a check of the generators' states, by which later draws are detected.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from wanma.models.keyed_random.operator_draws import Arrangement, KeyedDraws
 
 
 class RandomDraws:
-    """Keeps one model's random numbers the same on every layout.
+    """Keeper of one model's random numbers, the same on every layout.
 
     Args:
         seed: the job's.
-        unable: reason why numbers of samples cannot be keyed under this plan, if so ("parallel.tp = 2"), and
-        unable_single: why numbers of a whole step cannot.
-        sees_operators: whether forwards run operator by operator; compiled ones only show that they drew.
+        unable: reason why per-sample numbers cannot be keyed under this plan ("parallel.tp = 2"); or None.
+        unable_single: reason why per-step numbers cannot be keyed; None: they can.
+        sees_operators: True if forwards run operator by operator; compiled ones only reveal that they drew.
     """
 
     def __init__(
@@ -39,20 +39,23 @@ class RandomDraws:
         self.seed, self.sees_operators = seed, sees_operators
         self.unable, self.unable_single = unable, unable_single
         self.is_watching = True
-        """False for forwards on tensors without content, whose generators mean nothing."""
+        """Switch of all checks; off for forwards on tensors without content, which draw nothing real."""
         self.step = 0
         """Optimizer step that the next forwards belong to."""
         self.known: dict[int, str] = {}
-        """As of `KeyedDraws`."""
+        """Kinds of single numbers by the number of their draw, as in `KeyedDraws`."""
         self._keys: dict[tuple[int, bool], bool] = {}
-        """By module and whether it trains, whether its operators are answered; empty before its first
-        forward."""
+        """Flag by (module, training mode): its operators are answered with keyed numbers.
+
+        Empty before the first forward.
+        """
         self._forwards = 0
 
     def forward(self, module: nn.Module, samples: Tensor, positions: Tensor | None = None) -> Forward:
-        """Around the forward of a micro-batch, its loss, and its backward.
+        """Return the context of a micro-batch's forward, its loss, and its backward.
 
         Args:
+            module: the model.
             samples: (rows,) int64, on the activations' device.
             positions: as of `keyed_samples`.
         """
@@ -60,7 +63,7 @@ class RandomDraws:
         return Forward(self, module, samples, positions, Calls(self._forwards))
 
     def mode(self, module: nn.Module, samples: Tensor, calls: Calls) -> KeyedDraws | None:
-        """Dispatch mode that answers the operators of a forward; None where it is known to draw nothing."""
+        """Return the dispatch mode that answers a forward's operators; None: it is known to draw nothing."""
         if not (self.is_watching and self.sees_operators) or not self._keys.get(
             (id(module), module.training), True
         ):
@@ -68,14 +71,14 @@ class RandomDraws:
         return KeyedDraws(self.seed, self.step, samples, calls, self.known, self.unable, self.unable_single)
 
     def note(self, module: nn.Module, drew: bool) -> bool:
-        """Note whether a forward drew; whether any has."""
+        """Record whether a forward drew; return True if any has."""
         kind = id(module), module.training
         self._keys[kind] = self._keys.get(kind, False) or drew
         return self._keys[kind]
 
 
 class Forward:
-    """One forward of a micro-batch, in which every draw is keyed."""
+    """Forward of one micro-batch, in which every draw is keyed."""
 
     def __init__(
         self, draws: RandomDraws, module: nn.Module, samples: Tensor, positions: Tensor | None, calls: Calls
@@ -85,7 +88,7 @@ class Forward:
         self._announced, self._numbered, self._answered = ExitStack(), ExitStack(), ExitStack()
         self._mode: KeyedDraws | None = None
         self._given = 0
-        """Numbers that the GPU's generator had given before."""
+        """Offset of the GPU's generator at the start."""
 
     def __enter__(self) -> Forward:
         draws, calls = self._draws, self._calls
@@ -100,7 +103,7 @@ class Forward:
         return self
 
     def end(self) -> None:
-        """The forward and the loss have been computed; backward may follow.
+        """Mark the end of the forward and the loss; backward may follow.
 
         Raises:
             WanmaError: something has drawn that was not keyed.
@@ -113,10 +116,10 @@ class Forward:
         if calls.has_drawn or _given(self._samples.device) != self._given:
             raise self._drawn()
         if mode is not None and self._draws.note(self._module, mode.draws > 0):
-            self._answered.enter_context(mode)  # backward may run parts of the forward again
+            self._answered.enter_context(mode)  # backward may recompute parts of the forward
 
     def finish(self) -> None:
-        """Backward has ended: what is drawn from here on is not training's."""
+        """Mark the end of backward: later draws are not training's."""
         self._answered.close()
         self._numbered.close()
 
@@ -142,14 +145,14 @@ class Forward:
 
 
 def _given(device: torch.device) -> int:
-    """Numbers that a GPU's generator has given so far."""
+    """Return the offset of a GPU's generator; 0 for other devices."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.default_generators[device.index or 0].get_offset())
 
 
 def _arranging(model: nn.Module, mode: KeyedDraws) -> ExitStack:
-    """Tell `mode` where torch's own modules have the samples in what they draw, until the stack is closed."""
+    """Tell `mode` where torch's own modules have the sample dim in their draws, until the stack is closed."""
     stack = ExitStack()
 
     def arrange(modules: Iterable[nn.Module], arrangement: Arrangement) -> None:

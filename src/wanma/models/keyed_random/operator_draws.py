@@ -1,8 +1,8 @@
-"""Draws of a user's own forward or loss, made functions of (seed, sample, draw, position) like dropout's.
+"""Random draws of a user's own forward or loss as functions of (seed, sample, draw, position).
 
 Operators that draw from torch's generators are answered with keyed numbers instead: one row per sample where
 dim 0 is the batch, one number per optimizer step where it is a single one, as in a plain loop over the
-global batch. What is neither is refused.
+global batch. Other draws are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wanma.models.keyed_random.distributions import (
 from wanma.models.structure.parameter_initialization import stable_hash
 
 Arrangement = Literal["batch first", "batch second", "heads folded in"]
-"""Place of the samples in the tensors of a module of torch's."""
+"""Position of the sample dim in the tensors of a torch module."""
 
 _NAME = "draws of the forward"
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -42,17 +42,17 @@ _UNTAGGED = ("aten::random_",)
 
 
 class KeyedDraws(TorchDispatchMode):
-    """Answers every drawing operator inside with keyed numbers.
+    """Dispatch mode that answers every drawing operator with keyed numbers.
 
     Args:
         seed: the job's.
         step: optimizer step that the forward belongs to.
-        samples: (rows,) int64, each row's position in the run's sample order.
-        calls: of this forward.
+        samples: (rows,) int64, each row's index in the run's sample order.
+        calls: call counter of this forward.
         known: kinds ("sample" or "step") of single numbers by the number of their draw, from forwards of
             several rows; filled here.
-        unable: reason why numbers of samples cannot be keyed, if so, and
-        unable_single: why single numbers cannot.
+        unable: reason why per-sample numbers cannot be keyed; None: they can.
+        unable_single: reason why single numbers cannot be keyed; None: they can.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class KeyedDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.arrangement: Arrangement = "batch first"
         self.draws = 0
-        """Made so far."""
+        """Number of draws so far."""
         self._seed, self._step, self._samples = seed, step, samples
         self._calls, self._known = calls, known
         self._unable, self._unable_single = unable, unable_single
         self._issued: set[int] = set()
-        """Whole numbers of this step, from which a generator of the forward's own may be seeded."""
+        """Integers drawn in this step, with which the forward may seed a generator of its own."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -103,7 +103,7 @@ class KeyedDraws(TorchDispatchMode):
         return answer(self, func, given)
 
     def keys(self, func: Any, shape: torch.Size, device: torch.device) -> Tensor:
-        """Int64 keys of a draw of `shape`.
+        """Return int64 keys of a draw of `shape`.
 
         Raises:
             WanmaError: `shape` has no dim of samples, or they cannot be keyed here.
@@ -117,7 +117,7 @@ class KeyedDraws(TorchDispatchMode):
         return made.view(shape)
 
     def keeps(self, func: Any, shape: torch.Size, p: float, device: torch.device) -> Tensor:
-        """Bool of `shape`, true with probability `p`; cheaper than comparing uniform numbers."""
+        """Draw bools of `shape`, true with probability `p`; cheaper than comparing uniform numbers."""
         one_each = shape.numel() <= len(self._samples)
         if one_each or self._is_second(shape) or not 1e-2 <= p <= 1 - 1e-2:
             return uniform(self.keys(func, shape, device), torch.float32) < p
@@ -128,7 +128,7 @@ class KeyedDraws(TorchDispatchMode):
         return (drawn < round(p * LANES) - LANES // 2).view(shape)
 
     def issue(self, number: Tensor) -> Tensor:
-        """Note a whole number that has been drawn; the same one."""
+        """Record a drawn integer, and return it."""
         if number.numel() == 1:
             self._issued.add(int(number))
         return number
@@ -140,7 +140,7 @@ class KeyedDraws(TorchDispatchMode):
         return mix_scalar(self._seed ^ stable_hash(_NAME) ^ mix_scalar(self._step * GOLDEN + call))
 
     def _is_single(self, func: Any, shape: torch.Size, call: int) -> bool:
-        """Return whether a draw is one number per step, and not numbers of each sample.
+        """Return True if a draw is one number per step; False if it has numbers of each sample.
 
         Raises:
             WanmaError: it is neither, or cannot be keyed under this plan.
@@ -167,7 +167,7 @@ class KeyedDraws(TorchDispatchMode):
         return False
 
     def _seeded_there(self, func: Any, result: Any) -> Any:
-        """Pass on a draw from the forward's own seed: alike everywhere, unless rows have parts of it."""
+        """Return a draw from the forward's own seed: the same everywhere, unless rows hold parts of it."""
         rows = len(self._samples)
         if isinstance(result, Tensor) and result.ndim and result.shape[0] == rows > 1:
             raise self._refused(func, "from a seed of its own, of which each sample gets those of its row")
@@ -189,7 +189,7 @@ class KeyedDraws(TorchDispatchMode):
 
 
 def _draws_nothing(given: dict[str, Any]) -> bool:
-    """Fused operators that could drop, and are asked not to."""
+    """Return True for fused operators whose dropout is switched off."""
     probability = given.get("dropout_p", given.get("dropout"))
     if probability is not None:
         return not probability or given.get("train") is False
@@ -198,11 +198,11 @@ def _draws_nothing(given: dict[str, Any]) -> bool:
 
 Answer = Callable[[KeyedDraws, Any, dict[str, Any]], Any]
 _Draw = Callable[[Tensor, dict[str, Any], torch.dtype], Tensor]
-"""(keys, the operator's arguments, type of the result) -> random numbers."""
+"""Function (keys, the operator's arguments, dtype of the result) -> random numbers."""
 
 
 def _made(draw: _Draw, default: torch.dtype | None) -> Answer:
-    """Answer of a function that makes a tensor of a given size."""
+    """Answer a function that makes a tensor of a given size."""
 
     def answer(mode: KeyedDraws, func: Any, given: dict[str, Any]) -> Tensor:
         device = torch.device(given.get("device") or "cpu")
@@ -216,7 +216,7 @@ def _made(draw: _Draw, default: torch.dtype | None) -> Answer:
 
 
 def _like(draw: _Draw) -> Answer:
-    """Answer of a function that makes a tensor like another."""
+    """Answer a function that makes a tensor like another."""
 
     def answer(mode: KeyedDraws, func: Any, given: dict[str, Any]) -> Tensor:
         other: Tensor = given["self"]
@@ -227,7 +227,7 @@ def _like(draw: _Draw) -> Answer:
 
 
 def _filled(draw: _Draw) -> Answer:
-    """Answer of a method that fills its tensor."""
+    """Answer a method that fills its tensor."""
 
     def answer(mode: KeyedDraws, func: Any, given: dict[str, Any]) -> Tensor:
         tensor: Tensor = given["self"]
@@ -296,7 +296,7 @@ def _multinomial(mode: KeyedDraws, func: Any, given: dict[str, Any]) -> Tensor:
 
 def _dropout(mode: KeyedDraws, func: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     x: Tensor = given["self"] if "self" in given else given["input"]
-    # `_fused_dropout` takes the probability to keep.
+    # `_fused_dropout` takes the keep probability.
     p = given["p"] if func._schema.name == "aten::_fused_dropout" else 1 - given["p"]
     keeps = mode.keeps(func, x.shape, p, x.device)
     return torch.where(keeps, x / p if p else x, 0.0), keeps
@@ -331,4 +331,4 @@ _ANSWERS: dict[str, Answer] = {
     "_fused_dropout": _dropout,
     "rrelu_with_noise": _leaky,
 }
-"""By operator."""
+"""Answers by name of the operator."""

@@ -1,4 +1,4 @@
-"""Modules whose forward depends on which samples its rows are, and how they are told."""
+"""Sample context: base class of modules whose forward depends on the samples of its rows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 
 class SampleAware(nn.Module, ABC):
-    """Told by `dropout.keyed_samples` which samples a forward computes, also when backward runs it again."""
+    """Module that gets the samples of a forward from `dropout.keyed_samples`, also when it is recomputed."""
 
     @abstractmethod
     def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Any:
-        """What the module wants to remember of the samples while they are computed.
+        """Return the module's state for samples while they are computed.
 
         Args:
             seed: the job's.
-            samples: (rows,) int64, each row's position in the run's sample order; -1 for padding rows.
-            positions: (columns,) int64, where the module sees only a part of dim 1: which part.
+            samples: (rows,) int64, each row's index in the run's sample order; -1 for padding rows.
+            positions: (columns,) int64, indices of the columns if the module sees only a part of dim 1.
         """
 
     announced: Any
-    """What `announcement` gave, during the forward; the module may change it as it computes."""
+    """State from `announcement` during the forward; the module may change it as it computes."""

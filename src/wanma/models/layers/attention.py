@@ -1,6 +1,6 @@
-"""Attention's core and its mask as modules of their own, without parameters.
+"""Attention core and attention mask as separate modules, without parameters.
 
-A model calls them; context parallelism (`parallel/context/context_parallel.py`) puts others in their place.
+Models call them; context parallelism (`parallel/context/context_parallel.py`) replaces them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class AttentionMask(nn.Module):
-    """From documents to what `DotProductAttention` takes as its mask; once per forward, for all blocks."""
+    """Builder of the mask of `DotProductAttention` from documents; once per forward, for all blocks."""
 
     def forward(self, documents: Tensor | None) -> Tensor | None:
-        """Who sees whom: earlier tokens of the same document, and oneself.
+        """Return the mask that allows each token itself and earlier tokens of the same document.
 
         Args:
             documents: (rows, sequence), number of the document each token belongs to; None: a row is one.
@@ -28,16 +28,18 @@ class AttentionMask(nn.Module):
 
 
 class DotProductAttention(nn.Module):
-    """Causal attention in which several query heads may share a key and value head."""
+    """Attention core: causal attention in which several query heads may share a key and value head."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """(rows, sequence, heads, head_width) to the same, with the value's width.
+        """Map (rows, sequence, heads, head_width) to the same shape, with the value's width.
 
         Args:
+            query: as above.
             key: (rows, sequence, key/value heads, head_width), and so is value.
-            mask: of `AttentionMask`.
+            value: likewise.
+            mask: result of `AttentionMask`.
             scale: of the scores; None: 1 / sqrt(head_width).
         """
         attended = F.scaled_dot_product_attention(

@@ -1,5 +1,7 @@
-"""What models note of a step's samples; and batch normalisation over groups of samples that the job fixes,
-so that no layout changes its numbers."""
+"""Step statistics of modules, and batch normalization over fixed sample groups.
+
+The job fixes the groups, so that the layout does not change their numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ from wanma.job.errors import WanmaError
 
 @runtime_checkable
 class NotesStatistics(Protocol):
-    """A module that notes something of the samples it sees, and is changed by the sums over a whole step."""
+    """Protocol of modules that collect statistics of samples and are updated by their sums over a step."""
 
     @property
     def statistics_elements(self) -> int:
-        """Numbers in what `take` returns."""
+        """Number of elements in the result of `take`."""
 
     def take(self) -> tuple[Tensor, ...]:
-        """What has been noted since the last call: sums over samples; begins again from zero."""
+        """Return the statistics since the last call, as sums over samples; start again from zero."""
 
     def commit(self, *sums: Tensor) -> None:
-        """Change once per optimizer step, by what `take` gave, added up over ranks with different samples."""
+        """Update once per optimizer step, by results of `take` summed over ranks with different samples."""
 
 
 class GroupedBatchNorm(_BatchNorm):
-    """Batch normalisation whose training statistics are those of `group` consecutive samples.
+    """Batch normalization whose training statistics are those of `group` consecutive samples.
 
     Parameters, buffers, attributes and state-dict keys are those of `nn.BatchNorm2d`. Running
     statistics do not move in forward: it only adds up the groups' means and variances, and
@@ -42,13 +44,14 @@ class GroupedBatchNorm(_BatchNorm):
         group: samples per statistic ("ghost batches", Hoffer et al. 2017).
         epsilon: added to the variance.
         momentum: weight of a step in the running statistics; None: every step weighs the same.
+        affine: if True, there are a weight and a bias.
     """
 
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
     kind: ClassVar[type[_BatchNorm] | None] = None
-    """Class that a converted module had."""
+    """Class of a converted module before its conversion; None: it was made as a grouped one."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class GroupedBatchNorm(_BatchNorm):
         self._begin(group)
 
     def _begin(self, group: int) -> None:
-        """Set what a batch normalisation of torch's own lacks."""
+        """Set the attributes that torch's own batch normalization lacks."""
         self.group = group
         self._mean_sum: Tensor | None = None
         self._variance_sum: Tensor | None = None
@@ -75,10 +78,10 @@ class GroupedBatchNorm(_BatchNorm):
         return _new_grouped, (self.kind,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, features, ...) to the same.
+        """Map (rows, features, ...) to the same shape.
 
         Raises:
-            WanmaError: training with rows that are no whole number of groups.
+            WanmaError: training with a number of rows that is no multiple of the group.
         """
         precise = torch.promote_types(x.dtype, torch.float32)
         weight = None if self.weight is None else self.weight.to(precise)
@@ -93,7 +96,7 @@ class GroupedBatchNorm(_BatchNorm):
                 "(parallel.micro_batch, train.global_batch), or change model.statistics_group",
             )
         normalized, means, variances = [], [], []
-        # One group is no part of anything: the gradients of parts are copied together.
+        # A single group is used as it is: gradients of slices would be copied together.
         for samples in [x] if x.shape[0] == self.group else torch.split(x, self.group):
             # With momentum 1 torch's running statistics become this group's: the mean and, as in
             # nn.BatchNorm2d, the unbiased variance.
@@ -110,10 +113,10 @@ class GroupedBatchNorm(_BatchNorm):
         return 2 * self.num_features + 1
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What forward has added up since the last call: sums over groups, and begin again from zero.
+        """Return the sums over groups since the last call; start again from zero.
 
         Returns:
-            sum of means (features,), sum of variances (features,), number of groups () int64.
+            Sum of means (features,), sum of variances (features,), number of groups () int64.
         """
         zero = torch.zeros_like(self.running_mean)
         mean_sum = zero if self._mean_sum is None else self._mean_sum
@@ -124,14 +127,14 @@ class GroupedBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def commit(self, mean_sum: Tensor, variance_sum: Tensor, groups: Tensor | int) -> None:
-        """Move the running statistics once, by the average over a step's groups.
+        """Update the running statistics once, by the average over a step's groups.
 
         Args:
-            mean_sum: (features,), of `take`, added up over all ranks with different samples; likewise
-            variance_sum: (features,), and
-            groups: their number; with none, nothing moves.
+            mean_sum: (features,), from `take`, summed over all ranks with different samples.
+            variance_sum: (features,), likewise.
+            groups: number of groups, likewise; with 0, nothing changes.
         """
-        # All on the device: asking it whether there are groups would make the host wait for it.
+        # All on the device: a check for groups would make the host wait for it.
         count = torch.as_tensor(groups, device=self.running_mean.device)
         moves = (count > 0).to(self.running_mean)
         count = count.clamp(min=1)
@@ -143,7 +146,7 @@ class GroupedBatchNorm(_BatchNorm):
         self.running_var.lerp_((variance_sum / count).to(self.running_var), share)
 
     def reset_buffers(self) -> None:
-        """Give the running statistics their first values, after they were allocated without any."""
+        """Set the running statistics to their initial values, after allocation without any."""
         self.running_mean.zero_()
         self.running_var.fill_(1.0)
         self.num_batches_tracked.zero_()
@@ -153,7 +156,7 @@ class GroupedBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _note(self, means: list[Tensor], variances: list[Tensor]) -> None:
-        # Where backward runs forward again every group is counted twice, which leaves the average alone.
+        # Where backward recomputes forward every group is counted twice, which does not change the average.
         mean, variance = torch.stack(means).sum(0), torch.stack(variances).sum(0)
         self._mean_sum = mean if self._mean_sum is None else self._mean_sum + mean
         self._variance_sum = variance if self._variance_sum is None else self._variance_sum + variance
@@ -161,12 +164,12 @@ class GroupedBatchNorm(_BatchNorm):
 
 
 def noting_modules(model: nn.Module) -> dict[str, NotesStatistics]:
-    """Modules whose statistics must be committed after each optimizer step, by name and in their order."""
+    """Return the modules whose statistics must be committed after each optimizer step, by name, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NotesStatistics)}
 
 
 def couples_samples(model: nn.Module) -> list[str]:
-    """Names of modules whose result depends on which samples share a micro-batch.
+    """List the modules whose result depends on which samples share a micro-batch.
 
     Only one process with one micro-batch per step computes such a model as its author meant; other
     layouts need `convert_batch_norm`.
@@ -179,7 +182,7 @@ def couples_samples(model: nn.Module) -> list[str]:
 
 
 def keeps_statistics(model: nn.Module) -> list[str]:
-    """Names of instance normalisations whose running statistics are of the samples that one rank has seen."""
+    """List the instance normalizations whose running statistics cover only the samples of one rank."""
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
@@ -188,13 +191,14 @@ def keeps_statistics(model: nn.Module) -> list[str]:
 
 
 def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
-    """Make torch's batch normalisations grouped ones, in place.
+    """Convert torch's batch normalizations to grouped ones, in place.
 
     The modules stay the same objects, with their hooks and attributes, and only change their class. A
     subclass keeps its own forward, whose `super().forward` is the grouped one; one whose forward does not
     call it is left as it is, and `couples_samples` names it.
 
     Args:
+        model: the model.
         group: samples per statistic.
 
     Returns:
@@ -219,25 +223,25 @@ def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
 
 
 def _torchs_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    """The class of torch's own that `kind` is or derives from."""
+    """Return torch's class that `kind` is or derives from."""
     return next(base for base in kind.__mro__ if base.__module__ == _BatchNorm.__module__)
 
 
 def _reaches_torchs_forward(kind: type[_BatchNorm]) -> bool:
-    """Return whether every forward between `kind` and torch's own hands on to the next by `super()`."""
+    """Return True if every forward between `kind` and torch's own calls the next by `super()`."""
     own = kind.__mro__[: kind.__mro__.index(_torchs_class(kind))]
     return all("super" in forward.__code__.co_names for base in own if (forward := vars(base).get("forward")))
 
 
 @cache
 def _grouped_class(kind: type[_BatchNorm]) -> type[GroupedBatchNorm]:
-    """A subclass of `kind` whose normalisation is the grouped one."""
+    """Return a subclass of `kind` whose normalization is the grouped one."""
     torchs = _torchs_class(kind)
     bases = (GroupedBatchNorm, kind) if kind is torchs else (kind, _grouped_class(torchs))  # type: ignore[arg-type]
     return type(f"Grouped{kind.__name__}", bases, {"__module__": kind.__module__, "kind": kind})
 
 
 def _new_grouped(kind: type[_BatchNorm]) -> GroupedBatchNorm:
-    """One without content, to be filled by `copy` and `pickle`."""
+    """Return a grouped module without content, to be filled by `copy` and `pickle`."""
     grouped = _grouped_class(kind)  # type: ignore[arg-type]  # a class is hashable
     return grouped.__new__(grouped)

@@ -1,7 +1,7 @@
-"""Mixture-of-experts feed-forward: each token passes a few of many SwiGLU networks.
+"""Mixture-of-experts feed-forward: each token is processed by a few of many SwiGLU networks.
 
-The numbers of a token do not depend on which others share its micro-batch: its experts' results are
-added up in the order of its choices, wherever and beside whatever they were computed.
+The result of a token does not depend on which others share its micro-batch: its experts' results are
+added up in the order of its choices, wherever they were computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wanma.models.layers.router import Router, Routing
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts, chosen per token, and shared ones, which every token passes."""
+    """Mixture of experts: routed experts, chosen per token, and shared ones, which process every token."""
 
     def __init__(self, dimensions: DecoderDimensions) -> None:
         super().__init__()
@@ -32,17 +32,20 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, sequence, hidden) to the same."""
+        """Map (rows, sequence, hidden) to the same shape."""
         weights, chosen = self.routing(self.router(x))
         result: Tensor = self.experts(x, weights, chosen)
         return result if self.shared is None else result + self.shared(x)
 
 
 class Experts(nn.Module):
-    """SwiGLU networks in stacked matrices, the expert as dim 0.
+    """Routed experts: SwiGLU networks in stacked matrices, the expert as dim 0.
 
     Args:
-        drops: tokens may have fewer experts than choices.
+        experts: number of experts.
+        hidden: width of a token.
+        width: inner width of an expert.
+        drops: if True, tokens may have fewer experts than choices.
     """
 
     def __init__(self, experts: int, hidden: int, width: int, *, drops: bool = False) -> None:
@@ -55,7 +58,7 @@ class Experts(nn.Module):
         self.core: nn.Module = GroupedFeedForward()
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sum over a token's experts of weight · expert(token).
+        """Return the sum over a token's experts of weight · expert(token).
 
         Args:
             x: (rows, sequence, hidden).
@@ -79,21 +82,22 @@ class Experts(nn.Module):
 
 
 class GroupedFeedForward(nn.Module):
-    """Rows, sorted by expert, through their experts.
+    """Grouped product: rows, sorted by expert, through their experts.
 
-    Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) puts another in its place.
+    Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) replaces it.
     """
 
     def forward(
         self, rows: Tensor, weights: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor
     ) -> Tensor:
-        """Weight · expert(row).
+        """Return weight · expert(row).
 
         Args:
             rows: (n, hidden): the first expert's, then the second's, ...
             weights: (n, 1).
             counts: (experts,) int64, rows of each; they add up to n.
-            gate, up: (experts, width, hidden), and
+            gate: (experts, width, hidden).
+            up: (experts, width, hidden).
             down: (experts, hidden, width).
 
         Returns:
@@ -109,7 +113,7 @@ class GroupedFeedForward(nn.Module):
             return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
         sizes = on_host(counts, len(rows))
         # All experts, also those without rows: every parameter then has a gradient on every rank, which
-        # the reduction between them counts on.
+        # the reduction between them requires.
         parts = zip(
             *(rows.split(sizes), weights.split(sizes), gate.unbind(), up.unbind(), down.unbind()), strict=True
         )
@@ -121,11 +125,11 @@ class GroupedFeedForward(nn.Module):
 
 
 def on_host(counts: Tensor, total: int) -> list[Any]:
-    """`counts` as numbers; those of a dry run, whose tensors hold nothing, are even shares of `total`.
+    """Copy `counts` to the host; in a dry run, whose tensors have no content, return even shares of `total`.
 
     Args:
         counts: (n,) or (m, n) int64.
-        total: of each row of `counts`.
+        total: sum of each row of `counts`.
     """
     if not isinstance(counts, FakeTensor):
         return counts.tolist()
@@ -135,11 +139,14 @@ def on_host(counts: Tensor, total: int) -> list[Any]:
 
 
 def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-    """weights · SiLU(gate) · up; weighting here, where rows are narrow, keeps less for backward than at
-    the experts' output, and gives the same sum.
+    """Return weights · SiLU(gate) · up.
+
+    Weighting here, where rows are narrow, saves less for backward than at the experts' output, and gives
+    the same sum.
 
     Args:
-        gate, up: (n, width).
+        gate: (n, width).
+        up: (n, width).
         weights: (n, 1).
     """
     result: Tensor = _WeightedSwiGLU.apply(gate, up, weights)  # type: ignore[no-untyped-call]  # torch's
@@ -147,7 +154,7 @@ def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
 
 
 def positions_in(order: Tensor, size: int) -> Tensor:
-    """Where in `order` each number in [0, size) stands; `len(order)` where it does not."""
+    """Return the index in `order` of each number in [0, size); `len(order)` for absent numbers."""
     places = torch.full((size,), len(order), dtype=order.dtype, device=order.device)
     return places.scatter_(0, order, torch.arange(len(order), device=order.device))
 
@@ -158,7 +165,7 @@ def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     Args:
         x: (..., width).
         order: (rows,), each number in [0, vectors · choices) at most once.
-        places: (..., choices), of `positions_in`.
+        places: (..., choices), from `positions_in`.
 
     Returns:
         (rows, width).
@@ -168,8 +175,9 @@ def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 
 def collect(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Add up, for each vector and in the order of its choices, the rows that it was copied to. Backward is
-    `spread`; arguments are as there.
+    """Sum, for each vector and in the order of its choices, the rows that it was copied to.
+
+    Backward is `spread`; arguments are as there.
 
     Returns:
         (..., width).
@@ -179,7 +187,7 @@ def collect(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 
 def _can_be_grouped(rows: Tensor, gate: Tensor) -> bool:
-    """Torch's grouped product: bf16 on GPUs, sizes in steps of 16 bytes."""
+    """Return True if torch's grouped product applies: bf16 on GPUs, sizes in steps of 16 bytes."""
     return (
         rows.is_cuda
         and rows.dtype == gate.dtype == torch.bfloat16
@@ -201,7 +209,7 @@ def _collect(rows: Tensor, places: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Autograd's own backward of an index adds rows up in any order."""
+    """Autograd function of `spread`; autograd's own backward of an index adds rows up in any order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -227,7 +235,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Keeps its inputs alone, and computes in the weights' precision."""
+    """Autograd function of `weighted_swiglu`: saves only its inputs, computes in the weights' precision."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The feed-forward network of a decoder's block."""
+"""Feed-forward network of a decoder's block."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from wanma.models.config.dimensions import DecoderDimensions
 
 
 def feed_forward_network(dimensions: DecoderDimensions) -> nn.Module:
-    """Network of width `dimensions.feed_forward`, which every token passes."""
+    """Build the network of width `dimensions.feed_forward` that processes every token."""
     kind = FeedForward if dimensions.activation_function == "swiglu" else PlainFeedForward
     return kind(dimensions.hidden, dimensions.feed_forward)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU feed-forward network (Shazeer 2020)."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) to the same."""
+        """Map (..., hidden) to the same shape."""
         result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return result
 
 
 class PlainFeedForward(nn.Module):
-    """Two matrices with GELU between them, approximated by tanh as in GPT-2's code (Radford et al. 2019)."""
+    """Feed-forward network of two matrices with tanh-approximated GELU between (Radford et al. 2019)."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -38,6 +38,6 @@ class PlainFeedForward(nn.Module):
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) to the same."""
+        """Map (..., hidden) to the same shape."""
         result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return result

@@ -12,11 +12,11 @@ from wanma.models.layers.rotary_embedding import Rotary, rotate
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose queries, and whose keys and values, are made from a narrow vector each.
+    """Latent attention: causal attention with queries, and keys and values, each from a narrow latent vector.
 
-    Of a head's query and key the last `rotary_width` elements know their position; of the key all
-    heads share them, and they are made from the hidden state directly. This is the form for training,
-    with keys and values spelled out; published weights have the same matrices.
+    The last `rotary_width` elements of a head's query and key have a rotary position; those of the key are
+    shared by all heads, and are computed from the hidden state directly. This is the form for training,
+    with keys and values computed explicitly; published weights have the same matrices.
     """
 
     def __init__(self, dimensions: DecoderDimensions) -> None:
@@ -37,13 +37,14 @@ class LatentAttention(nn.Module):
         self.core = DotProductAttention()
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
-        """(rows, sequence, hidden) to the same.
+        """Map (rows, sequence, hidden) to the same shape.
 
         Args:
-            rotary: of `rotary_factors` for `rotary_width`.
-            mask: of the model's `AttentionMask`.
+            x: hidden states.
+            rotary: result of `rotary_factors` for `rotary_width`.
+            mask: result of the model's `AttentionMask`.
         """
-        # The number of heads is read off the projections: under tensor parallel a rank has its share.
+        # The number of heads follows from the projections: under tensor parallelism a rank has its share.
         query = self.query(self.query_latent_norm(self.query_latent(x)))
         query = query.unflatten(-1, (-1, self.head_width + self.rotary_width))
         plain_query, turned_query = query.split((self.head_width, self.rotary_width), dim=-1)

@@ -1,10 +1,10 @@
-"""Low-rank adapters (Hu et al. 2021): a linear layer's weight W stays, and W + scale · B A is computed.
+"""Low-rank adapters (LoRA, Hu et al. 2021): a linear layer computes W + scale · B A with a frozen weight W.
 
     lora_a  (rank, inputs)    begins uniform within ± 1 / sqrt(inputs), as in the authors' own code
     lora_b  (outputs, rank)   begins at zero, so that training begins at the model as it was
 
 A layer keeps its name, its place and its own parameters' names; only its class and the two parameters
-are new. Everything that is no adapter is frozen.
+are new. All other parameters are frozen.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _A, _B = "lora_a", "lora_b"
 
 
 class Adapted(nn.Module):
-    """Beside `nn.Linear` or a class of its kind: adds what the adapter computes."""
+    """Mixin beside `nn.Linear` or a similar class that adds the adapter's output."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_scale: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the linear layer's own."""
+        """Map (..., inputs) to (..., outputs), as the linear layer does."""
         added = F.linear(F.linear(x, self.lora_a), self.lora_b)
         result: Tensor = super().forward(x) + added * self.lora_scale
         return result
 
 
 def with_adapters(spec: ModelSpec, section: ModelSection) -> ModelSpec:
-    """`spec` of a model with the adapters that `section` asks for, if any."""
+    """Return `spec` of a model with the adapters of `section`, if any."""
     if section.lora_rank == 0:
         return spec
     return replace(
@@ -63,7 +63,7 @@ def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:
     layers = {
         path: module
         for path, module in model.named_modules()
-        # Attention of torch's own takes this layer's weight and does not call it.
+        # torch's own attention uses this layer's weight without calling it.
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     }
     chosen = [path for path in layers if any(fnmatchcase(path, target) for target in section.lora_targets)]
@@ -80,20 +80,20 @@ def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is part of an adapter."""
+    """Return True if a parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in (_A, _B)
 
 
 def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """A model's tensors with their adapters added to the weights that they adapt: W + alpha / rank · B A.
+    """Merge a model's adapters into the weights that they adapt: W + alpha / rank · B A.
 
     Args:
-        tensors: whole ones, by name.
+        tensors: full tensors, by name.
         alpha: `model.lora_alpha`.
 
     Returns:
-        the same without adapters; what has none is not copied. The sum is computed in at least fp32. It has
-        the wider dtype of weight and adapter, for frozen weights may be kept in fewer bits.
+        The tensors without adapters; those that have none are not copied. The sum is computed in at least
+        fp32. It has the wider dtype of weight and adapter, because frozen weights may be kept in fewer bits.
 
     Raises:
         WanmaError: an adapter without its other half or its weight.
@@ -141,7 +141,7 @@ def _draw_a(tensor: Tensor, inputs: int, generator: torch.Generator | None) -> N
 
 
 class _Initialization:
-    """How the parameters of a model with adapters begin: the model's own ones as it says."""
+    """Initializer of a model with adapters: the model's own parameters keep their own rule."""
 
     def __init__(self, own: Any, inputs: dict[str, int]) -> None:
         self._own, self._inputs = own, inputs
@@ -157,7 +157,7 @@ class _Initialization:
 
 
 def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) -> None:
-    """Each target of one's own must match; of the default ones, which are for several models, one."""
+    """Reject user-given targets that match no layer, and default ones if none of them does."""
     default = ModelSection.model_fields["lora_targets"].get_default(call_default_factory=True)
     targets = section.lora_targets if section.lora_targets != default else []
     useless = [t for t in targets if not any(fnmatchcase(path, t) for path in layers)]
@@ -173,6 +173,6 @@ def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) 
 
 
 def _examples(paths: list[str]) -> list[str]:
-    """One path of each kind: those that differ in numbers only count as one."""
+    """Return one path of each kind: paths that differ only in numbers count as one."""
     kinds = {tuple(part for part in path.split(".") if not part.isdigit()): path for path in reversed(paths)}
     return [f"'{path}'" for path in list(kinds.values())[::-1][:8]]

@@ -1,4 +1,4 @@
-"""RMS normalisation (Zhang and Sennrich 2019) that is fused on every device."""
+"""RMS normalization (Zhang and Sennrich 2019), fused on every device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` with a faster eager path on CPU.
+    """RMS normalization like `nn.RMSNorm`, with a faster eager path on CPU.
 
     Torch fuses `rms_norm` on accelerators and under `torch.compile`; on CPU it runs as six operations,
     each with its own backward, which took a quarter of a small decoder's step.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of `x`, in at least fp32."""
-        # Wrapper subclasses (DTensor) bring their own rules for torch's operator, not for ours.
+        """Normalize the last dim of `x`, in at least fp32."""
+        # Wrapper subclasses (DTensor) have rules for torch's operator, not for ours.
         if x.device.type != "cpu" or torch.compiler.is_compiling() or hasattr(x, "__tensor_flatten__"):
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         result: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
@@ -26,7 +26,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """y = x · r · w with r = 1 / sqrt(mean(x²) + ε), all in at least fp32."""
+    """Autograd function y = x · r · w with r = 1 / sqrt(mean(x²) + ε), all in at least fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -42,7 +42,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         width, precise = x.shape[-1], scale.dtype
         gradient, wide_weight = gradient.to(precise), weight.to(precise)
-        # With a mean of zero, layer normalisation's fused backward is ours but for the term through the
+        # With a mean of zero, layer normalization's fused backward is ours except for the term through the
         # mean, r · mean(gradient · w), which it subtracts and we add back.
         to_x, to_weight, _ = torch.ops.aten.native_layer_norm_backward(
             gradient,

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, section 3.2.2)."""
+"""Rotary position embedding (Su et al. 2021, section 3.2.2)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Rotary:
-    """By what each pair of a head's elements is turned at each position, in two views of one storage.
+    """Rotations of each pair of a head's elements at each position, in two views of one storage.
 
-    A plain class and no dataclass or tuple: FSDP looks into those to cast what a block is given to
+    A plain class and no dataclass or tuple: FSDP searches those to cast a block's inputs to
     bf16, in which angles of far positions would be lost.
 
     Attributes:
@@ -23,10 +23,12 @@ class Rotary:
 
 
 def rotary_factors(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """The turns of `width` elements at each position.
+    """Compute the rotations of `width` elements at each position.
 
     Args:
         positions: (sequence,) or (rows, sequence).
+        width: elements of a head, an even number.
+        theta: base of the frequencies.
         dtype: of the hidden states; angles have at least fp32.
     """
     precise = torch.promote_types(dtype, torch.float32)
@@ -36,10 +38,11 @@ def rotary_factors(positions: Tensor, width: int, theta: float, dtype: torch.dty
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the pairs (0, 1), (2, 3), ... of the last dim, as the weights that Meta publishes expect.
+    """Rotate the pairs (0, 1), (2, 3), ... of the last dim, as the weights that Meta publishes expect.
 
     Args:
         x: (rows, sequence, heads, width).
+        rotary: the rotations.
     """
     pairs = x.to(rotary.cosine_sine.dtype).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():

@@ -1,8 +1,8 @@
-"""Which experts each token goes to, how much each of them counts, and what keeps their use even.
+"""Router of a mixture of experts: choice of each token's experts, their weights, and load balancing.
 
-Nothing here depends on which samples share a micro-batch: what couples tokens (a balancing loss,
-capacity) does so within groups of samples that the job fixes, and what follows the load of a whole
-step (the bias) is moved once per step, by counts added up over all ranks.
+Nothing here depends on which samples share a micro-batch: a balancing loss and capacity couple tokens only
+within sample groups that the job fixes, and the bias, which follows the load of a whole
+step, is moved once per step, by counts summed over all ranks.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from wanma.models.keyed_random.sample_context import SampleAware
 
 
 class Router(nn.Module):
-    """One logit per token and expert, in at least fp32: a rounded score sends tokens elsewhere."""
+    """Router gate: one logit per token and expert, in at least fp32: rounding would change choices."""
 
     def __init__(self, hidden: int, experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) to (..., experts)."""
+        """Map (..., hidden) to (..., experts)."""
         logits: Tensor = _PreciseLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's
         return logits
 
 
 class Routing(SampleAware):
-    """From a router's logits to each token's experts and their weights.
+    """Choice of each token's experts and their weights from a router's logits.
 
     Scores are the logits' softmax (Mixtral, Jiang et al. 2024, section 2.1) or sigmoid (DeepSeek-V3,
     DeepSeek-AI 2024, eq. 12 to 16); the experts with the highest are chosen, and their scores,
-    normalised to a sum of one and scaled, are the weights. Where experts are in groups, they are chosen
+    normalized to a sum of one and scaled, are the weights. Where experts are in groups, they are chosen
     from the groups whose best two scores add up to the most (DeepSeek-V3, section 2.1.2).
 
-    Their use is kept even by one of
+    The load is balanced by one of
 
     bias    added to the scores for the choice alone; after each step it moves by `balance_rate` towards
             the experts that had less than their share of the step's tokens (Wang et al. 2024)
@@ -49,13 +49,13 @@ class Routing(SampleAware):
             · mean probability), times `balance_rate` (Fedus et al. 2021, eq. 4; DeepSeek-V3, eq. 17 to 20).
             The job's objective is (Σ of losses + Σ over groups of tokens · balancing loss) / targets
 
-    and capacity, which may join either, drops what an expert gets of a group beyond `capacity` times an
+    and capacity, which may join either, drops an expert's tokens of a group beyond `capacity` times an
     even share, in order of position; evaluation drops nothing.
 
     Attributes:
         bias: (experts,), a buffer that checkpoints keep; only with balance = "bias".
-        factor: of the losses before backward; the balancing loss takes the same.
-        parts: asks other ranks where samples are spread over several.
+        factor: factor of the losses before backward; the balancing loss takes the same.
+        parts: communication with other ranks where samples are split over several.
     """
 
     bias: Tensor | None
@@ -72,17 +72,17 @@ class Routing(SampleAware):
         self._balance: Tensor | None = None
 
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose.
+        """Choose the experts of each token.
 
         Args:
             logits: (rows, sequence, experts).
 
         Returns:
-            weights (rows, sequence, experts_per_token), and the experts' numbers, likewise; `experts` is
-            the number of none, where capacity is exceeded.
+            Weights (rows, sequence, experts_per_token), and the experts' numbers, likewise; `experts` is
+            the number for none, where capacity is exceeded.
 
         Raises:
-            WanmaError: training with rows that are no whole number of balancing groups.
+            WanmaError: training with a number of rows that is no multiple of the balancing group.
         """
         shape = self.dimensions
         scores = logits.softmax(-1) if shape.router == "softmax" else logits.sigmoid()
@@ -97,18 +97,18 @@ class Routing(SampleAware):
             chosen = self._within_capacity(chosen)
         return weights, chosen
 
-    # ---------------------------------------------------------------- what a step's end asks
+    # ---------------------------------------------------------------- statistics of a step
 
     @property
     def statistics_elements(self) -> int:
-        """Numbers in what `take` returns."""
+        """Number of elements in the result of `take`."""
         return self.dimensions.experts + 1
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """What backward has noted since the last call; begins again from zero.
+        """Return the statistics that backward has collected since the last call; start again from zero.
 
         Returns:
-            tokens of each expert (experts,), and the sum over groups of tokens · balancing loss (). Sums
+            Tokens of each expert (experts,), and the sum over groups of tokens · balancing loss (). Sums
             over the ranks that hold different tokens.
         """
         load, balance = self._load, self._balance
@@ -125,8 +125,8 @@ class Routing(SampleAware):
         """Move the bias by a step's counts.
 
         Args:
-            load: of `take`, added up over all ranks; likewise
-            balance, which moves nothing.
+            load: from `take`, summed over all ranks.
+            balance: likewise; it moves nothing.
         """
         if self.bias is not None:
             # Without a division, so that counts that are even give exactly zero.
@@ -134,14 +134,14 @@ class Routing(SampleAware):
             self.bias += self.dimensions.balance_rate * direction.to(self.bias)
 
     def reset_buffers(self) -> None:
-        """Give the bias its first value, after it was allocated without any."""
+        """Set the bias to its initial value, after allocation without any."""
         if self.bias is not None:
             self.bias.zero_()
 
-    # ---------------------------------------------------------------- which samples
+    # ---------------------------------------------------------------- sample context
 
     def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Which rows are real: padding rows have no sample."""
+        """Return the mask of real rows: padding rows have no sample."""
         return samples >= 0
 
     @property
@@ -167,7 +167,7 @@ class Routing(SampleAware):
         return scores.topk(shape.experts_per_token, dim=-1).indices
 
     def _note(self, weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Let backward count the load, and hang the balancing loss on the weights."""
+        """Let backward count the load, and attach the balancing loss to the weights."""
         counts = self._counts(chosen)
         loss = None
         if self.dimensions.balance == "loss":
@@ -176,12 +176,12 @@ class Routing(SampleAware):
         return noted
 
     def _counts(self, chosen: Tensor) -> Tensor:
-        """How often each row of this rank chose each expert, (rows, experts); padding rows never did."""
+        """Count each row's choices of each expert, (rows, experts); zero for padding rows."""
         rows = chosen.shape[0]
         flat = chosen.reshape(rows, -1)
         counts = torch.zeros(rows, self.dimensions.experts, dtype=torch.int64, device=chosen.device)
         counts.scatter_add_(1, flat, torch.ones_like(flat))
-        if self._real is None:  # outside `keyed_samples`, where nobody pads
+        if self._real is None:  # outside `keyed_samples` there is no padding
             return counts
         if self._real.shape[0] != rows:
             raise WanmaError(
@@ -191,7 +191,7 @@ class Routing(SampleAware):
         return counts * self._real.unsqueeze(1)
 
     def _balancing_loss(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Sum over groups of tokens · loss: this rank's summands, as probabilities add up over tokens.
+        """Return this rank's summands of the sum over groups of tokens · loss: probabilities add over tokens.
 
         Args:
             scores: (rows, sequence, experts).
@@ -206,7 +206,7 @@ class Routing(SampleAware):
         return shape.balance_rate * losses.sum()
 
     def _by_group(self, rows: Tensor) -> Tensor:
-        """(rows, ...) to (groups, samples of each, ...)."""
+        """Reshape (rows, ...) to (groups, samples of each, ...)."""
         group = self.dimensions.balance_group
         if rows.shape[0] % group:
             raise WanmaError(
@@ -218,7 +218,7 @@ class Routing(SampleAware):
         return grouped
 
     def _within_capacity(self, chosen: Tensor) -> Tensor:
-        """The choices with those beyond an expert's capacity replaced by none."""
+        """Return the choices, with those beyond an expert's capacity replaced by none."""
         shape = self.dimensions
         whole = self.parts.whole(chosen)  # (rows, whole sequence, experts_per_token), by position
         groups = self._by_group(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
@@ -232,9 +232,9 @@ class Routing(SampleAware):
 
 
 class WholeSamples(nn.Module):
-    """What a router must know of the parts of its samples that other ranks hold; here there are none.
+    """Exchange of a router with ranks that hold other parts of its samples; here there are none.
 
-    Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) puts another in its place.
+    Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) replaces it.
     """
 
     def total(self, counts: Tensor) -> Tensor:
@@ -242,24 +242,27 @@ class WholeSamples(nn.Module):
         return counts
 
     def whole(self, x: Tensor) -> Tensor:
-        """(rows, part of the sequence, ...) to (rows, sequence, ...), by position."""
+        """Gather (rows, part of the sequence, ...) to (rows, sequence, ...), by position."""
         return x
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's part of what `whole` gave."""
+        """Return this rank's part of a result of `whole`."""
         return x
 
 
 def set_loss_factor(modules: Iterable[nn.Module], factor: float) -> None:
-    """Tell a step's routers what its losses are multiplied with before backward."""
+    """Set the factor of a step's losses before backward on its routers."""
     for module in modules:
         if isinstance(module, Routing):
             module.factor = factor
 
 
 class _Noted(torch.autograd.Function):
-    """The weights as they are; backward, which runs once per micro-batch even where forward is run
-    again, notes the load and starts the balancing loss's own backward."""
+    """Autograd function that returns the weights unchanged.
+
+    Its backward, which runs once per micro-batch even where forward is recomputed, counts the load and starts
+    the balancing loss's own backward.
+    """
 
     @staticmethod
     def forward(
@@ -279,7 +282,10 @@ class _Noted(torch.autograd.Function):
 
 
 class _PreciseLinear(torch.autograd.Function):
-    """A linear in at least fp32 that keeps its input as it came: in bf16 half of what autograd would keep."""
+    """Autograd function of a linear in at least fp32 that saves its input in the original precision.
+
+    In bf16 that is half of what autograd would save.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Our decoder under the names of the published families that have its architecture."""
+"""State-dict adapter between our decoder and the published families that have its architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wanma.models.state_dict.tensor_mapping import Alternative, Shape, mixture, 
 
 
 class PublishedDecoder:
-    """What makes `Decoder` a `Published` model; see there."""
+    """Base class that makes `Decoder` a state-dict adapter (`Published`)."""
 
     dimensions: DecoderDimensions
 
@@ -98,7 +98,7 @@ class PublishedDecoder:
 
 
 def _family(dimensions: DecoderDimensions) -> str:
-    """The published family with this architecture.
+    """Return the published family with this architecture.
 
     Raises:
         WanmaError: there is none.
@@ -116,7 +116,7 @@ def _family(dimensions: DecoderDimensions) -> str:
         (False, True, True): "qwen3_moe",
         (False, False, True): "mixtral" if is_mixtral else None,
     }
-    # Arcee's network has two matrices, and a function between them that its config names.
+    # Arcee's network has two matrices, and its config names the function between them.
     kinds = gated if dimensions.activation_function == "swiglu" else {(False, False, False): "arcee"}
     found = kinds.get((dimensions.attention_bias, dimensions.head_norm, dimensions.experts > 0))
     if not is_plain or found is None:
@@ -160,11 +160,11 @@ _BLOCK = {
     "feed_forward.down": "mlp.down_proj",
 }
 _ROTARY = ("attention.query", "attention.key", "attention.query_norm", "attention.key_norm")
-"""Whose rows are elements of heads that rotary positions turn."""
+"""Modules whose rows are elements of heads with rotary positions."""
 
 
 def _comparable(dimensions: DecoderDimensions) -> dict[str, Any]:
-    """What a config fixes too: no matter of training, and widths whether they are given or follow."""
+    """Return the dimensions that a config fixes too: no settings of training, all widths resolved."""
     widths = {"head_width": dimensions.head_width, "expert_width": dimensions.expert_width}
     values = {**asdict(dimensions), **widths}
     left_out = ("head_size", "expert_feed_forward", "dropout", "balance_rate", "balance_group", "capacity")

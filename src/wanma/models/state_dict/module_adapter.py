@@ -1,4 +1,4 @@
-"""A module of one's own as a published checkpoint: its state dict, under its own names."""
+"""State-dict adapter of a user's module: its published checkpoint is its state dict, under its own names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Published
 
 
 class OwnNames:
-    """`Published` of a module that says nothing itself.
+    """State-dict adapter (`Published`) of a module that declares none.
 
     Args:
-        model: the whole module, or what a rank holds of it.
+        model: the whole module, or a rank's part of it.
     """
 
     published_ties: tuple[tuple[str, str], ...] = ()
@@ -30,23 +30,23 @@ class OwnNames:
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
-        """Under any of its own names."""
+        """Return the parameter under any of its own names."""
         if is_adapter(name):
             return ()
         start = (0,) * len(shape)
         return tuple((Piece(other, 0, shape, start),) for other in self._names.get(name, [name]))
 
     def published_ignores(self, tensor: str) -> bool:
-        """Further names of a shared parameter, and buffers, which are filled by name."""
+        """Return True for further names of a shared parameter, and for buffers, which are filled by name."""
         return tensor in self._names or tensor in self._buffers
 
     def published_differences(self, config: dict[str, Any]) -> list[str]:  # noqa: ARG002  # of no known model
-        """A module of one's own has no settings to compare."""
+        """Return no differences: a user's module has no settings to compare."""
         return []
 
 
 def published_of(model: nn.Module) -> Published:
-    """Places of a model's parameters in published checkpoints: its own statement, else its own names."""
+    """Return a model's state-dict adapter: the model itself, else one by its own names."""
     if hasattr(model, "published"):
         return model  # type: ignore[return-value]  # looked for
     return OwnNames(model)  # type: ignore[return-value]  # writes no config

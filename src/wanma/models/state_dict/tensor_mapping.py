@@ -1,7 +1,7 @@
-"""Where published checkpoints keep a model's parameters: under other names, fused, split or turned.
+"""Mapping of a model's parameters to published tensors, which may be renamed, fused, split or transposed.
 
-A `Piece` ties rows of one parameter to a box of one tensor of a safetensors checkpoint, whichever way
-it is copied: a rank reads only what its part of the parameter needs, an export writes tensor by tensor.
+A `Piece` ties rows of one parameter to a box of one tensor of a safetensors checkpoint, for copies in both
+directions: a rank reads only what its part of the parameter needs, an export writes tensor by tensor.
 """
 
 from __future__ import annotations
@@ -18,36 +18,39 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `first + shape[0]` of a parameter (dim 0), all of its other dims."""
+    """Tensor slice: rows `first` to `first + shape[0]` of a parameter (dim 0), all of its other dims."""
 
     tensor: str
     """Name in the published checkpoint."""
     first: int
     shape: Shape
-    """Of the piece, in the parameter's own dims."""
+    """Shape of the slice, in the parameter's own dims."""
     offset: Shape
-    """Where the piece begins in the published tensor, in that tensor's dims."""
+    """Offset of the slice in the published tensor, in that tensor's dims."""
     transposed: bool = False
-    """The published tensor has the last two dims the other way round."""
+    """True if the published tensor has the last two dims transposed."""
     stacked: bool = False
-    """One row, which is a whole published tensor: experts are published one by one."""
+    """True if one row is a whole published tensor: experts are published one by one."""
     head_width: int | None = None
-    """Rows are those of heads with rotary positions: the parameter turns pairs (0, 1), (2, 3), ..., the
-    published one (0, width / 2), (1, width / 2 + 1), ..."""
+    """Width of heads whose rows have rotary positions; None: rows are in the same order.
+
+    The parameter turns pairs (0, 1), (2, 3), ..., the published one (0, width / 2), (1, width / 2 + 1), ...
+    """
 
     @property
     def published_shape(self) -> Shape:
-        """Of the box in the published tensor."""
+        """Shape of the box in the published tensor."""
         return self._turned(self.shape)
 
     def region(self, offset: Shape, shape: Shape) -> tuple[Shape, Shape]:
-        """Where a box of the piece lies in the published tensor, with whole heads.
+        """Return the region in the published tensor, with whole heads, that a box of the slice needs.
 
         Args:
-            offset, shape: of the box, in the parameter's dims and counted from the piece's beginning.
+            offset: of the box, in the parameter's dims and counted from the slice's beginning.
+            shape: of the box, in the parameter's dims.
 
         Returns:
-            its offset and shape there.
+            Its offset and shape in the published tensor.
         """
         if self.head_width is not None:
             start = offset[0] // self.head_width * self.head_width
@@ -57,7 +60,7 @@ class Piece:
         return tuple(moved), self._turned(shape)
 
     def to_parameter(self, offset: Shape, shape: Shape, region: Tensor) -> Tensor:
-        """The box of the piece whose `region` was read."""
+        """Convert a `region` that was read to the box of the slice."""
         if self.transposed:
             region = region.transpose(-1, -2)
         if self.stacked:
@@ -68,7 +71,7 @@ class Piece:
         return region[self._published_rows(rows) - offset[0] // self.head_width * self.head_width]
 
     def to_published(self, part: Tensor) -> Tensor:
-        """The inverse of `to_parameter`, for the whole piece."""
+        """Convert the whole slice to the published layout: the inverse of `to_parameter`."""
         if self.head_width is not None:
             order = torch.empty(self.shape[0], dtype=torch.int64)
             order[self._published_rows(torch.arange(self.shape[0]))] = torch.arange(self.shape[0])
@@ -83,41 +86,41 @@ class Piece:
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
 
     def _published_rows(self, rows: Tensor) -> Tensor:
-        """Rows in the published tensor, of the piece's rows `rows`."""
+        """Return the rows in the published tensor of the slice's rows `rows`."""
         assert self.head_width is not None
         head, inside = rows // self.head_width, rows % self.head_width
         return head * self.head_width + inside % 2 * (self.head_width // 2) + inside // 2
 
 
 Alternative = tuple[Piece, ...]
-"""Pieces that together hold a parameter."""
+"""Slices that together hold a parameter."""
 
 
 class Published(Protocol):
-    """A model whose weights can be started from, and written as, a published checkpoint."""
+    """State-dict adapter: a model whose weights can be read from, and written as, a published checkpoint."""
 
     @property
     def published_ties(self) -> tuple[tuple[str, str], ...]:
-        """Published tensors that are one parameter here; the first is the one that is written."""
+        """Pairs of published tensors that are one parameter here; the first is the one that is written."""
 
     def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
-        """Where parameter `name` of `shape` lies; several ways to publish it, the usual one first.
+        """Return the slices of parameter `name` of `shape`; several ways to publish it, the usual one first.
 
         Returns:
-            nothing for what no published checkpoint holds, such as adapters.
+            Empty for a parameter that no published checkpoint holds, such as an adapter.
         """
 
     def published_ignores(self, tensor: str) -> bool:
-        """Whether a checkpoint's tensor is none of the weights, such as a stored mask."""
+        """Return True if a checkpoint's tensor is not a weight, such as a stored mask."""
 
     def published_differences(self, config: Mapping[str, Any]) -> list[str]:
-        """What a published `config.json` says of the arithmetic that this model does otherwise."""
+        """List the settings of a published `config.json` that this model computes otherwise."""
 
     def published_config(self, sequence_length: int) -> dict[str, Any]:
-        """The `config.json` that goes with the weights.
+        """Return the `config.json` that goes with the weights.
 
         Args:
-            sequence_length: that the model was trained with.
+            sequence_length: sequence length of the training.
 
         Raises:
             WanmaError: no published family has this architecture.
@@ -125,12 +128,12 @@ class Published(Protocol):
 
 
 def whole(tensor: str, shape: Shape, *, transposed: bool = False, head_width: int | None = None) -> Piece:
-    """A parameter that is published as one tensor."""
+    """Return the slice of a parameter that is published as one tensor."""
     return Piece(tensor, 0, shape, (0,) * len(shape), transposed=transposed, head_width=head_width)
 
 
 def one_by_one(tensor: str, shape: Shape, *, transposed: bool = False) -> Alternative:
-    """A parameter whose rows are tensors of their own; `tensor` holds "{}" for their number."""
+    """Return the slices of a parameter whose rows are separate tensors; `tensor` holds "{}" for the row."""
     offset = (0,) * (len(shape) - 1)
     return tuple(
         Piece(tensor.format(row), row, (1, *shape[1:]), offset, transposed=transposed, stacked=True)
@@ -139,12 +142,14 @@ def one_by_one(tensor: str, shape: Shape, *, transposed: bool = False) -> Altern
 
 
 def mixture(block: str, part: str | None, shape: Shape, family: str) -> list[Alternative]:
-    """Where a block's router and routed experts lie: experts one by one, as weights are published, or
-    stacked, as transformers holds them.
+    """Return the slices of a block's router or routed experts.
+
+    Experts are separate tensors, as weights are published, or stacked, as transformers holds them.
 
     Args:
         block: path of the block, such as "model.layers.0".
         part: "gate", "up" or "down" of the experts; None: the router.
+        shape: of the parameter.
         family: "mixtral", or one whose names are like Qwen's.
     """
     paths = [f"{block}.mlp"]
@@ -164,7 +169,7 @@ def mixture(block: str, part: str | None, shape: Shape, family: str) -> list[Alt
 
 
 def published_shapes(alternatives: Iterable[Alternative]) -> dict[str, Shape]:
-    """Shapes of the published tensors that the pieces of several parameters make up together."""
+    """Return the shapes of the published tensors that the slices of several parameters cover together."""
     shapes: dict[str, Shape] = {}
     for piece in (piece for pieces in alternatives for piece in pieces):
         ends = tuple(at + size for at, size in zip(piece.offset, piece.published_shape, strict=True))
@@ -173,5 +178,5 @@ def published_shapes(alternatives: Iterable[Alternative]) -> dict[str, Shape]:
 
 
 def choose(alternatives: Iterable[Alternative], present: Mapping[str, object]) -> Alternative | None:
-    """The first way to publish a parameter of which all tensors are there."""
+    """Return the first way to publish a parameter of which all tensors are present; None: there is none."""
     return next((pieces for pieces in alternatives if all(p.tensor in present for p in pieces)), None)

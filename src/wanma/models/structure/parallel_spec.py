@@ -1,4 +1,4 @@
-"""What a plan may split of a model: declared beside it as pure data. Splitting itself is `parallel/`'s."""
+"""Parallel spec: a model's declaration, as pure data, of what a plan may split; `parallel/` splits."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ if TYPE_CHECKING:
     from torch import nn
 
 TensorRole = Literal["column", "key_value", "row", "vocabulary", "head", "norm", "head_norm", "gathered"]
-"""What tensor parallel may do with a module (Shoeybi et al. 2019, Korthikanti et al. 2022).
+"""Tensor-parallel style of a module (Shoeybi et al. 2019, Korthikanti et al. 2022).
 
 gathered    holds split matrices: its first input must be the whole sequence, which is gathered once
-column      a linear, split by outputs; its input is whole
-key_value   a column whose outputs are key or value heads; with fewer of them than ranks it stays whole,
-            and each rank takes the heads that its query heads look at
+column      a linear, split by outputs; its input is complete
+key_value   a column whose outputs are key or value heads; with fewer of them than ranks it is replicated,
+            and each rank uses the heads that its query heads attend to
 row         a linear, split by inputs; its output is a sum over ranks
 vocabulary  an embedding, split by tokens; its output is a sum over ranks
 head        a linear to the vocabulary, split by outputs
-norm        whole on every rank; acts on the whole hidden dim, and on a part of the sequence
-head_norm   whole on every rank, but acts on a rank's own heads: its gradient is a sum over ranks
+norm        replicated; acts on the whole hidden dim, and on a part of the sequence
+head_norm   replicated, but acts on a rank's own heads: its gradient is a sum over ranks
 """
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names are module paths, without the model's own name."""
+    """Parallel spec of a model. Names are module paths, without the model's own name."""
 
     blocks: str | None
-    """Container of the repeated blocks: what is staged, recomputed, compiled and sharded one by one."""
+    """Container of the repeated blocks: units of staging, recompute, compilation and sharding."""
     first: tuple[str, ...] = ()
-    """What only the first pipeline stage holds."""
+    """Modules that only the first pipeline stage holds."""
     last: tuple[str, ...] = ()
-    """What only the last pipeline stage holds."""
+    """Modules that only the last pipeline stage holds."""
     tensor: Mapping[str, TensorRole] = field(default_factory=dict)
-    """By shell pattern on the module path; the first match counts, no match means whole on every rank."""
+    """Style by shell pattern on the module path; the first match counts, without one it is replicated."""
     heads: int = 0
-    """Query heads, of which a rank takes whole ones; 0: no attention is split."""
+    """Number of query heads, of which a rank takes whole ones; 0: no attention is split."""
     kv_heads: int = 0
-    """Key and value heads."""
+    """Number of key and value heads."""
     mask: str | None = None
-    """The `AttentionMask`; with `attention` what context parallelism replaces."""
+    """Path of the `AttentionMask`; context parallelism replaces it and `attention`."""
     attention: str | None = None
     """Shell pattern of the attention cores, `DotProductAttention` or alike."""
     experts: str | None = None
     """Shell pattern of the modules whose parameters have the routed experts as dim 0."""
     tied: tuple[tuple[str, str], ...] = ()
-    """Parameters that are one tensor under two names; the first is the one that is saved."""
+    """Weight tying: pairs of parameters that are one tensor under two names; the first one is saved."""
 
 
 def tie_parameters(model: nn.Module, tied: tuple[tuple[str, str], ...]) -> None:
@@ -64,13 +64,13 @@ def tie_parameters(model: nn.Module, tied: tuple[tuple[str, str], ...]) -> None:
 
 
 def find_blocks(model: nn.Module) -> str | None:
-    """Path of a model's repeated blocks, found by structure.
+    """Find the path of a model's repeated blocks by structure.
 
     They are the list, dict or sequence of at least two children, all of one type, that holds the most
     parameters; the outermost of equals.
 
     Returns:
-        the path, which may be "" for a model that is itself such a sequence; None when there are none.
+        The path, which may be "" for a model that is itself such a sequence; None when there are none.
     """
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Initial values that do not depend on the layout: each tile of a parameter has a generator of its own."""
+"""Layout-independent initial values: each tile of a parameter has a generator of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from wanma.job.errors import WanmaError
 
 _TILE_ELEMENTS = 1 << 18
-"""At most so many elements are drawn at once: what a rank draws and does not keep is at most the tiles
-that its part cuts."""
+"""Maximum number of elements drawn at once.
+
+A rank draws in vain at most the tiles that its part cuts.
+"""
 
 
 class InitializesParameters(Protocol):
-    """A model that knows how each of its parameters begins."""
+    """Protocol of a model with a rule for the initial value of each of its parameters."""
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill `tensor`, a tile of the value of parameter `name`, in place, drawing only from `generator`.
@@ -29,7 +31,7 @@ class InitializesParameters(Protocol):
 
 
 def initial_value(model: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """The full initial value of one parameter, on CPU; see `initial_part`."""
+    """Return the full initial value of one parameter, on CPU; see `initial_part`."""
     return initial_part(model, name, shape, (0,) * len(shape), shape, dtype, seed)
 
 
@@ -42,16 +44,20 @@ def initial_part(
     dtype: torch.dtype,
     seed: int,
 ) -> Tensor:
-    """A box of the initial value of one parameter, on CPU.
+    """Return a box of the initial value of one parameter, on CPU.
 
-    A function of (seed, name, shape) alone: which rank asks, for which box, in which order and for how
-    many parameters changes nothing. Drawn in fp32 whatever `dtype` is, so that runs in different
+    A function of (seed, name, shape) alone: it does not depend on the rank, the box, the order or the number
+    of parameters. Drawn in fp32 whatever `dtype` is, so that runs in different
     precision start from the same point.
 
     Args:
-        shape: of the whole parameter.
-        offset: of the box in it, and
+        model: the model, with its rule.
+        name: of the parameter.
+        shape: of the full parameter.
+        offset: of the box in it.
         size: of the box.
+        dtype: of the result.
+        seed: the job's.
 
     Raises:
         WanmaError: the model has no rule of its own (`initialize_parameter`).
@@ -86,7 +92,7 @@ def initial_part(
 
 
 def tile_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """How a parameter is cut: a matrix into squares, one of more dims along its first two."""
+    """Return the shape of a parameter's tiles: squares of a matrix; more dims are cut along the first two."""
     if not shape:
         return ()
     if len(shape) == 1:
@@ -101,5 +107,5 @@ def tile_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def stable_hash(text: str) -> int:
-    """63 bits that are the same in every process, on every machine and in every version."""
+    """Return a hash of 63 bits that is the same in every process, on every node and in every version."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,6 @@
 """Roles of a model's parameters, by which optimizers treat them differently.
 
-They are read once off the whole model, before a plan splits it: a stage or a shard no longer shows which
+They are determined once on the whole model, before a plan splits it: a stage or a shard no longer shows which
 linear layer is the last one, and every layout must decide alike. Evidence is the kind of the module that owns
 a parameter, never a parameter's path.
 """
@@ -23,14 +23,14 @@ from wanma.models.structure.repeated_blocks import repeated_blocks
 
 @dataclass(frozen=True)
 class Role:
-    """The part that one parameter plays."""
+    """Role of one parameter."""
 
     decays: bool
-    """Takes `train.weight_decay`: it belongs to no norm and is no bias."""
+    """True if `train.weight_decay` applies: it is neither a bias nor part of a norm."""
     is_hidden_matrix: bool | None
-    """A matrix of a hidden layer, which Muon orthogonalises; None: its module does not tell."""
+    """True if it is a hidden layer's matrix, which Muon orthogonalizes; None: its module does not tell."""
     is_matrix: bool
-    """Has two dimensions."""
+    """True if it has two dimensions."""
 
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -43,7 +43,7 @@ _PRODUCTS = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
-# Classes of one's own are recognised by the name that their kind usually ends in. transformers' Conv1D is a
+# User-written classes are recognised by the usual ending of their names. transformers' Conv1D is a
 # linear layer with its weight transposed.
 _NAMED_NORM = re.compile(r"Norm(\d*[dD])?$")
 _NAMED_TABLE = re.compile(r"Embeddings?$")
@@ -52,12 +52,12 @@ _BIAS = re.compile(r"(^|_)bias(_|$)")
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """Role of each parameter of a whole model, by name.
+    """Return the role of each parameter of a whole model, by name.
 
     Weight decay leaves out norms (whatever their weights' shape), biases, and other parameters of one
     dimension that is not 1, such as a class token of (1, 1, hidden). Hidden matrices are the two-dimensional
-    weights of linear, recurrent and attention layers, but for the output layer: that of
-    `get_output_embeddings`, the last linear layer of a module without it, and what is tied to either.
+    weights of linear, recurrent and attention layers, except for the output layer: that of
+    `get_output_embeddings`, the last linear layer of a module without it, and parameters tied to either.
     """
     outputs = {id(parameter) for layer in output_layers(model) for parameter in layer.parameters()}
     owners: dict[int, list[Role]] = {}
@@ -71,18 +71,18 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 
 
 def group_of(name: str, groups: Iterable[ParameterGroupSection]) -> ParameterGroupSection | None:
-    """The group of `train.parameter_groups` that parameter `name` belongs to: the first that matches."""
+    """Return the first group of `train.parameter_groups` that matches parameter `name`; None: no group."""
     return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 
 def is_frozen(name: str, groups: Iterable[ParameterGroupSection]) -> bool:
-    """Return whether `train.parameter_groups` freezes parameter `name`."""
+    """Return True if `train.parameter_groups` freezes parameter `name`."""
     group = group_of(name, groups)
     return group is not None and group.frozen
 
 
 def output_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that make a model's output, several where it has heads for several tasks."""
+    """Return the layers that compute a model's output, several if it has heads for several tasks."""
     own = _declared(model)
     if own is not None:
         return [own]
@@ -91,14 +91,14 @@ def output_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _declared(module: nn.Module) -> nn.Module | None:
-    """As models of transformers say it."""
+    """Return the output layer that a transformers model declares; None: none."""
     told: Any = getattr(module, "get_output_embeddings", None)
     found = told() if callable(told) else None
     return found if isinstance(found, nn.Module) else None
 
 
 def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> Role:
-    """Role of a parameter as one of its modules owns it."""
+    """Return the role of a parameter as one of its modules owns it."""
     is_matrix = parameter.ndim == 2
     if parameter.ndim < 2 or _BIAS.search(name) or _is(module, _NORMS, _NAMED_NORM):
         return Role(False, False, is_matrix)
@@ -112,7 +112,7 @@ def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> Role:
 
 
 def _together(roles: list[Role]) -> Role:
-    """Role of a parameter that several modules own: tied to a table it is no hidden matrix."""
+    """Combine the roles of a parameter that several modules own: tied to a table it is no hidden matrix."""
     hidden = {role.is_hidden_matrix for role in roles}
     known = False if False in hidden else (None if None in hidden else True)
     return Role(all(role.decays for role in roles), known, roles[0].is_matrix)
@@ -125,7 +125,7 @@ def _is(module: nn.Module, kinds: tuple[type[nn.Module], ...], named: re.Pattern
 
 
 def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The linear layer that a model registers last, with others beside it that are heads like it."""
+    """Return the linear layer that a model registers last, and its neighbours that are heads like it."""
     inside = {id(m) for block in repeated_blocks(model) for m in block.modules() if m is not block}
     layers = list(_products(model))
     if not layers or not isinstance(layers[-1][1], nn.Linear) or id(layers[-1][1]) in inside:
@@ -135,7 +135,7 @@ def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
     if parent is not model and not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):
         return heads
     for other, layer in reversed(layers[:-1]):
-        # A layer whose outputs the next one cannot read, and that reads the same, is a head of its own.
+        # A layer whose outputs the next one cannot take, with the same inputs, is a separate head.
         is_head = (
             other is parent
             and isinstance(layer, nn.Linear)
@@ -149,12 +149,12 @@ def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _products(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(parent, layer) of every layer that multiplies, in the order in which they are registered."""
+    """Yield (parent, layer) of every layer with a matrix product, in the order of registration."""
     if isinstance(module, _PRODUCTS):
         yield module, module
     for child in module.children():
         if isinstance(child, NonDynamicallyQuantizableLinear):
-            continue  # of torch's attention, which counts as one layer
+            continue  # part of torch's attention, which counts as one layer
         if isinstance(child, _PRODUCTS):
             yield module, child
         else:

@@ -1,5 +1,7 @@
-"""The repeated blocks of a module that declares none: what is recomputed, compiled, offloaded and sharded
-one by one."""
+"""Search for the repeated blocks of a module that declares none.
+
+They are the units of recompute, compilation, offload and sharding.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from itertools import chain
 from torch import nn
 
 SMALLEST_SHARE = 0.01
-"""Of a model's parameters: shorter lists, such as a pair of projections, are not worth a unit for each."""
+"""Minimum share of a model's parameters: smaller lists, such as a pair of projections, are no blocks."""
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _Blocks = list[nn.Module]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """A model's repeated blocks, found by structure, in the model's order.
+    """Find a model's repeated blocks by structure, in the model's order.
 
     They are the members of its lists, dicts and sequences of at least two modules of one type, wherever
     these are: an encoder's and a decoder's, the levels of a pyramid. Of lists within lists the outer counts
@@ -29,7 +31,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
-    """Ids of the parameters that one of `blocks` has in common with the rest of the model."""
+    """Return the ids of the parameters that one of `blocks` has in common with the rest of the model."""
     blocks = list(blocks)
     inside = Counter(id(p) for block in blocks for p in set(block.parameters()))
     members = {id(module) for block in blocks for module in block.modules()}
@@ -39,7 +41,7 @@ def shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]
 
 
 def _lists(module: nn.Module) -> list[_Blocks]:
-    """Those in `module`, from the outermost on."""
+    """Return the lists of blocks in `module`, from the outermost on."""
     inside = list(chain.from_iterable(_lists(child) for child in module.children()))
     if not isinstance(module, (*_WITHOUT_FORWARD, nn.Sequential)):
         return inside
@@ -57,14 +59,14 @@ def _lists(module: nn.Module) -> list[_Blocks]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Its type; of what has no forward of its own, those of its members too."""
+    """Return the type of a module; for one without a forward, the types of its members too."""
     if isinstance(module, _WITHOUT_FORWARD):
         return type(module), tuple(_kind(child) for child in module.children())
     return type(module)
 
 
 def _callable(module: nn.Module) -> _Blocks:
-    """`module`, or what is called in its place."""
+    """Return `module`, or the modules that are called in its place."""
     if isinstance(module, _WITHOUT_FORWARD):
         return list(chain.from_iterable(_callable(child) for child in module.children()))
     return [module] if any(True for _ in module.parameters()) else []

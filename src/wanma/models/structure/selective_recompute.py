@@ -1,4 +1,4 @@
-"""The operators whose results selective recompute keeps: those that cost much to run again."""
+"""Policy of selective recompute: the expensive operators whose results are saved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ PRODUCTS = frozenset(
         torch.ops.aten._grouped_mm.default,
     }
 )
-"""Matrix products, of which every second one is kept: half of them run again, for about half of the memory
-(as in torchtitan, `distributed/activation_checkpoint.py`)."""
+"""Matrix products, of which every second one is saved.
+
+Half of them run again, for about half of the memory (as in torchtitan,
+`distributed/activation_checkpoint.py`).
+"""
 
 ALWAYS = frozenset(
     {
@@ -27,7 +30,7 @@ ALWAYS = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
         torch.ops.aten.convolution.default,
-        # What other ranks would have to send again.
+        # Collectives that other ranks would have to repeat.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_to_all_single.default,
     }
@@ -35,7 +38,7 @@ ALWAYS = frozenset(
 
 
 class Costly:
-    """Says of the operators of one run of a block, one after the other, whether their results are kept."""
+    """Policy that decides, operator by operator of one run of a block, if the result is saved."""
 
     def __init__(self) -> None:
         self._products = 0

@@ -1,1 +1,1 @@
-"""A user's own module: checks, errors, labels, and its way to worker processes."""
+"""User modules: checks, errors, labels, and the transfer to worker processes."""

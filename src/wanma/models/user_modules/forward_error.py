@@ -1,4 +1,4 @@
-"""One clear error for an exception in a user's own model or loss."""
+"""Error report for an exception in a user's own model or loss."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wanma.job.errors import WanmaError
 from wanma.job.user_frames import users_line
 
 _NOT_THE_MODELS = (Path(__file__).parents[2], Path(torch.distributed.__file__).parent)
-"""Code whose exceptions say nothing about the model: wanma's, and what ranks exchange."""
+"""Folders of code whose exceptions do not come from the model: wanma's, and torch.distributed's."""
 _SHOWN = 8
 _LONGEST = 300
 
 
 class ForwardError(WanmaError):
-    """A user's model has raised an exception in its forward, or a user's loss."""
+    """Error that a user's model has raised in its forward, or a user's loss."""
 
 
 def forward_error(
@@ -30,10 +30,14 @@ def forward_error(
     keywords: Mapping[str, Any],
     samples: Sequence[int],
 ) -> ForwardError | None:
-    """Error that names the samples, the module that failed, and what the model was given.
+    """Build an error that names the samples, the module that failed, and the model's inputs.
 
     Args:
-        samples: numbers of the samples in the training data.
+        error: the exception.
+        model: the model.
+        inputs: its positional arguments.
+        keywords: its keyword arguments.
+        samples: indices of the samples in the training data.
 
     Returns:
         None for an exception that is not the model's own: of wanma, of the network, or lack of memory.
@@ -57,8 +61,10 @@ def forward_error(
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an exception came from a user's model or loss: not from wanma, from what ranks exchange,
-    or for lack of memory."""
+    """Return True if an exception came from a user's model or loss.
+
+    It did not if it came from wanma, from communication between ranks, or for lack of memory.
+    """
     if isinstance(error, ForwardError):
         return True
     if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
@@ -67,7 +73,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def loss_error(error: Exception, loss: object, output: Any, targets: Any) -> ForwardError | None:
-    """Error of a loss that raised `error`: its line, and what it was given; None as of `forward_error`."""
+    """Build the error of a loss that raised `error`: its line, and its inputs; None as of `forward_error`."""
     if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
         return None
     if _raised_in(error.__traceback__, _NOT_THE_MODELS[1:]):
@@ -83,7 +89,7 @@ def loss_error(error: Exception, loss: object, output: Any, targets: Any) -> For
 
 
 def described(value: Any) -> str:
-    """Type and shape of one argument: 'float32 [4, 5]'."""
+    """Format type and shape of one argument: 'float32 [4, 5]'."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
@@ -94,7 +100,7 @@ def _cut(message: str) -> str:
 
 
 def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:
-    """Name and description of the module whose forward was on top when the exception came."""
+    """Return name and description of the innermost module whose forward raised."""
     names = {id(module): name for name, module in model.named_modules()}
     found = None
     while traceback is not None:
@@ -106,14 +112,14 @@ def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:
 
 
 def _short(module: nn.Module) -> str:
-    """'Linear(in_features=4, out_features=3, bias=True)', or the class of a module with parts."""
+    """Format a module: 'Linear(in_features=4, out_features=3, bias=True)'; with children, its class."""
     if next(module.children(), None) is not None:
         return type(module).__name__
     return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _raised_in(traceback: TracebackType | None, folders: Sequence[Path]) -> bool:
-    """Return whether the innermost frame is code of one of `folders`."""
+    """Return True if the innermost frame is code of one of `folders`."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:

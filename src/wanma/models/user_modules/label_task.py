@@ -1,6 +1,6 @@
-"""The loss of a model of `transformers`, as its class defines it: what the model means by `labels`.
+"""Label task: the meaning of `labels` in the loss that a `transformers` model's class defines.
 
-Nothing is imported that the user's program has not imported: a model of transformers cannot be there without.
+Nothing is imported that the user's program has not imported: a transformers model cannot exist otherwise.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from torch import nn
 from wanma.job.errors import JobError
 
 Task = Literal["causal", "classes", "samples", "sequence_to_sequence"]
-"""causal: cross entropy of (rows, sequence, classes), labels[i] predicted from position i - 1; classes: cross
+"""Label task of a model, by its loss.
+
+causal: cross entropy of (rows, sequence, classes), labels[i] predicted from position i - 1; classes: cross
 entropy of (..., classes), each label at its own place; samples: by `problem_type`, cross entropy, squares or
 binary cross entropy of (rows, labels); sequence_to_sequence: as classes, and the decoder reads the labels
-shifted."""
+shifted.
+"""
 
 LABEL_KEYS = ("label", "labels")
 """Keys of a dict sample under which datasets for transformers have their targets."""
@@ -29,7 +32,7 @@ _BY_LOSS: dict[str, Task] = {
     "ForTokenClassification": "classes",
     "ForSequenceClassificationLoss": "samples",
 }
-"""transformers' loss functions (`LOSS_MAPPING`) that are means over labels which are not -100."""
+"""Tasks by transformers' loss functions (`LOSS_MAPPING`) that are means over labels which are not -100."""
 _BY_REGISTRY: tuple[tuple[str, Task], ...] = (
     ("SEQ_TO_SEQ_CAUSAL_LM", "sequence_to_sequence"),
     ("MASKED_LM", "classes"),
@@ -40,11 +43,11 @@ _BY_REGISTRY: tuple[tuple[str, Task], ...] = (
     ("IMAGE_CLASSIFICATION", "samples"),
     ("VIDEO_CLASSIFICATION", "samples"),
 )
-"""Task by registry, for classes that write out their own loss: all of a registry write the same."""
+"""Tasks by registry, for classes that implement their own loss: all of a registry implement the same."""
 
 
 def label_task(model: nn.Module) -> Task | None:
-    """Meaning of `labels` to a model of transformers; None for a model of others.
+    """Return the meaning of `labels` to a transformers model; None for another model.
 
     Raises:
         JobError: its class has a loss that is not known here, or one that couples samples.
@@ -69,13 +72,13 @@ def label_task(model: nn.Module) -> Task | None:
 
 
 def is_of_transformers(model: object) -> bool:
-    """Say whether a model is one of transformers' classes, or derived from one."""
+    """Return True if a model is of one of transformers' classes, or derived from one."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def base_of_adapters(model: nn.Module) -> nn.Module:
-    """The model inside a wrapper of `peft`; other models as they are.
+    """Return the model inside a wrapper of `peft`; other models unchanged.
 
     Raises:
         JobError: the wrapper puts virtual tokens before those of the data.
@@ -93,7 +96,7 @@ def base_of_adapters(model: nn.Module) -> nn.Module:
 
 
 def _task_of(model: Any, kind: type) -> Task | None:
-    """By the loss function that the class calls, or by the tasks that it is registered for."""
+    """Determine the task by the loss function that the class calls, or by the registries that list it."""
     try:
         source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]  # it was found by that
     except OSError:
@@ -120,7 +123,7 @@ def _task_of(model: Any, kind: type) -> Task | None:
 
 
 def _shifts_labels(model: object, source: str) -> bool:
-    """Say whether an encoder-decoder's forward makes the decoder's inputs of the labels."""
+    """Return True if an encoder-decoder's forward derives the decoder's inputs from the labels."""
     shifts = re.search(r"shift\w*\(\s*labels\b", source) is not None
     return shifts and hasattr(model, "prepare_decoder_input_ids_from_labels")
 

@@ -1,4 +1,4 @@
-"""Parameters that lie in each other's memory, which no state with parts on several ranks can keep."""
+"""Rejection of parameters that overlap in memory, which no sharded state can represent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanma.job.errors import JobError
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse a model of which two tensors, one of them a parameter, have an element in common.
+    """Reject a model of which two tensors, one of them a parameter, have an element in common.
 
     Raises:
         JobError: it names both.
@@ -33,7 +33,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors in one storage have an element in common."""
+    """Return True if two tensors in one storage have an element in common."""
     if one.dtype != other.dtype:
         return True
     (start, end), (begin, stop) = _span(one), _span(other)
@@ -46,7 +46,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Places of the first element in its storage and of the one after the last."""
+    """Return the span in the storage: index of the first element and one past the last."""
     start = int(tensor.storage_offset())
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + int(sum(steps)) + 1

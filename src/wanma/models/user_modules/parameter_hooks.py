@@ -13,7 +13,7 @@ Hook = Callable[[Tensor], Any]
 
 @dataclass
 class ParameterHooks:
-    """Hooks of one parameter, in the dictionaries that torch made: from there a handle removes its hook."""
+    """Hooks of one parameter, in the dictionaries that torch made, from which a handle removes its hook."""
 
     on_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
     """Hooks of `Tensor.register_hook`: gradient → another one or None."""
@@ -21,7 +21,7 @@ class ParameterHooks:
     """Hooks of `Tensor.register_post_accumulate_grad_hook`: parameter → None."""
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Move the hooks of a parameter that backward does not reach to here."""
+        """Take over the hooks of a parameter that backward does not reach."""
         held: Any = parameter
         if held._backward_hooks:
             self.on_gradient.append(held._backward_hooks)
@@ -40,7 +40,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def hooks_of(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
-    """Hooks of the parameters that have some, by name, as `register_hooks` takes them in another process."""
+    """Return the hooks by parameter name, in a form that `register_hooks` accepts in another process."""
     found = {}
     for name, parameter in model.named_parameters():
         held: Any = parameter
@@ -52,10 +52,10 @@ def hooks_of(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
 
 
 def register_hooks(model: nn.Module, hooks: Mapping[str, tuple[list[Hook], list[Hook]]]) -> None:
-    """Register what `hooks_of` found."""
+    """Register the hooks that `hooks_of` returned."""
     for name, (on_gradient, after_gradient) in hooks.items():
         parameter = model.get_parameter(name)
-        # torch takes no hooks on a frozen parameter, but lets one with hooks be frozen.
+        # torch accepts no hooks on a frozen parameter, but allows freezing one with hooks.
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)
         for hook in on_gradient:

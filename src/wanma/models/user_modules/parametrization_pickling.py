@@ -1,6 +1,6 @@
-"""Modules with parametrizations (`torch.nn.utils.parametrize`), sent to other processes.
+"""Pickling of modules with parametrizations (`torch.nn.utils.parametrize`), for other processes.
 
-torch gives each of them a class of its own, made as it runs, and refuses to pickle it. Here the class before
+torch gives each of them a class of its own at run time, and refuses to pickle it. Here the original class
 travels with the attributes, and the parametrizations are registered again.
 """
 
@@ -24,7 +24,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 def dumps_by_value(thing: Any) -> bytes:
-    """As `cloudpickle.dumps`, of modules with parametrizations too; `pickle.loads` reads it."""
+    """Pickle `thing` as `cloudpickle.dumps`, modules with parametrizations too; `pickle.loads` reads it."""
     with io.BytesIO() as file:
         _Pickler(file).dump(thing)
         return file.getvalue()
@@ -41,7 +41,7 @@ def _fill(module: nn.Module, attributes: dict[str, Any]) -> None:
     lists = modules.pop("parametrizations")
     module.__dict__.update(attributes, _modules=modules)
     for name, parametrizations in lists.items():
-        # Torch makes the class and the property, for a tensor that has its parametrizations put in after it.
+        # torch makes the class and the property from a stand-in tensor; then its parametrizations are put in.
         module.register_parameter(name, nn.Parameter(torch.zeros(1)))
         parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
         made: Any = module.parametrizations

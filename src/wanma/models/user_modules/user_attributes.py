@@ -1,4 +1,4 @@
-"""Objects of classes that users wrote, and the attributes that are theirs."""
+"""Attributes of user-written classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def is_users(one: object) -> bool:
-    """Return whether a class of a user's has written its attributes."""
+    """Return True if a user-written class defines the object's attributes."""
     own = [kind for kind in type(one).__mro__ if kind.__module__.split(".")[0] not in _OWN_ROOMS]
     return bool(own) and hasattr(one, "__dict__")

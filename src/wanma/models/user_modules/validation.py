@@ -1,5 +1,7 @@
-"""Refusals of what is given as a model and cannot be trained: a class, lazy layers, compiled TorchScript,
-complex weights, or none at all."""
+"""Rejection of models that cannot be trained.
+
+Those are a class, lazy layers, compiled TorchScript, complex weights, or no module at all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from wanma.job.errors import JobError
 
 
 def check_ready(model: object) -> None:
-    """
+    """Reject a model that cannot be trained.
+
     Raises:
         JobError: no module, or one without parameters, or whose parameters do not exist yet, are complex, or
             belong to TorchScript.

@@ -1,4 +1,4 @@
-"""Tensors with shapes and types, but without storage."""
+"""Fake tensors: tensors with shapes and dtypes, but without storage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextmanager
 def without_storage() -> Iterator[FakeTensorMode]:
-    """Inside, new tensors are torch's fake tensors, and others count as such.
+    """Enter a mode in which new tensors are torch's fake tensors, and others are treated as such.
 
-    What fails so is told by its exception alone: torch's log would show it as well.
+    Failures are reported by their exception alone: torch's log would repeat them.
     """
     before, _LOG.disabled = _LOG.disabled, True
     try:

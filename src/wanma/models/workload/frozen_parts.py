@@ -1,4 +1,4 @@
-"""A decoder of which a part is frozen, by adapters or by `train.parameter_groups`, as the planner sees it."""
+"""Workload of a decoder that is partly frozen, by adapters or by `train.parameter_groups`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _A, _B = ".lora_a", ".lora_b"  # as in `lora`, which needs torch
 def with_frozen_parts(
     plain: Workload, sizes: Mapping[str, tuple[int, ...]], path: str, frozen: Callable[[str], bool]
 ) -> Workload:
-    """`plain` with what of it is trained, and with what its adapters hold and compute.
+    """Return `plain` with the numbers of trained parameters, and with the adapters' parameters and operators.
 
     Args:
-        plain: of the decoder without adapters.
-        sizes: of all its parameters with those of adapters, by name, in their order.
-        path: of the module that holds its blocks.
-        frozen: whether the parameter of a name is not trained.
+        plain: workload of the decoder without adapters.
+        sizes: shapes of all its parameters with those of adapters, by name, in their order.
+        path: path of the module that holds its blocks.
+        frozen: returns True if the parameter of a name is not trained.
     """
     first = next((number for number, layer in enumerate(plain.layers) if layer.is_block), len(plain.layers))
     owners = [number for number, layer in enumerate(plain.layers) for _ in range(layer.count)]
-    """Of the embedding, each block and the head, the number of its layer in the workload."""
+    """Index of the workload's layer, for the embedding, each block and the head."""
     held: list[dict[str, tuple[int, ...]]] = [{} for _ in owners]
     has_seen_blocks = False
     for name, size in sizes.items():
@@ -67,7 +67,7 @@ def _elements(size: tuple[int, ...]) -> int:
 
 
 def _adapter(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator]:
-    """What an adapter runs beside its layer (`lora.Adapted.forward`), forward and backward."""
+    """Return the operators of an adapter (`lora.Adapted.forward`) beside its layer, forward and backward."""
 
     def product(phase: str, m: int, n: int, k: int, grows: str) -> Operator:
         whole = {"m": m * n + m * k, "k": m * k + k * n}[grows]
@@ -95,7 +95,7 @@ def _adapter(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator
         product("weights", outputs, rank, tokens, "k"),
         product("inputs", tokens, inputs, rank, "m"),
         product("weights", rank, inputs, tokens, "k"),
-        # The gradient of the input, which two products took.
+        # The gradient of the input, which two products used.
         stream("inputs", 3 * inputs, 1, "eager"),
         stream("inputs", 3 * inputs, 1, "compiled"),
     ]

@@ -1,7 +1,7 @@
-"""What each of torch's operators costs a device: the product that it computes, or what it reads and writes.
+"""Cost of each ATen operator on a device: its matrix product, or the memory that it reads and writes.
 
-A table by operator, and rules for all that it does not name. Kernels are those of GPU libraries, wherever the
-tensors are that are looked at.
+A table by operator, and rules for all others. Kernels are those of GPU libraries, whatever device the
+traced tensors are on.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel, or a few that belong together, as seen from outside: sizes are of the whole call."""
+    """Kernel, or a few that belong together, with its inputs and outputs; sizes are of the whole call."""
 
     kind: Kind
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
     kernels: int = 1
     passes: int = 1
-    """Times that the inputs are read."""
+    """Number of times that the inputs are read."""
     phase: Phase | None = None
-    """None: as the pass that it runs in."""
+    """Phase of the kernel; None: that of the running pass."""
     product: tuple[float, float, float, float] | None = None
-    """m, n, k, count."""
+    """Matrix product: m, n, k, count."""
     attention: AttentionCall | None = None
     moved_rows: tuple[Tensor, float, float] | None = None
-    """Of a lookup: indices, elements of the row of each, and how often these are moved."""
+    """Lookup: indices, elements of each index's row, and how often these are moved."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """(batch, heads, sequence, width) of each."""
+    """Attention call: shapes (batch, heads, sequence, width) of query, key and value."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -50,14 +50,14 @@ class AttentionCall:
 
 
 def work_of(operator: Any, arguments: Sequence[Any], keywords: dict[str, Any], result: Any) -> list[Work]:
-    """What one call does; nothing for views, and for memory that is only allocated."""
+    """Return the kernels of one call; none for views, and for memory that is only allocated."""
     if operator.namespace != "aten" or operator in _NO_KERNEL:
         return []
     if operator in _TABLE:
         return list(_TABLE[operator](arguments, keywords, result))
     inputs, outputs = _tensors((arguments, keywords)), _tensors(result)
     if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
-        return []  # sparse gradients: `_embedding_bag_backward` counts what becomes of them
+        return []  # sparse gradients: `_embedding_bag_backward` counts their kernels
     mutated = _mutated(operator, arguments)
     sources = {_storage(tensor) for tensor in inputs}
     if not mutated and all(_storage(tensor) in sources for tensor in outputs):
@@ -82,7 +82,7 @@ def _mutated(operator: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _kind(operator: Any) -> tuple[Kind, int, int]:
-    """Kind, kernels, and times that the inputs are read."""
+    """Return kind, number of kernels, and number of times that the inputs are read."""
     name = operator._schema.name.removeprefix("aten::").rstrip("_")
     if name in _NORMALISATIONS:
         return ("normalisation", *_NORMALISATIONS[name])
@@ -94,7 +94,7 @@ def _kind(operator: Any) -> tuple[Kind, int, int]:
 
 
 def _products(operator: Any, first: int) -> Any:
-    """Of two matrices, or batches of them, from argument `first` on."""
+    """Return the table entry of a product of matrices, or batches of them, from argument `first` on."""
 
     def work(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[Work]:
         left, right = arguments[first], arguments[first + 1]
@@ -118,7 +118,7 @@ def _convolution_backward(arguments: Sequence[Any], _: dict[str, Any], result: A
     m, n, k, count = _forward_product(images, weight, gradient, transposed, groups)
     found = []
     if of_inputs:
-        # As many products again, of one row for each pixel of the input.
+        # Again as many products, of one row for each pixel of the input.
         pixels = float(images.shape[0] * math.prod(images.shape[2:]))
         channels = images.shape[1] / groups
         product = (pixels, channels, m * n * k / (pixels * channels), count)
@@ -134,7 +134,7 @@ def _convolution_backward(arguments: Sequence[Any], _: dict[str, Any], result: A
 def _forward_product(
     images: Tensor, weight: Tensor, result: Tensor, transposed: bool, groups: int
 ) -> tuple[float, float, float, float]:
-    """Rows are pixels of the output, of a transposed one of the input; columns the output's channels."""
+    """Return m, n, k, count: rows are the output's pixels (transposed: the input's), columns channels."""
     window = math.prod(weight.shape[2:])
     if transposed:
         pixels = images.shape[0] * math.prod(images.shape[2:])
@@ -144,7 +144,7 @@ def _forward_product(
 
 
 def _attention(arguments: Sequence[Any], keywords: dict[str, Any], result: Any) -> list[Work]:
-    """Options are dropout, is_causal; torch leaves out what is at its default."""
+    """Return the kernel of attention; options are dropout, is_causal, which torch omits at their defaults."""
     query, key, value, *options = arguments
     causal = bool(options[1]) if len(options) > 1 else bool(keywords.get("is_causal", False))
     call = AttentionCall(tuple(query.shape), tuple(key.shape), tuple(value.shape), causal)
@@ -159,20 +159,20 @@ def _attention_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any
 
 
 def _lookup(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[Work]:
-    """Embedding, and bags of them: of the table only the rows that are asked for."""
+    """Return the kernel of embeddings and bags of them: it reads only the requested rows of the table."""
     table, indices = arguments[:2]
     found = result[0] if isinstance(result, tuple) else result
     return [Work("lookup", (indices,), (found,), moved_rows=(indices, float(table.shape[-1]), 1.0))]
 
 
 _SORT_KERNELS = 8
-"""Indices are sorted, so that the gradients of one row are added by one thread."""
+"""Kernels that sort indices, so that the gradients of one row are added by one thread."""
 _SORT_PASSES = 8
-"""Over the indices, by 8 bits at a time."""
+"""Passes of the sort over the indices, 8 bits at a time."""
 
 
 def _lookup_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[Work]:
-    """A gradient of the whole table, which is zero but for the rows that were asked for."""
+    """Return the kernels of a dense gradient of the table: zero except for the requested rows."""
     gradient, indices = arguments[:2]
     rows = (indices, float(gradient.shape[-1]), 2.0)
     sort = Work("gather", (indices,), (), _SORT_KERNELS, _SORT_PASSES, phase="weights")
@@ -180,7 +180,7 @@ def _lookup_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any) -
 
 
 def _sparse_gradient(arguments: Sequence[Any], _: dict[str, Any], __: Any) -> list[Work]:
-    """What nn.Embedding(sparse=True) makes of its gradient: a list of rows."""
+    """Return the kernels of the gradient of nn.Embedding(sparse=True): a list of rows."""
     indices, values = arguments[3:5]
     return _sparse_rows(values, indices)
 
@@ -229,7 +229,7 @@ _NO_KERNEL = frozenset(
         aten._unsafe_view.default,
     }
 )
-"""Views are told by their storage; of these some are not."""
+"""Operators without a kernel that the comparison of storages does not recognise as views."""
 
 _OVERWRITES = frozenset(
     {
@@ -243,10 +243,10 @@ _OVERWRITES = frozenset(
         aten.random_.default,
     }
 )
-"""They change a tensor without reading it."""
+"""Operators that change a tensor without reading it."""
 
 _NORMALISATIONS = {
-    # Kernels, and times that the inputs are read: statistics first, where they do not fit a block of threads.
+    # Kernels, and times that the inputs are read: statistics first, unless they fit a block of threads.
     "native_batch_norm": (2, 2),
     "_native_batch_norm_legit": (2, 2),
     "cudnn_batch_norm": (2, 2),

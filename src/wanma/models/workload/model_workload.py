@@ -1,6 +1,6 @@
-"""A model as the planner sees it: parameters, FLOPs and kept activations, layer by layer.
+"""Workload of a model for the planner: parameters, FLOPs and saved activations, layer by layer.
 
-Analytic for decoders, without torch; for any other module by running it on tensors that have shapes
+By formula for decoders, without torch; for any other module by a run on tensors that have shapes
 but no storage.
 """
 
@@ -32,10 +32,15 @@ def section_workload(
     precision: Precision = "fp32",
     groups: Sequence[ParameterGroupSection] = (),
 ) -> Workload | None:
-    """The workload of what a `[model]` section describes; arguments as for `model_spec`.
+    """Return the workload of a `[model]` section; arguments as for `model_spec`.
 
     Args:
-        precision: that a model computes in which is read off its module.
+        section: the job's `[model]`.
+        vocabulary: number of tokens of the tokenizer; None without one.
+        sequence_length: tokens per sample.
+        image_shape: (channels, height, width); None without images.
+        classes: number of classes of labelled data; None without labels.
+        precision: precision of a traced model's computation.
         groups: `train.parameter_groups`, which may freeze parameters.
 
     Returns:
@@ -85,7 +90,9 @@ def section_workload(
 
 
 def section_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions | None:
-    """Of the decoder that a `[model]` section of kind "tokens" describes; arguments as for `model_spec`.
+    """Return the dimensions of the decoder of a `[model]` section of kind "tokens".
+
+    Arguments are as for `model_spec`.
 
     Returns:
         None for a Hugging Face model of another architecture than our decoder's.
@@ -99,18 +106,20 @@ def section_dimensions(section: ModelSection, vocabulary: int | None) -> Decoder
 
 
 def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal: bool = True) -> Workload:
-    """Of a `Decoder`, by formula.
+    """Return the workload of a `Decoder`, by formula.
 
     FLOPs are matrix products, 2 per multiply-add. Attention counts the half of its scores that a
     causal model needs; `causal=False` counts all of them, as tables with "full attention" do.
 
-    Activations are the tensors that autograd keeps: see `models.block_workload` for what a token keeps
-    in each half of a block; with dropout there are the masks of both (hidden bytes each: as one hidden of
-    16 bits). Full recompute keeps a block's input (hidden), selective recompute (`models.costly`) also
+    Activations are the tensors that autograd saves: see `sublayer_cost` for those of a token
+    in each sublayer; with dropout there are the masks of both (hidden bytes each: as one hidden of
+    16 bits). Full recompute saves a block's input (hidden), selective recompute (`selective_recompute`) also
     attention's output and every second product's.
 
     Args:
+        dimensions: of the decoder.
         sequence_length: tokens per sample.
+        causal: if True, count only the scores of earlier tokens.
     """
     if dimensions.vocabulary is None:
         raise ValueError("a workload needs dimensions with a vocabulary")
@@ -145,7 +154,7 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
             Layer("embedding", 1, table, 0.0, 0.0),
             *([blocks(dense, experts=False)] if dense else []),
             *([blocks(sparse, experts=True)] if sparse else []),
-            # Its logits are kept by the loss.
+            # The loss saves its logits.
             Layer(
                 "head",
                 1,
@@ -169,10 +178,10 @@ def module_workload(
     autocast: bool = False,
     frozen: Callable[[str], bool] | None = None,
 ) -> Workload:
-    """Of any module, by one forward and backward on tensors that have no storage.
+    """Trace the workload of any module by one forward and backward on tensors without storage.
 
     Its layers are its repeated blocks and the top-level children beside them; lists and dicts of modules
-    count as their members; equal neighbours become one layer with a count. What runs outside all of them
+    count as their members; equal neighbours become one layer with a count. Everything outside of them
     is a last layer named like the module's class. FLOPs are as in `decoder_workload`: attention that says
     it is causal counts half its scores. Dropout is counted as wanma's own, which it becomes.
 
@@ -180,12 +189,12 @@ def module_workload(
         module: on any device, the meta device too; neither run nor changed. Or a function that makes one:
             then nothing it makes takes memory.
         example_inputs: positional arguments of its forward, dim 0 the samples; only shapes and types count.
-        targets_per_sample: of the loss.
+        targets_per_sample: number of targets of the loss per sample.
         keywords: keyword arguments likewise.
-        blocks: names of the repeated blocks; None: found by structure (`models.blocks`).
-        precision: that the model computes in; None: its own. Elements are counted in this one.
-        autocast: whether it computes under autocast, as users' modules do.
-        frozen: whether the job freezes the parameter of a name; None: what has `requires_grad` is trained.
+        blocks: names of the repeated blocks; None: found by structure (`repeated_blocks`).
+        precision: precision of the model's computation, in which elements are counted; None: its own.
+        autocast: if True, it computes under autocast, as users' modules do.
+        frozen: returns True if the job freezes the parameter of a name; None: as `requires_grad` says.
 
     Raises:
         WanmaError: the forward or backward fails on such tensors, e.g. because it looks at values.

@@ -1,4 +1,4 @@
-"""What a module computes and keeps, read off one forward and backward on tensors without storage."""
+"""Trace of a module's computation and saved tensors, by one forward and backward without storage."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from wanma.models.workload.operator_trace import Scale, Trace, storage_of
 
 @dataclass(frozen=True)
 class Reading:
-    """How a module is read."""
+    """Options of a trace."""
 
     blocks: Collection[str] | None = ()
-    """Names of its repeated blocks; None: found by structure (`models.blocks`)."""
+    """Names of its repeated blocks; None: found by structure (`repeated_blocks`)."""
     precision: torch.dtype | None = None
-    """That parameters and floating-point inputs are cast to; None: as they are."""
+    """Dtype to which parameters and floating-point inputs are cast; None: unchanged."""
     autocast: bool = False
-    """Whether the forward runs under autocast to that precision, as users' modules do."""
+    """True if the forward runs under autocast to that precision, as users' modules do."""
     frozen: Callable[[str], bool] | None = None
-    """Whether the job freezes the parameter of this name."""
+    """Predicate of a parameter's name: True if the job freezes it; None: as `requires_grad` says."""
 
 
 def measure(
@@ -47,10 +47,10 @@ def measure(
     targets_per_sample: int,
     reading: Reading,
 ) -> Workload:
-    """The workload of `module_workload`; see there.
+    """Return the workload of `module_workload`; see there.
 
     The tensors pretend to be on the CPU rather than on the meta device, because there attention is
-    one fused operator, as on a GPU, and does not keep its scores.
+    one fused operator, as on a GPU, and does not save its scores.
     """
     name = type(module).__name__ if isinstance(module, nn.Module) else "the module"
     try:
@@ -80,7 +80,7 @@ def measure(
 
 
 class _Run:
-    """One forward and backward of a module whose tensors have no storage. Inside a fake mode."""
+    """Forward and backward of a module whose tensors have no storage. Inside a fake mode."""
 
     def __init__(self, shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> None:
         replace_dropout(shadow)
@@ -99,7 +99,7 @@ class _Run:
         self.units = list(_units(shadow, _block_names(shadow, reading)))
         self.kept: defaultdict[str, float] = defaultdict(float)
         self.inputs: defaultdict[str, float] = defaultdict(float)
-        # Tensors are held so that no storage's identity is used twice.
+        # Tensors are kept alive so that no storage's identity is reused.
         self.saved: dict[int, Tensor] = {}
         self.own = {storage_of(tensor) for tensor in (*shadow.parameters(), *shadow.buffers())}
         self.outputs_per_sample = 0.0
@@ -108,7 +108,7 @@ class _Run:
             self._follow(name, unit)
 
     def forward(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> list[Tensor]:
-        """Its outputs that have a gradient."""
+        """Run the forward; return its outputs that have a gradient."""
         given = [self._grown(tensor) for tensor in inputs]
         named = {key: self._grown(tensor) for key, tensor in keywords.items()}
         samples = torch.zeros(self.scale.samples, dtype=torch.int64)
@@ -146,7 +146,7 @@ class _Run:
             torch.autograd.backward(outputs, gradients)
 
     def lines(self) -> list[_Line]:
-        """Of the units, and last of what runs outside of them."""
+        """Return the record of each unit, and last that of everything outside of them."""
         operators = operators_by_unit(self.trace.calls, {*self.saved, *self.own})
         costly: defaultdict[str, float] = defaultdict(float)
         for call in self.trace.calls:
@@ -178,7 +178,7 @@ class _Run:
         return found
 
     def _grown(self, example: Tensor) -> Tensor:
-        """As `example`, of as many rows more as the scale says."""
+        """Make a tensor like `example` with more rows, by the scale's prime."""
         precision = self.reading.precision
         dtype = precision if precision is not None and example.is_floating_point() else example.dtype
         shape = list(example.shape)
@@ -199,9 +199,9 @@ class _Run:
         self.trace.turn_to(unit)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Saved-tensor hook: several views of one storage, and parameters, keep nothing more.
+        """Count a saved tensor; further views of one storage, and parameters, add nothing.
 
-        Nor does what there is once however many samples, such as a table of positions or a variance.
+        Neither does a tensor whose size does not depend on the samples, such as a table of positions.
         """
         storage, size = storage_of(tensor), tensor.untyped_storage().nbytes()
         if storage not in self.own and storage not in self.saved:
@@ -211,7 +211,7 @@ class _Run:
         return tensor
 
     def _keep_outputs(self, outputs: list[Tensor]) -> None:
-        """What the loss is computed from it also keeps: it counts for the unit that wrote it."""
+        """Count the outputs, which the loss saves too, for the units that wrote them."""
         written = {piece.storage: call.unit for call in self.trace.calls for piece in call.writes}
         for tensor in outputs:
             self._unit = written.get(storage_of(tensor), "")
@@ -219,7 +219,7 @@ class _Run:
         self._unit = ""
 
     def _floating(self, tree: Any) -> float:
-        """Elements of all floating-point tensors in it, of one sample."""
+        """Count the elements of all floating-point tensors in `tree`, of one sample."""
         leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         return sum(leaf.numel() * leaf.element_size() for leaf in leaves) / (
             self.scale.element_bytes * self.scale.samples
@@ -228,7 +228,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Line:
-    """What was noted of one unit; elements are of one sample."""
+    """Record of one unit; elements are of one sample."""
 
     name: str
     kind: type[nn.Module]
@@ -246,12 +246,12 @@ class _Line:
 
     @property
     def is_layer(self) -> bool:
-        """What holds, computes and keeps nothing is no layer."""
+        """True if the unit has parameters, operators or saved elements."""
         return bool(self.parameters or self.operators or self.kept_elements)
 
 
 def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
-    """Equal neighbours become one layer; what the first of them keeps for all counts for each."""
+    """Merge equal neighbours into one layer; the largest of their saved elements counts for each."""
     *units, outside = lines
     units = [unit for unit in units if unit.is_layer]
 
@@ -266,7 +266,7 @@ def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
         name = first.name
         if len(same) > 1:
             name = str(container) or f"{name}-{last.name}"
-        # The last one is the most like all others: the first may prepare what they share.
+        # The last one is the most typical: the first may prepare what they share.
         yield _layer(last, name, len(same), max(line.kept_elements for line in same))
     if outside.is_layer:
         yield _layer(outside, whole, 1, outside.kept_elements)
@@ -293,10 +293,10 @@ def _layer(line: _Line, name: str, count: int, kept: float) -> Layer:
 def _units(
     module: nn.Module, blocks: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Top-level children; what holds blocks, and what has no forward of its own, counts as its children.
+    """Yield top-level children; containers of blocks, and those without a forward, are replaced by theirs.
 
     Yields:
-        name, module, and whether it is a block.
+        Name, module, and True if it is a block.
     """
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -324,14 +324,14 @@ def _scale(shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> S
 
 
 def _one_group(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-    """However many samples are looked at, they are one group: its kernels are counted once."""
+    """Treat all traced samples as one group, so that its kernels are counted once."""
     assert isinstance(module, GroupedBatchNorm)
     module.group = arguments[0].shape[0]
 
 
 @contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    """Recurrent layers are single products then, where MKL-DNN has one operator for a whole layer.
+    """Disable MKL-DNN: recurrent layers are then single products instead of one operator for a whole layer.
 
     Not `torch.backends.mkldnn.flags`, which warns of settings of other devices.
     """
@@ -344,7 +344,7 @@ def _without_mkldnn() -> Iterator[None]:
 
 
 def _sparse_tables(shadow: nn.Module) -> set[int]:
-    """Ids of the parameters whose gradients are sparse."""
+    """Return the ids of the parameters whose gradients are sparse."""
     return {
         id(module.weight)
         for module in shadow.modules()
@@ -353,7 +353,7 @@ def _sparse_tables(shadow: nn.Module) -> set[int]:
 
 
 def _without_storage(module: nn.Module) -> nn.Module:
-    """A copy with every tensor replaced by one of its shape; call it inside a fake mode."""
+    """Copy a module with every tensor replaced by one of its shape; call it inside a fake mode."""
     copies: dict[int, Any] = {}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")

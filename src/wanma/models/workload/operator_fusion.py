@@ -1,4 +1,4 @@
-"""A unit's calls as `Operator`s: equal ones together, and what streams also as a compiler would run it."""
+"""Merging of a unit's calls into `Operator`s, and modelling of a compiler's fusion."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from wanma.job.forecast.operators import Operator, When
 from wanma.models.workload.operator_trace import Call, Piece
 
 _FUSED = frozenset({"elementwise", "normalisation", "reduction"})
-"""What compilers put into one kernel with its neighbours."""
+"""Kinds of operators that compilers fuse with their neighbours into one kernel."""
 
 
 def operators_by_unit(calls: Sequence[Call], kept: Collection[int]) -> dict[str, tuple[Operator, ...]]:
-    """Of each unit.
+    """Return the operators of each unit.
 
     Args:
-        kept: storages that outlive the pass that wrote them, such as what is saved for backward.
+        calls: traced calls in order.
+        kept: storages that outlive the pass that wrote them, such as tensors saved for backward.
     """
     found: defaultdict[str, list[Operator]] = defaultdict(list)
     for call in calls:
@@ -45,7 +46,7 @@ def _operator(call: Call, when: When) -> Operator:
 
 
 def _together(operators: list[Operator]) -> Iterator[Operator]:
-    """Equal ones as one, in the order of their first."""
+    """Merge equal operators into one, in the order of their first."""
     first: dict[Operator, Operator] = {}
     for one in operators:
         key = replace(one, kernels=0, elements_per_sample=0.0, elements_fixed=0.0)
@@ -61,7 +62,7 @@ def _together(operators: list[Operator]) -> Iterator[Operator]:
 
 @dataclass
 class _Region:
-    """Neighbours that become one kernel, or one more for each time that something is read whole first."""
+    """Fused region: neighbours that become one kernel, plus one for each extra pass over an input."""
 
     kernels: int = 1
     read: dict[int, Piece] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class _Region:
 
 
 def _compiled(calls: Sequence[Call], kept: Collection[int]) -> Iterator[tuple[str, Operator]]:
-    """What streams, fused: tensors that only neighbours need are never written."""
+    """Yield fused operators: tensors that only neighbours in a region need are never written."""
     last = {
         piece.storage: number for number, call in enumerate(calls) for piece in (*call.reads, *call.writes)
     }

@@ -1,7 +1,7 @@
-"""Watches a module run on tensors without storage: which operators, in which part of it, of which sizes.
+"""Trace of a module's operators on tensors without storage: kind, unit of the module, and sizes.
 
-How a size grows with the samples is seen from one run: there are as many of them as a prime number that
-divides no size of the model itself, so that what it divides is a sample's share.
+One run shows how a size grows with the samples: their number is a prime that
+divides no size of the model itself, so that every size it divides is proportional to the samples.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from wanma.models.workload.kernel_calls import AttentionCall, Work, work_of
 
 @dataclass(frozen=True)
 class Scale:
-    """How sizes of the run become sizes of one sample."""
+    """Conversion of sizes of the run to sizes of one sample."""
 
     prime: int
-    """Divides those sizes, and only those, that grow with the samples."""
+    """Prime that divides exactly those sizes that grow with the samples."""
     samples: int
     element_bytes: int
-    """Of the precision that the model computes in."""
+    """Bytes of an element in the precision of the model's computation."""
 
     @classmethod
     def beside(cls, sizes: Iterable[int], rows: int, element_bytes: int) -> Scale:
-        """With a prime that divides none of `sizes`; there are `rows` times as many samples as that."""
+        """Choose a prime that divides none of `sizes`; the number of samples is `rows` times the prime."""
         taken = {size for size in sizes if size}
         candidate = 1009
         while any(size % candidate == 0 for size in taken) or not _is_prime(candidate):
@@ -45,7 +45,9 @@ class Scale:
         return size == int(size) and int(size) % self.prime == 0 and size > 0
 
     def elements(self, tensor: Tensor) -> tuple[float, float]:
-        """(of one sample, however many there are); repeated ones are in memory once.
+        """Return (elements of one sample, elements whatever the number of samples).
+
+        Broadcast elements are in memory once.
 
         Raises:
             WanmaError: they grow with the square of the samples.
@@ -76,17 +78,17 @@ class Scale:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a call reads or writes of one storage, in elements."""
+    """Elements of one storage that a call reads or writes."""
 
     storage: int | None
-    """None: rows here and there."""
+    """Identity of the storage; None: scattered rows of a table."""
     per_sample: float
     fixed: float
 
 
 @dataclass(frozen=True)
 class Call:
-    """One `Work` in its place."""
+    """Traced call: one `Work` with its unit and phase."""
 
     unit: str
     phase: Phase
@@ -101,7 +103,7 @@ class Call:
     is_kept: bool
 
     def elements(self) -> tuple[float, float]:
-        """Read and written: (of one sample, fixed)."""
+        """Return the elements read and written: (of one sample, fixed)."""
         read, written = self.reads, self.writes
         return (
             self.passes * sum(piece.per_sample for piece in read)
@@ -111,7 +113,7 @@ class Call:
 
 
 class Trace(TorchDispatchMode):
-    """Notes every operator inside, and books it on the unit whose forward runs, or once ran."""
+    """Dispatch mode that records every operator for the unit whose forward runs, or once ran."""
 
     def __init__(self, scale: Scale) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -121,13 +123,18 @@ class Trace(TorchDispatchMode):
         self._unit = ""
         self._judge = Costly()
         self._held: list[torch.UntypedStorage] = []
-        """So that no storage's identity is used twice. Not the tensors: what alone holds a gradient takes it
-        as it is, where it would otherwise copy."""
+        """Storages kept alive, so that no storage's identity is reused.
+
+        Not the tensors: autograd copies a gradient unless nothing else holds it.
+        """
         self._starts: list[int] = []
         self._units: list[str] = []
 
     def turn_to(self, unit: str) -> None:
-        """Nodes of the backward are numbered in the forward's order: those from here on belong to `unit`."""
+        """Assign operators, and nodes of the backward, from here on to `unit`.
+
+        Nodes of the backward are numbered in the forward's order.
+        """
         self._unit = unit
         self._judge = Costly()
         self._starts.append(_next_node())
@@ -172,7 +179,7 @@ class Trace(TorchDispatchMode):
         return Piece(storage_of(tensor), *self.scale.elements(tensor))
 
     def _unit_of_node(self) -> str:
-        """Of the node of the backward that runs; what adds up gradients runs beside the node before."""
+        """Return the unit of the running backward node; one that adds up gradients counts for the last."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._unit
@@ -183,7 +190,7 @@ class Trace(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from any other's that is in use."""
+    """Return the identity of a tensor's storage, unique among those in use."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 

@@ -1,7 +1,7 @@
-"""What the two halves of a decoder's block hold, compute and keep, counted for one token by formula.
+"""Sublayer cost: parameters, products and saved elements of a decoder's sublayers, per token by formula.
 
-Kept is what autograd keeps for backward, in elements of the hidden states' type, after Korthikanti et al.
-2022 (section 4.1) for these architectures; the attention scores are never kept.
+Saved elements are what autograd keeps for backward, in elements of the hidden states' dtype, after
+Korthikanti et al. 2022 (section 4.1) for these architectures; the attention scores are never saved.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from wanma.models.config.dimensions import DecoderDimensions
 
 @dataclass(frozen=True)
 class Half:
-    """Attention or feed-forward, with the normalisation before it."""
+    """Cost of one sublayer: attention or feed-forward network, with the normalization before it."""
 
     parameters: int
     products: tuple[int, ...]
     """Widths of the outputs of its matrix products, in their order."""
     multiply_adds: int
-    """Of those products."""
+    """Number of multiply-adds of those products."""
     kept: int
     experts: int = 0
-    """Of the parameters, those of routed experts."""
+    """Number of parameters of routed experts, included in `parameters`."""
     idle: int = 0
-    """Of them, those of experts that a token is not sent to."""
+    """Number of parameters of experts that a token is not routed to, included in `experts`."""
     score_width: int = 0
-    """Multiply-adds per pair of tokens that see each other."""
+    """Number of multiply-adds per pair of tokens in attention."""
     always: int = 0
-    """Of what is kept, what selective recompute keeps beside every second product."""
+    """Elements that selective recompute saves beside every second product, included in `kept`."""
 
 
 def attention_half(dimensions: DecoderDimensions) -> Half:
-    """Of plain attention, with q = heads · head width and k likewise of the key/value heads, it keeps
+    """Return the cost of attention.
 
-        2 hidden            the normalisation's input and output
+    Plain attention, with q = heads · head width and k likewise of the key/value heads, saves
+
+        2 hidden            the normalization's input and output
         2 q + 2 k + heads   query, key, value, attention's output and its log-sum-exp
-        1                   the normalisation's scale
+        1                   the normalization's scale
 
-    and of normalised heads also q + k + heads + key/value heads. See `_latent_half` for the other kind.
+    and with normalized heads also q + k + heads + key/value heads. See `_latent_half` for the other kind.
     """
     if dimensions.is_latent:
         return _latent_half(dimensions)
@@ -63,14 +65,16 @@ def attention_half(dimensions: DecoderDimensions) -> Half:
 
 
 def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
-    """With one network of `feed_forward` it keeps
+    """Return the cost of the feed-forward network, or of the experts.
 
-        2 hidden         the normalisation's input and output
+    One network of `feed_forward` saves
+
+        2 hidden         the normalization's input and output
         4 feed_forward   gate, SiLU of gate, up, and their product
-        1                the normalisation's scale
+        1                the normalization's scale
 
-    of which GELU's keeps 2 feed_forward instead of 4, its input and its output; and with experts, for each of
-    which a token's vector is copied to where the others of that expert are,
+    where GELU's saves 2 feed_forward instead of 4, its input and its output. Experts, to each of which a
+    token's vector is copied beside the others of that expert, save
 
         2 hidden + 1                       as above
         choices · (hidden + 3 width + 1)   the copies; gate, up and their weighted product; the weights
@@ -99,14 +103,16 @@ def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
 
 
 def _latent_half(dimensions: DecoderDimensions) -> Half:
-    """Multi-head latent attention keeps
+    """Return the cost of multi-head latent attention.
 
-    2 hidden + 1                          the normalisation's input, output and scale
-    2 query rank + 1                      the same of the queries' narrow vector
-    2 key/value rank + rotary width + 1   the same of the other, with the shared part of the keys
-    heads · (head + rotary width)         query; and as much of the key
-    heads · (head + value width)          the plain part of the key and the value, which are one tensor
-    heads · (value width + 1)             attention's output and its log-sum-exp
+    It saves
+
+        2 hidden + 1                          the normalization's input, output and scale
+        2 query rank + 1                      the same of the queries' latent vector
+        2 key/value rank + rotary width + 1   the same of the other, with the shared part of the keys
+        heads · (head + rotary width)         query; and as much of the key
+        heads · (head + value width)          the plain part of the key and the value, which are one tensor
+        heads · (value width + 1)             attention's output and its log-sum-exp
     """
     hidden, heads = dimensions.hidden, dimensions.heads
     query_rank, rank = dimensions.query_rank, dimensions.key_value_rank
