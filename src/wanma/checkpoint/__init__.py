@@ -6,5 +6,5 @@
     load.reader.load_full           full tensors in one process, for sampling and export
 
 The format is tensors as safetensors and everything else as JSON (docs/checkpoints.md); nothing here
-ever unpickles. The training room decides what belongs into a checkpoint and when to save.
+ever unpickles. `training/` decides what belongs into a checkpoint and when to save.
 """

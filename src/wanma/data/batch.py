@@ -1,4 +1,4 @@
-"""Micro-batch of samples as tensors: the interface from the data room to the training room."""
+"""Micro-batch of samples as tensors: the interface between `data` and `training`."""
 
 from __future__ import annotations
 

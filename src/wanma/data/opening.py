@@ -1,4 +1,4 @@
-"""Front door of the data room: `prepare` once per node, then `open_data` in every rank.
+"""Opening of a job's data: `prepare` once per node, then `open_data` in every rank.
 
 `prepare` imports no torch and leaves no thread or process behind, so that it may run before workers are
 forked.

@@ -25,7 +25,7 @@ LEAST_CHUNK_BYTES = 64 << 10
 """Maximum bytes of one message where the sender wants short ones."""
 
 Talk = Generator[dist.Work, None, str]
-"""Side of one transfer: yields each posted message and returns the problem in words, empty on success."""
+"""Conversation: one side of a transfer, which yields posted messages and returns the problem, or ''."""
 _YES, _NO = 1, 0
 _CHUNK = struct.Struct("<Q")
 FIRST_BYTES = PACKED_BYTES + _CHUNK.size

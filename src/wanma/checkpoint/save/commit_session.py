@@ -70,7 +70,7 @@ class Meeting:
                 time.sleep(_NOTE_PAUSE_SECONDS)
 
     def collect(self) -> list[dict[str, Any]]:
-        """Wait on rank 0 for the manifests of all ranks; return them in the order of ranks.
+        """Wait for the manifests of all ranks and return them in the order of ranks (rank 0).
 
         Raises:
             WanmaError: a rank failed, or some did not finish by the deadline.
@@ -90,7 +90,7 @@ class Meeting:
         )
 
     def follow(self, final: Path) -> None:
-        """Wait on the other ranks until rank 0 has committed.
+        """Wait until rank 0 has committed (other ranks).
 
         Raises:
             WanmaError: it did not.
@@ -111,7 +111,7 @@ class Meeting:
         self._path("table", self._rank).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Remove all rank manifests on rank 0, once they are merged."""
+        """Remove all rank manifests, once they are merged (rank 0)."""
         for rank in range(self._world_size):
             self._path("table", rank).unlink()
 

@@ -97,4 +97,4 @@ LINKS: Mapping[str, LinkShare] = MappingProxyType(
 OTHER_LINK = LinkShare(0.77, 0.77)
 """Assumed efficiency of other links, never measured: as NVLink."""
 NETWORK = LinkShare(0.9, 0.9)
-"""Share of a network card's rate that is left by headers and acknowledgements, assumed for all networks."""
+"""Share of a network card's rate left after headers and acknowledgements, assumed for all networks."""

@@ -34,7 +34,7 @@ NVLINK_4 = link("NVLink 4", 450, NVLINK_SECONDS)
 NVLINK_5 = link("NVLink 5", 900, NVLINK_SECONDS)
 """NVLink per direction: half of the datasheets' figure for both (300, 600, 900 and 1,800 GB/s)."""
 NVLINK_C2C = link("NVLink-C2C", 225, NVLINK_SECONDS)
-"""Host link of one of Grace's two GPUs: half of half of 900 GB/s (GB200 and GB300 datasheets).
+"""Host link of each of Grace's two GPUs, per direction: a quarter of 900 GB/s (GB200, GB300 datasheets).
 
 Other GPUs reach their host by PCIe as their datasheets say: 3 (V100), 4 (A100) or 5 (Hopper, HGX B200
 and B300).

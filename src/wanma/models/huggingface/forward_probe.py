@@ -74,7 +74,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     try:
         for mixture in mixtures:
-            mixture.forward = _alike  # theirs sorts tokens by their values
+            mixture.forward = _alike  # type: ignore[method-assign]  # theirs sorts tokens by their values
         model.requires_grad_(False)
         masks = _Masks(sequence_length)
         default, given = Lookups(4 * sequence_length), Lookups(4 * sequence_length)

@@ -166,9 +166,9 @@ def _lookup(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[Wo
 
 
 _SORT_KERNELS = 8
-"""Kernels that sort indices, so that the gradients of one row are added by one thread."""
+"""Number of kernels that sort indices, so that the gradients of one row are added by one thread."""
 _SORT_PASSES = 8
-"""Passes of the sort over the indices, 8 bits at a time."""
+"""Number of passes of the sort over the indices, 8 bits at a time."""
 
 
 def _lookup_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any) -> list[Work]:
