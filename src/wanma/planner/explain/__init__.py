@@ -1,1 +1,1 @@
-"""Why: who holds what, why a plan lost, what to change, what if, how it grows, a step on a clock."""
+"""Explanation of plans: rank layout, comparison with the best, plan changes that fit, timeline, scaling."""

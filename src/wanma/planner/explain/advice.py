@@ -1,9 +1,9 @@
-"""What to do about a plan that does not fit: the smallest changes that make it fit, cheapest first.
+"""Smallest plan changes that make a plan fit into memory, cheapest first.
 
     for change in advice(problem, plan):
         print(change, change.slowdown)
 
-By forecast, so that advice is as good as those. Pure functions, without torch.
+Costs and savings are forecasts. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from wanma.planner.forecast.problem import Problem, host_overflow
 Fits = Callable[[Plan], bool]
 
 CHEAP = 0.10
-"""Slowdown up to which a single change is all that is asked for."""
+"""Slowdown, as a share of the step, up to which single changes are not followed by pairs of changes."""
 
 
 def advice(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
-    """Single changes that make `plan` fit into `problem.memory_bytes`; where none does, or only such as are
-    dear, pairs of changes too.
+    """Return the changes that make `plan` fit into `problem.memory_bytes`.
 
-    Of each kind of change the smallest that fits, and the one that costs least time first. Empty where the
-    plan fits, or where no two changes make it fit.
+    Single changes first; pairs too where no single change fits, or each is slower than `CHEAP`. Of each kind
+    of change the smallest that fits, ordered by slowdown. Empty where the plan fits, or where no two changes
+    make it fit.
     """
     if plan.placement or memory(problem, plan).memory_bytes <= problem.memory_bytes:
         return []
@@ -56,7 +56,7 @@ def advice(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
 
 
 def savings(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
-    """What single changes would save, whether or not that is enough: of each kind the one that saves most."""
+    """Return the single changes that save most memory, one of each kind, whether or not they suffice."""
     if plan.placement:
         return []
     plan = replace(plan, batch_shares=())
@@ -77,7 +77,7 @@ def _singles(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
 
 
 def _pairs(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
-    """Of every two families, each change of the second upon each of the first; the smallest changes first."""
+    """Yield, for every two families, the plans with a change of each, smallest changes first."""
     for first, second in itertools.combinations(families(problem).values(), 2):
         both = [
             (number + further, other)
@@ -105,6 +105,6 @@ def _change(problem: Problem, before: Plan, needed: Forecast, after: Plan) -> Ch
 
 
 def _dearness(change: Change) -> tuple[float, int, int, str]:
-    """The faster first, those of unknown time last; then the fewest settings, then what saves most."""
+    """Return the sort key of changes: faster first (unknown last), then fewer settings, larger savings."""
     slowdown = change.slowdown if change.slowdown is not None else math.inf
     return slowdown, len(change.settings), -change.saved_bytes, str(change)

@@ -1,4 +1,4 @@
-"""Why a plan lost: what it costs more than the best one and from what cause, or why it may not be at all.
+"""Comparison of a plan with the best one: its extra time by cause, or the reason why it cannot run.
 
     print(compare(problem, plan, found.best).sentence)
     # slower, 1.42 s a step against 1.01 s (+41 %): TP 16 crosses nodes: +410 ms of exposed all-reduce
@@ -27,23 +27,23 @@ from wanma.planner.search.result import Candidate
 Verdict = Literal["refused", "not runnable", "does not fit", "slower", "as fast", "faster", "time unknown"]
 
 SAME = 0.005
-"""Steps whose times differ by less than this share are as fast as each other."""
+"""Share of the step time within which two plans count as equally fast."""
 NAMED = 0.01
-"""Differences below this share of the best plan's step are not named."""
+"""Share of the best plan's step time below which a difference is not named."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One kind of time in which two plans differ."""
+    """Difference of two plans in one kind of step time."""
 
     kind: str
-    """A field of `StepTime`."""
+    """Field of `StepTime`."""
     seconds: float
-    """More than the best plan takes; negative where it is less."""
+    """Seconds beyond the best plan's; negative where it is less."""
     cause: str
-    """'TP 16 crosses nodes'; empty where nothing in the plan says."""
+    """Cause, such as 'TP 16 crosses nodes'; empty where the plan's settings do not tell."""
     what: str
-    """'exposed all-reduce'."""
+    """Name of the time, such as 'exposed all-reduce'."""
 
     def __str__(self) -> str:
         sign = "+" if self.seconds >= 0 else "−"
@@ -53,22 +53,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One plan beside the best."""
+    """Comparison of one plan with the best."""
 
     plan: Plan
     verdict: Verdict
     headline: str
-    """'slower, 1.42 s a step against 1.01 s (+41%)', or why it may not be."""
+    """Result in words: 'slower, 1.42 s a step against 1.01 s (+41%)', or the reason for a refusal."""
     forecast: Forecast | None = None
-    """None for a plan that may not be."""
+    """Forecast of the plan; None for a refused plan."""
     differences: tuple[Difference, ...] = ()
-    """The largest loss first, then the gains."""
+    """Differences by kind of time: the largest loss first, then the gains."""
     ways: tuple[Change, ...] = ()
-    """Of a plan that does not fit: changes with which it would; else those that save most."""
+    """Changes that make a plan fit that does not; without any, those that save most memory."""
 
     @property
     def sentence(self) -> str:
-        """The headline with the largest causes."""
+        """Return the headline with the largest causes."""
         sign = {"slower": 1, "faster": -1}.get(self.verdict, 0)
         causes = [str(one) for one in self.differences if sign * one.seconds > 0]
         return f"{self.headline}: {'; '.join(causes[:3])}" if causes else self.headline
@@ -77,10 +77,13 @@ class Comparison:
 def compare(
     problem: Problem, plan: Plan, best: Candidate | None, known: Forecast | None = None
 ) -> Comparison:
-    """`plan` beside `best`, which may be None where nothing fits.
+    """Compare `plan` with `best`, which may be None where nothing fits.
 
     Args:
-        known: its forecast, where a search has made one; plans that are placed on unlike devices need it.
+        problem: the planning problem.
+        plan: plan to compare.
+        best: best plan of a search.
+        known: forecast of `plan` from a search; required for plans with a replica placement.
     """
     if not plan.placement and (reason := refusal(problem, plan)):
         return Comparison(plan, "refused", f"refused: {reason}")
@@ -99,7 +102,10 @@ def compare(
 
 
 def _too_large(problem: Problem, plan: Plan, needed: Forecast, ways: tuple[Change, ...]) -> str:
-    """'does not fit: stage 0 needs 91.0 GiB of 80.0 GiB; largest: activations 44.0 GiB; with ... it would'"""
+    """Describe a plan that does not fit, with the largest kind of memory and the best change.
+
+    Example: 'does not fit: stage 0 needs 91.0 GiB of 80.0 GiB; largest: activations 44.0 GiB; ...'.
+    """
     kinds = {name: getattr(needed, field) for field, name in MEMORY_KINDS.items()}
     largest = max(kinds, key=lambda name: kinds[name])
     sentences = [
@@ -115,7 +121,7 @@ def _too_large(problem: Problem, plan: Plan, needed: Forecast, ways: tuple[Chang
 
 
 def _fullest(problem: Problem, plan: Plan, needed: Forecast) -> str:
-    """'stage 0', of a pipeline; 'a rank' of what has only equal ones."""
+    """Name the largest rank: 'stage 0' in a pipeline; 'a rank' among equal ones."""
     if plan.pp == 1 or plan.placement:
         return "a rank"
     ranks = with_pipeline_ranks(problem, plan, needed).pipeline_ranks
@@ -125,7 +131,7 @@ def _fullest(problem: Problem, plan: Plan, needed: Forecast) -> str:
 
 
 def _slower(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
-    """The verdict and the headline."""
+    """Return the verdict and the headline of a plan that fits."""
     ratio = step.seconds / best.seconds - 1.0
     if abs(ratio) < SAME:
         return "as fast", f"as fast as the best: {duration_text(step.seconds)} a step"
@@ -151,7 +157,7 @@ def _differences(
 
 
 def _crosses(problem: Problem, size: int, stride: int) -> bool:
-    """Whether a group of ranks reaches beyond the fastest links."""
+    """Return whether a group of ranks reaches beyond the fastest links."""
     links = problem.machine.links
     return len(links) > 1 and size > 1 and (size - 1) * stride >= links[0].devices
 
@@ -208,7 +214,7 @@ def _optimizer(_problem: Problem, plan: Plan, _other: Plan) -> str:
 
 
 def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
-    """What of the plan makes a rank compute longer, as far as its settings say."""
+    """Name the settings by which a rank of `plan` computes longer than one of `other`."""
     causes = []
     if plan.world_size < other.world_size:
         causes.append(f"{plan.world_size} ranks instead of {other.world_size}")
@@ -251,7 +257,7 @@ def _context_exchange(plan: Plan) -> str:
 
 
 Cause = Callable[[Problem, Plan, Plan], str]
-"""From the problem, the plan that takes longer and the other one to the cause."""
+"""Function of (problem, slower plan, other plan) that names the cause of a difference."""
 
 _KINDS: dict[str, tuple[Callable[[Plan], str], Cause]] = {
     "compute": (_said("computing"), _compute),

@@ -1,4 +1,4 @@
-"""What can be changed in a plan to make it smaller, kind by kind, the gentlest change of each kind first."""
+"""Plan changes that reduce memory, by kind, the smallest change of each kind first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages, p
 
 SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
 MOST_SIZES = 3
-"""Doublings of an axis, and shares of recompute, that are tried."""
+"""Number of doublings of a mesh dimension, and of shares of recompute, that are tried."""
 
 _NOT_SETTINGS = {
     "stage_cuts",
@@ -33,20 +33,22 @@ _NOT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Change:
-    """Another plan, as what must be set differently for it."""
+    """Plan change: the settings that lead to another plan, with its forecast."""
 
     settings: Mapping[str, Any]
-    """Keys of the job, and their values."""
+    """Values of the changed job keys."""
     plan: Plan
     forecast: Forecast
     saved_bytes: int
-    """Less on the fullest rank than before."""
+    """Bytes that the largest rank saves."""
     slowdown: float | None
-    """More time per step, as a share of that before; negative where it is faster. None where the machine's
-    rates are unknown."""
+    """Extra time per step, as a share of the time before; negative where it is faster.
+
+    None where rates are unknown.
+    """
 
     def __str__(self) -> str:
-        """'parallel.recompute=selective parallel.micro_batch=2': as overrides on the command line."""
+        """Return the settings as overrides for the command line: 'parallel.recompute=selective'."""
         return " ".join(
             f"{key}={value if isinstance(value, str) else toml_value(value)}"
             for key, value in self.settings.items()
@@ -54,7 +56,7 @@ class Change:
 
 
 def settings_between(before: Plan, after: Plan) -> dict[str, Any]:
-    """Keys of [parallel] that make `before` into `after`."""
+    """Return the keys of [parallel] that turn `before` into `after`, with their values."""
     return {
         f"parallel.{one.name}": getattr(after, one.name)
         for one in fields(Plan)
@@ -63,13 +65,14 @@ def settings_between(before: Plan, after: Plan) -> dict[str, Any]:
 
 
 Family = Callable[[Plan], Iterator[Plan]]
-"""From a plan to lighter ones that differ in one respect, the least different first."""
+"""Function from a plan to smaller plans that differ in one respect, the least different first."""
 
 
 def families(problem: Problem) -> dict[str, Family]:
-    """By name. Plans that the rules refuse are among theirs; `refusal` tells.
+    """Return the families of plan changes by name.
 
-    They are made of plans that treat all data ranks alike.
+    Plans that the rules refuse are among theirs; callers filter them by `plan_validity.refusal`. All data
+    ranks of their plans have equal shares.
     """
     cut = lru_cache(maxsize=None)(partial(_cut, problem))
     found: dict[str, Family] = {
@@ -111,7 +114,7 @@ def _micro_batch(plan: Plan) -> Iterator[Plan]:
 
 
 def _shard(plan: Plan) -> Iterator[Plan]:
-    """More of the state shared, among all data ranks where it was not shared before."""
+    """Yield higher shard levels, among all data ranks where nothing was sharded before."""
     if plan.shard == "nothing" and plan.cp == 1:
         plan = replace(plan, dp_replicate=plan.sites, dp_shard=plan.data_ranks // plan.sites)
     yield from (replace(plan, shard=shard) for shard in SHARDS[SHARDS.index(plan.shard) + 1 :])
@@ -134,14 +137,14 @@ def _schedule(plan: Plan) -> Iterator[Plan]:
 
 
 def _offload(key: str, plan: Plan) -> Iterator[Plan]:
-    """To the host's memory, of which a GPU's own is no part; else to disk."""
+    """Yield the plan with `key` offloaded: to host memory from a GPU, else to disk."""
     if getattr(plan, key) == "nothing":
         place: dict[str, Any] = {key: "host" if plan.device == "cuda" else "disk"}
         yield replace(plan, **place)
 
 
 def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]:
-    """More ranks on `axis`, taken from the data ranks."""
+    """Yield plans with more ranks on `axis`, taken from the data ranks."""
     for _ in range(MOST_SIZES):
         from_replicas = plan.dp_replicate // plan.sites % 2 == 0
         if not from_replicas and plan.dp_shard % 2:
@@ -156,7 +159,7 @@ def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]
 
 
 def _cut(problem: Problem, plan: Plan) -> Plan:
-    """With stages that cost the same; dear enough to be remembered."""
+    """Return the plan with stages of equal cost; slow enough that callers cache it."""
     layers = problem.dimensions.layers if problem.dimensions is not None else 0
     return replace(plan, stage_cuts=planned_cuts(problem.workload, plan, layers))
 

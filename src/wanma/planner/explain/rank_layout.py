@@ -1,6 +1,6 @@
-"""Which rank holds what under a plan: layers, heads, columns, tokens, positions and experts.
+"""Rank layout of a plan: layers, heads, columns, tokens, positions and experts of each rank.
 
-Pure arithmetic, so that a layout of a hundred thousand ranks explains itself as fast as one of two.
+Pure arithmetic, so that a layout of a hundred thousand ranks is explained as fast as one of two.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a plan."""
+    """Mesh dimension of a plan with more than one rank."""
 
     name: str
     size: int
     splits: str
     ranks: tuple[int, ...]
-    """The group that rank 0 belongs to."""
+    """Ranks of the group that rank 0 belongs to."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage."""
+    """Pipeline stage with its blocks and ranks."""
 
     number: int
     blocks: range
@@ -44,7 +44,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds of a decoder; ranges are of the whole model's dims."""
+    """Part of a decoder that one rank holds; ranges index the whole model's dimensions."""
 
     rank: int
     coordinates: dict[str, int]
@@ -54,15 +54,15 @@ class Holding:
     feed_forward: range
     vocabulary: range
     experts: range | None
-    """None without experts."""
+    """Experts of the rank; None without experts."""
     positions: tuple[range, ...]
-    """Of every sequence, where the residual stream is; empty when the length is not known."""
+    """Positions of every sequence in the residual stream; empty when the length is unknown."""
     state_share: int
-    """It keeps one part of so many of each of these between steps."""
+    """Number of ranks that shard the rank's model states between steps."""
 
 
 def axes(plan: Plan) -> list[Axis]:
-    """The axes that split something, outermost first."""
+    """List the mesh dimensions that split something, outermost first."""
     found = []
     for name in (*AXES, "ep"):
         size = getattr(plan, name)
@@ -72,7 +72,7 @@ def axes(plan: Plan) -> list[Axis]:
 
 
 def group_of(plan: Plan, axis: str, rank: int) -> tuple[int, ...]:
-    """The ranks that share with `rank` what `axis` splits."""
+    """Return the ranks that share with `rank` the tensors that `axis` splits."""
     if axis == "ep":
         data, tensor = divmod(rank % plan.stage_ranks, plan.tp)
         first = data - data % plan.ep
@@ -93,7 +93,7 @@ def group_of(plan: Plan, axis: str, rank: int) -> tuple[int, ...]:
 
 
 def stages(plan: Plan, layers: int) -> list[Stage]:
-    """All pipeline stages in the model's order."""
+    """List all pipeline stages in the model's order."""
     cuts = (0, *plan.stage_cuts, layers)
     owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
     return [
@@ -111,7 +111,7 @@ def stages(plan: Plan, layers: int) -> list[Stage]:
 def holding(
     plan: Plan, dimensions: DecoderDimensions, rank: int, sequence_length: int | None = None
 ) -> Holding:
-    """What `rank` holds.
+    """Return the part of a decoder that `rank` holds.
 
     Raises:
         ValueError: there is no such rank.
@@ -141,7 +141,7 @@ def _part(whole: int, parts: int, at: int) -> range:
 
 
 def _positions(plan: Plan, at: dict[str, int], length: int) -> tuple[range, ...]:
-    """As `parallel.sequence` gives them, which needs torch for it."""
+    """Return the positions of a rank, as `parallel.sequence` does, but without torch."""
     if plan.context == "ring" and plan.cp > 1:
         piece = length // (2 * plan.cp)
         mirrored = 2 * plan.cp - 1 - at["cp"]
@@ -158,7 +158,7 @@ def _positions(plan: Plan, at: dict[str, int], length: int) -> tuple[range, ...]
 
 
 def _runs(positions: list[int]) -> tuple[range, ...]:
-    """Ascending pieces of neighbours."""
+    """Return the ascending runs of consecutive positions."""
     runs: list[range] = []
     for position in positions:
         if runs and runs[-1].stop == position:

@@ -1,4 +1,4 @@
-"""How the best plan grows with the cluster: throughput and efficiency over numbers of devices."""
+"""Scaling of the best plan: throughput and efficiency over numbers of devices."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _RANGE = re.compile(r"(\d[\d_]*)\s*\.\.\s*(\d[\d_]*)")
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """The best plan on one number of devices."""
+    """Best plan on one number of devices."""
 
     devices: int
     best: Candidate | None
     reason: str = ""
-    """Why there is none."""
+    """Reason why there is no plan; empty where there is one."""
     efficiency: float | None = None
     """Samples per second and device, as a share of those at the first point that has a plan."""
 
 
 def scale_counts(text: str) -> list[int]:
-    """'64..4096' as 64, 128, ... 4096: doublings, and the end where it is none of them.
+    """Parse a range of device counts: '64..4096' as 64, 128, ... 4096.
 
-    Raises:
-        JobError: it is no range, or a range of nothing.
+    Counts double; the end is always included.
     """
     match = _RANGE.fullmatch(text.strip())
     if match is None:
@@ -52,7 +51,7 @@ def scale_counts(text: str) -> list[int]:
 def scaling(
     cluster: Cluster, counts: Iterable[int], plans: Callable[[Cluster], Found]
 ) -> tuple[ScalePoint, ...]:
-    """The best of `plans` on as many of the cluster's machines as make each of `counts` devices.
+    """Find the best plan by `plans` on as many of the cluster's nodes as make each of `counts` devices.
 
     A count that fills no whole machines, and one on which nothing fits, is a point without a plan.
     """

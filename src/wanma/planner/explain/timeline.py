@@ -1,4 +1,4 @@
-"""One step as it would be seen on a clock: what every pipeline rank does when, as intervals.
+"""Timeline of one step: intervals of every pipeline rank's operations.
 
     steps = timeline_of(problem, plan)
     Path("step.json").write_text(json.dumps(chrome_trace(steps)))     # open in ui.perfetto.dev
@@ -31,20 +31,20 @@ Track = Literal["compute", "exchange", "send"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time on one pipeline rank."""
+    """Interval of one operation on one pipeline rank."""
 
     rank: int
-    """Of the pipeline."""
+    """Index of the pipeline rank."""
     track: Track
-    """What runs beside what: computing, the data-parallel exchange, messages to other stages."""
+    """Concurrent lane: computing, the data-parallel exchange, messages to other stages."""
     kind: SpanKind
     start: float
-    """Seconds from the step's begin."""
+    """Seconds from the step's beginning."""
     seconds: float
     stage: int | None = None
     micro_batch: int | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of `seconds`, what is computing and what is exposed communication, by axis; as in `StepTime`."""
+    """Seconds of computing and of exposed communication by mesh dimension, as in `StepTime`."""
 
     @property
     def end(self) -> float:
@@ -53,17 +53,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step."""
+    """Timeline of one step."""
 
     plan: Plan
     micro_batches: int
     seconds: float
     spans: tuple[Span, ...]
-    """Of each rank and track in order of time."""
+    """Spans by rank and track, in order of time."""
 
 
 def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
-    """One step of `plan`; None where there is no forecast of its time, or no grid of equal ranks."""
+    """Return the timeline of a step of `plan`; None without a forecast of time or without a device mesh."""
     if plan.placement or unknown_rates(problem, plan) is not None:
         return None
     step = time_of(problem, plan)
@@ -72,15 +72,16 @@ def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
 
 
 def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0, loading_seconds: float = 0.0) -> Timeline:
-    """Play one step.
+    """Simulate one step and return its timeline.
 
-    Weights changed by the step before are gathered at its begin, beside the first forward; gradients are
-    reduced beside the last backward. What of both the ranks must wait for is that of the forecast. All
-    ranks wait for the norm of all gradients before the optimizer runs.
+    Weights changed by the step before are gathered at its beginning, beside the first forward; gradients are
+    reduced beside the last backward. The exposed part of both is that of the forecast. All ranks wait for the
+    norm of all gradients before the optimizer runs.
 
     Args:
-        checkpoint_seconds: that a step's share of saving takes, at its end.
-        loading_seconds: that its data are waited for, at its begin.
+        anatomy: components of the step's time.
+        checkpoint_seconds: a step's share of saving, at its end.
+        loading_seconds: wait for data, at its beginning.
     """
     plan = anatomy.plan
     played = pipeline_intervals(
@@ -127,7 +128,7 @@ def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0, loading_seconds:
 
 
 def _on_shared_cores(played: list[Interval], anatomy: Anatomy) -> list[Interval]:
-    """Ranks that share cores are faster while others wait; all are drawn as fast as that makes the whole."""
+    """Scale the intervals of ranks that share cores uniformly to the forecast of the pipeline's time."""
     step = step_of(anatomy)
     exchanged = anatomy.exchange_seconds(_busiest(played))
     pipelined = step.seconds - sum(exchanged) - anatomy.optimizer_seconds
@@ -136,7 +137,7 @@ def _on_shared_cores(played: list[Interval], anatomy: Anatomy) -> list[Interval]
 
 
 def _busiest(played: list[Interval]) -> int:
-    """The rank that computes longest."""
+    """Return the rank that computes longest."""
     busy: defaultdict[int, float] = defaultdict(float)
     for interval in played:
         busy[interval.rank] += interval.seconds
@@ -164,7 +165,7 @@ def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
 
 
 def _with_waits(spans: list[Span], rank: int) -> Iterable[Span]:
-    """`spans` in order, and between them what the rank waits."""
+    """Yield `spans` in order, with the waits of the rank between them."""
     clock = 0.0
     shortest = 1e-9 * spans[-1].end
     for span in spans:
@@ -175,7 +176,7 @@ def _with_waits(spans: list[Span], rank: int) -> Iterable[Span]:
 
 
 def _sends(compute: list[Span], plan: Plan, seconds: float) -> Iterable[Span]:
-    """Outputs, and gradients of inputs, to stages on other ranks."""
+    """Yield the messages to stages on other ranks: outputs, and gradients of inputs."""
     for span in compute:
         if span.stage is None or span.kind == "weights":
             continue
@@ -185,10 +186,10 @@ def _sends(compute: list[Span], plan: Plan, seconds: float) -> Iterable[Span]:
 
 
 def chrome_trace(steps: Timeline) -> dict[str, Any]:
-    """The step in the Trace Event Format, which Perfetto and chrome://tracing read.
+    """Return the timeline in the Trace Event Format, which Perfetto and chrome://tracing read.
 
-    A process is a pipeline rank. Inside a forward or backward lie its computing and what communication it
-    waits for, one after the other, though they take turns layer by layer. Times are in µs.
+    A process is a pipeline rank. A forward or backward contains its computing and its exposed communication,
+    one after the other, though they take turns layer by layer. Times are in µs.
     """
     events: list[dict[str, Any]] = []
     per_stage = steps.plan.stage_ranks
@@ -216,7 +217,7 @@ def chrome_trace(steps: Timeline) -> dict[str, Any]:
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Threads in none of which two spans overlap: viewers draw one below another."""
+    """Assign spans to threads without overlap, which viewers draw one below another."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.start):
         free = next((lane for lane in lanes if lane[-1].end <= span.start + 1e-12), None)

@@ -1,8 +1,8 @@
-"""`--what-if gpus=2048,link.inter_node=200G`: a cluster as it would be with something changed.
+"""Changes of a cluster by text, for `--what-if gpus=2048,link.inter_node=200G`.
 
     bigger = changed(cluster, "device=H200, memory=40GB")
 
-What is not named stays: machines keep their network cards when their devices are exchanged. A pure function.
+All else stays: nodes keep their network cards when their devices are exchanged. A pure function.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ KEYS = {
     "link.intra_node": "bytes per second of one device and direction, as in link.intra_node=450GB",
     "link.inter_node": "Gbit/s of one network card, as in link.inter_node=200G, or =8x400G for eight of them",
 }
-"""What can be changed. They are applied in this order, whatever order they are given in."""
+"""Keys of a change with their meaning; applied in this order, whatever the order in the text."""
 
 MOST_MEMORY_BYTES, MOST_LINK_BYTES = 10**15, 10**14
-"""Of a device and its link, as in a cluster file."""
+"""Limits of a device's memory and of its link, in bytes and bytes/s, as in a cluster file."""
 
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)(?:/s)?", re.IGNORECASE)
 
 
 def changed(cluster: Cluster, text: str) -> Cluster:
-    """`cluster` with what `text` says: changes as KEY=VALUE, several with commas between them.
+    """Return `cluster` with the changes of `text`: KEY=VALUE, several with commas between them.
 
     Raises:
-        JobError: an unknown key or device, a size that is none, or machines that cannot be so.
+        JobError: an unknown key or device, a malformed size, or an impossible cluster.
     """
     changes = parse(text)
     for key in KEYS:
@@ -54,7 +54,7 @@ def changed(cluster: Cluster, text: str) -> Cluster:
 
 
 def parse(text: str) -> dict[str, str]:
-    """The changes by key, as they are written.
+    """Parse the text of changes into values by key.
 
     Raises:
         JobError: not of the form KEY=VALUE, an unknown key, or one given twice.
@@ -78,12 +78,12 @@ def parse(text: str) -> dict[str, str]:
 
 
 def with_gpus(cluster: Cluster, count: int) -> Cluster:
-    """`cluster` with `count` devices in all: more or fewer machines, unlike ones in proportion.
+    """Return `cluster` with `count` devices in all: more or fewer nodes, node groups in proportion.
 
-    Less than one machine is a part of one.
+    A count below one node's is a part of a node.
 
     Raises:
-        JobError: `count` fills no whole machines, or unlike ones not in proportion.
+        JobError: `count` fills no whole nodes, or not in the proportion of the node groups.
     """
     present = cluster.device_count
     if present == 0:
@@ -114,7 +114,7 @@ def with_gpus(cluster: Cluster, count: int) -> Cluster:
 
 
 def _unit(cluster: Cluster) -> int:
-    """The fewest devices with the same proportions of whole machines."""
+    """Return the smallest number of devices with the same proportions of whole nodes."""
     present = cluster.device_count
     return next(
         size
@@ -150,7 +150,7 @@ def _device(cluster: Cluster, value: str) -> Cluster:
 
 
 def _exchanged(node: Node, kind: DeviceKind) -> Node:
-    """As many devices of `kind` in the same machines, behind the same network cards."""
+    """Return the node with equally many devices of `kind` behind the same network cards."""
     then = machines(kind, node.count, len(node.devices) or None, cards=None)
     before = find_named(node.devices[0].name) if node.devices else None
     # What joined the devices of several machines without a card (NVLink of an NVL72) leaves with them.
@@ -240,7 +240,7 @@ def _device_link(node: Node) -> str | None:
 
 
 def _faster(levels: tuple[Level, ...], outermost: float, kept: str | None = None) -> tuple[Level, ...]:
-    """The outermost level at this rate, and the others in proportion; but for the one named `kept`."""
+    """Return interconnect levels with the outermost at this rate and others in proportion, except `kept`."""
     if not levels:
         return levels
     ratio = outermost / levels[-1].bandwidth_bytes_per_second

@@ -1,1 +1,1 @@
-"""What machines and runs teach: micro-benchmarks, the curves fitted to them, and what forecasts missed."""
+"""Empty package; calibration is in `wanma.planner.calibration`."""

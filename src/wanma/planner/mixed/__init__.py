@@ -1,1 +1,1 @@
-"""Unlike machines: which replicas go on which kinds of devices, and what share of the batch each computes."""
+"""Empty package; plans for heterogeneous clusters are in `wanma.planner.heterogeneous`."""

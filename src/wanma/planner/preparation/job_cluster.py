@@ -1,4 +1,4 @@
-"""Which machines a job is planned for: those described, or the one that is here."""
+"""Cluster of a job: a described or hypothetical one, or the local node."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from wanma.job.sections.job import Job
 
 
 def here(job: Job) -> Cluster:
-    """The machines of a job that is to run: `cluster.file`, which must describe this machine, or discovery.
+    """Return the nodes of a job that is to run: `cluster.file`, which must describe this node, or discovery.
 
-    A processor of which nobody knows the rates is measured, once for each machine.
+    A CPU of unknown rates is measured, once for each node.
 
     Raises:
-        JobError: the file is wrong, or this machine is none of those it describes.
+        JobError: the file is wrong, or does not describe this node.
     """
     found = discover()
     if job.cluster.file is None:
@@ -44,10 +44,10 @@ def here(job: Job) -> Cluster:
 
 
 def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
-    """Where the plan gives unlike machines unlike work, each must be the one that it is planned as.
+    """Check that this node is the one that a heterogeneous plan assigns its work to.
 
     Raises:
-        JobError: this machine is not said to be one of them, or is another.
+        JobError: this node's number is unknown, or it is of another kind.
     """
     # A pipeline that the job lays out takes all devices for the least of them.
     is_unlike = bool(plan.batch_shares) or (plan.pp > 1 and job.parallel.auto)
@@ -69,11 +69,12 @@ def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
 
 
 def imagined(job: Job, *, device: str | None = None, cluster: str | None = None) -> tuple[Job, Cluster]:
-    """Machines that need not be here, and the job as it would run there.
+    """Return the job and a hypothetical cluster, which need not be here, for planning.
 
     Args:
-        device: a name of the catalogue: as many as the job's layout has ranks; or a cluster in one line.
-        cluster: a cluster file, or a cluster in one line.
+        job: the job.
+        device: a name of the catalogue, one device per rank of the job's layout; or a cluster shorthand.
+        cluster: a cluster file, or a cluster shorthand.
 
     Raises:
         JobError: no such device, or the cluster cannot be read.
@@ -92,7 +93,7 @@ def imagined(job: Job, *, device: str | None = None, cluster: str | None = None)
 
 
 def run_on(job: Job, cluster: Cluster) -> Job:
-    """The job as it would run on a cluster that need not be here."""
+    """Return the job as it would run on a cluster that need not be here."""
     accelerated = all(node.devices for node in cluster.nodes)
     nodes = cluster.node_count
     if accelerated and not job.parallel.auto:
@@ -111,7 +112,7 @@ def run_on(job: Job, cluster: Cluster) -> Job:
 
 
 def _enough(job: Job, kind: DeviceKind) -> Cluster:
-    """As many of `kind` as the job's ranks fill, in the machines that they usually come in."""
+    """Return as many devices of `kind` as the job's ranks fill, in their usual servers."""
     world = _ranks(job)
     on_each = math.gcd(world, kind.server.devices if kind.server else 1)
     return Cluster((machines(kind, world // on_each, on_each, cards=usual_cards(kind)),))
@@ -122,7 +123,7 @@ def _ranks(job: Job) -> int:
 
 
 def _is_like(this: Node, node: Node) -> bool:
-    """Whether a described node may be this machine: as many devices, of the same kinds."""
+    """Return whether a described node may be this one: as many devices, of the same kinds."""
     return _kinds(this) == _kinds(node)
 
 

@@ -1,4 +1,4 @@
-"""From a job to a plan and its forecast, before anything starts."""
+"""Plan of a job and its forecast, before anything starts."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from wanma.planner.rules.unused_keys import without_effect
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known of a job before its ranks start."""
+    """Cluster, plan, workload and peak rate of a job before its ranks start."""
 
     cluster: Cluster
     planned: Planned
     workload: Workload | None
-    """None for a module of one's own that was not, or cannot be, read."""
+    """Workload of the model; None for a user's own module that was not, or cannot be, read."""
     peak_flops_per_second: float | None
-    """Of one rank's device; None when nobody has measured or published it."""
+    """Peak of one rank's device, in FLOP/s; None when it is neither measured nor published."""
     unknown: str | None = None
-    """Why there is no workload, where somebody tried."""
+    """Reason why the model could not be read."""
 
     @property
     def plan(self) -> Plan:
         return self.planned.plan
 
     def to_json(self) -> dict[str, Any]:
-        """plan.json."""
+        """Return the content of plan.json."""
         forecast, workload = self.planned.forecast, self.workload
         return {
             "plan": self.plan.to_json(),
@@ -63,25 +63,26 @@ class Prepared:
 
 
 class Start(NamedTuple):
-    """What is known of a run before its data is there."""
+    """Cluster and layout of a run before its data is there."""
 
     cluster: Cluster
     plan: Plan
-    """Its axes, device and threads hold."""
+    """Plan whose mesh dimensions, device and threads are final."""
     planned: Planned | None = None
-    """All of it, where a search has chosen the plan."""
+    """Complete plan, where a search has chosen it."""
 
 
 def first_layout(job: Job, *, own_model: bool = False) -> Start:
-    """The machines, and the part of the plan that is known without the data.
+    """Return the nodes, and the part of the plan that is known without the data.
 
     A CPU without a C++ compiler cannot compile: the plan then says so, and `notes` tells the user.
 
     Args:
-        own_model: `[model]` does not say what is trained.
+        job: the job.
+        own_model: True if the user passes a model that `[model]` does not describe.
 
     Raises:
-        JobError, WanmaError: what the job asks cannot be done here.
+        JobError, WanmaError: the job's request cannot be met here.
     """
     cluster = here(job)
     planned = None
@@ -99,7 +100,7 @@ def first_layout(job: Job, *, own_model: bool = False) -> Start:
 
 
 def _installed(job: Job) -> Job:
-    """The job with no more allowed than what is installed here can do."""
+    """Return the job without approximations for which no package is installed."""
     allowed = [name for name in job.parallel.allow if name != "fp8" or find_spec("torchao") is not None]
     return job.model_copy(update={"parallel": job.parallel.model_copy(update={"allow": allowed})})
 
@@ -113,13 +114,18 @@ def by_time(
     *,
     or_forecast_only: bool = False,
 ) -> Planned | None:
-    """The fastest plan of a job with `parallel = "auto"`; None where no rates are known to choose by.
+    """Return the fastest plan of a job with `parallel = "auto"`; None where rates are unknown.
 
     Args:
-        worlds, or_forecast_only: as of `automatic`.
+        job: the job.
+        cluster: its nodes.
+        workload: workload of its model.
+        dimensions: the decoder's dimensions; None for any other model.
+        worlds: world sizes to search, as in `automatic`.
+        or_forecast_only: accept a forecast-only plan, as in `automatic`.
 
     Raises:
-        JobError: what the job fixes leaves no plan, or none that fits.
+        JobError: the job's settings leave no plan, or none that fits.
     """
     calibration = load_calibration()
     if workload is None or why_not_by_time(job, cluster, workload, dimensions, calibration) is not None:
@@ -136,7 +142,7 @@ def by_time(
 
 
 def notes(job: Job, planned: Planned) -> list[str]:
-    """What a user should know of the plan unasked: what was left out, and why an automatic choice."""
+    """Return the plan's notes to the user: options left out, reasons of automatic choices, unused keys."""
     told = [NO_COMPILER] if job.parallel.compile and not planned.plan.compile else []
     chosen = job.parallel.auto or job.parallel.recompute == "auto"
     if _installed(job).parallel.allow != job.parallel.allow and planned.plan.device == "cuda":
@@ -161,16 +167,18 @@ def prepare_job(
     progress: Callable[[int, int], None] | None = None,
     read_own: bool = False,
 ) -> Prepared:
-    """Build the data's token files where they are missing, and finish the plan.
+    """Build missing token files, and complete the plan.
 
     Args:
-        objects: what the user passed in Python (`model`, `data`).
-        progress: of building token files.
-        read_own: read a module of one's own also where no choice depends on its forecast: that imports it
-            and opens its dataset here, where a run has no need of them.
+        job: the job.
+        start: cluster and layout of the run.
+        objects: model, data and optimizer that the user passed in Python.
+        progress: callback for the progress of building token files.
+        read_own: read a user's own module also where no choice depends on its forecast: that imports it and
+            opens its dataset here, where a run has no need of them.
 
     Raises:
-        JobError, WanmaError: the data or model cannot be had, nothing fits, or wanma does not run the plan.
+        JobError, WanmaError: the data or model cannot be had, nothing fits, or the plan is forecast-only.
     """
     objects = objects or {}
     if "data" not in objects:
@@ -196,10 +204,10 @@ def _with_own_optimizer(planned: Planned, optimizer: Any) -> Planned:
 
 
 def finish(job: Job, start: Start, workload: Workload | None) -> Planned:
-    """The whole plan of a run, which wanma runs.
+    """Return the complete, runnable plan of a run.
 
     Raises:
-        JobError: nothing fits, or wanma does not run the plan.
+        JobError: nothing fits, or the plan is forecast-only.
     """
     cluster, plan, planned = start
     dimensions = job_dimensions(job) if workload is not None else None
@@ -212,24 +220,27 @@ def finish(job: Job, start: Start, workload: Workload | None) -> Planned:
 
 
 def job_dimensions(job: Job) -> DecoderDimensions | None:
-    """Of a job's decoder; None for any other model."""
+    """Return the dimensions of a job's decoder; None for any other model."""
     if model_kind(job.model) != "tokens":
         return None
     return section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
 
 
 def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | None:
-    """What a job's model is to the planner; None for a module of one's own that cannot be read.
+    """Return the workload of a job's model; None for a user's own module that cannot be read.
 
     Args:
-        objects: what the user passed in Python.
+        job: the job.
+        objects: model and data that the user passed in Python.
     """
     return read_model(job, objects).workload
 
 
 def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:
-    """Peak of one rank's device in the plan's precision, the mean over unlike devices; None when nobody has
-    measured or published it."""
+    """Return the peak of one rank's device in the plan's precision, in FLOP/s.
+
+    It is the mean over heterogeneous devices; None when it is neither measured nor published.
+    """
     if plan.device == "cuda":
         return mean_peak(cluster, plan.precision)
     measured = stored_cpu_peak(plan.threads_per_rank).get(plan.precision)

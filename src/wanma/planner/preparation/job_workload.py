@@ -1,4 +1,4 @@
-"""What a job's model is to the planner: by formula, or read off the module, where its inputs can be known."""
+"""Workload of a job's model, by formula, or traced from the module where its inputs are known."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 
 class ModelRead(NamedTuple):
-    """A model as far as it is known before it runs."""
+    """Workload of a model, or the reason why there is none."""
 
     workload: Workload | None
     reason: str | None
-    """Why there is none; None where there is one."""
+    """Reason why there is no workload; None where there is one."""
 
 
 def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
-    """The workload of a job's model; of one's own module by reading it on tensors without storage.
+    """Return the workload of a job's model; trace a user's own module on tensors without storage.
 
     The inputs of such a module are those that its data give: tokens, images, or a sample of the dataset.
 
     Args:
-        objects: what the user passed in Python (`model`, `data`).
+        job: the job.
+        objects: model and data that the user passed in Python.
 
     Raises:
         JobError, WanmaError: the job describes no model, or its data cannot be had.
@@ -70,7 +71,7 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
 
 
 def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
-    """A module of one's own, given or made by a factory. Whatever it does not bear, it may still train."""
+    """Trace a user's own module, given or made by a factory; failure to trace does not prevent training."""
     from wanma.models.structure.parameter_roles import is_frozen
 
     inputs, keywords, targets = _inputs(job, objects)
@@ -96,7 +97,7 @@ def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
 
 
 def _maker(job: Job) -> Callable[[], nn.Module]:
-    """Of what the job's factory makes, with everything that wanma changes in it."""
+    """Return the function that makes the factory's module, with all of the runtime's changes to it."""
     from wanma.models.model_spec import model_spec
 
     spec = model_spec(job.model, vocabulary=None, sequence_length=None, image_shape=None, classes=None)
@@ -104,7 +105,7 @@ def _maker(job: Job) -> Callable[[], nn.Module]:
 
 
 def _inputs(job: Job, objects: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], int]:
-    """Positional and keyword arguments of the model for one sample, and the targets that it has."""
+    """Return positional and keyword arguments of the model for one sample, and its number of targets."""
     import torch
 
     has_dataset = "data" in objects or job.data.factory is not None

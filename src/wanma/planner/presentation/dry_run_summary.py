@@ -1,4 +1,4 @@
-"""A dry run as a person reads it: what would run, what it needs, and why so."""
+"""Summary of a dry run for the terminal: the job, its plan, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from wanma.planner.presentation.step_breakdown import step_table
 
 
 def describe(job: Job, prepared: Prepared, told: Sequence[str] = ()) -> RenderableType:
-    """The validated job, the plan, the memory of the fullest rank and the model's sizes.
+    """Render the validated job, the plan, the memory of the largest rank and the model's sizes.
 
     Args:
+        job: the validated job.
+        prepared: its cluster, plan and workload.
         told: notes of the checks before the start.
     """
     parts = [
@@ -34,7 +36,7 @@ def describe(job: Job, prepared: Prepared, told: Sequence[str] = ()) -> Renderab
 
 
 def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
-    """`describe` without the job."""
+    """Render the summary without the job."""
     parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared)]
     forecast, workload = prepared.planned.forecast, prepared.workload
     if workload is None or forecast is None:
@@ -92,7 +94,7 @@ def _plan_table(job: Job, prepared: Prepared) -> Table:
 
 
 def _device(prepared: Prepared) -> str:
-    """As torch calls it; by its name where torch has none for it."""
+    """Return the device's name in torch, or its own where torch has none."""
     devices = prepared.cluster.nodes[0].devices
     is_foreign = prepared.plan.device == "cuda" and bool(devices) and devices[0].kind == "other"
     return devices[0].name if is_foreign else prepared.plan.device

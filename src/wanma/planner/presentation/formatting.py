@@ -1,4 +1,4 @@
-"""What terminal, page and JSON call the kinds of time and memory, and a plan in words."""
+"""Names of the kinds of time and memory for terminal, page and JSON, and plans in words."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from wanma.planner.rules.compression import compression_words
 
 
 class TimeKind(NamedTuple):
-    """One kind of a step's time."""
+    """Kind of a step's time, with its name and appearance."""
 
     field: str
-    """Of `StepTime`."""
+    """Field of `StepTime`."""
     name: str
     axis: str
-    """That causes it; empty for what every layout has."""
+    """Mesh dimension that causes the time; empty for kinds that every plan has."""
     colour: int
-    """1 to 8, as in page.css."""
+    """Number of a colour, 1 to 8, as in page.css."""
     style: str
-    """In the terminal."""
+    """Colour in the terminal, a style of rich."""
     glyph: str
-    """Told apart also without colours."""
+    """Character of the terminal's bar, distinct also without colours."""
 
 
 TIME_KINDS = (
@@ -44,14 +44,14 @@ TIME_KINDS = (
 )
 
 MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))
-"""Field of a forecast → colour, as in page.css."""
+"""Number of a colour in page.css by field of a forecast."""
 
 COPIES_TOLD = 0.05
-"""Of a machine's memory, what copies of the state may take without a word."""
+"""Share of a node's host memory below which in-memory checkpoints are not mentioned."""
 
 
 def time_shares(step: StepTime) -> list[tuple[TimeKind, float, float]]:
-    """(kind, seconds, share of the step) of the kinds that take time, in a fixed order."""
+    """Return (kind, seconds, share of the step) of the kinds that take time, in a fixed order."""
     return [
         (kind, seconds, seconds / step.seconds)
         for kind in TIME_KINDS
@@ -60,13 +60,15 @@ def time_shares(step: StepTime) -> list[tuple[TimeKind, float, float]]:
 
 
 def memory_parts(forecast: Forecast) -> list[tuple[str, str, int]]:
-    """(field, name, bytes) of the kinds that take memory."""
+    """Return (field, name, bytes) of the kinds that take memory."""
     return [(field, name, size) for field, name in MEMORY_KINDS.items() if (size := getattr(forecast, field))]
 
 
 def axes_words(plan: Plan) -> str:
-    """'pp 4 × dp_shard 16 × tp 8'; of unlike replicas how many there are, with the `tp` of their stages:
-    '4 × (3 × 8, 4) + 2 × (4)'."""
+    """Return the mesh dimensions in words: 'pp 4 × dp_shard 16 × tp 8'.
+
+    For a replica placement, the number of replicas with the `tp` of their stages: '4 × (3 × 8, 4) + 2 × (4)'.
+    """
     if plan.placement:
         return " + ".join(
             f"{one.count} × ({_runs_words([place.tp for place in one.places], ', ')})"
@@ -77,13 +79,18 @@ def axes_words(plan: Plan) -> str:
 
 
 def settings_words(plan: Plan) -> str:
-    """'parameters sharded, micro-batch 2, interleaved_1f1b × 4, selective recompute of 50%'."""
+    """Return the settings of a plan in words.
+
+    Example: 'parameters sharded, micro-batch 2, interleaved_1f1b × 4, selective recompute of 50%'.
+    """
     return ", ".join(_settings(plan))
 
 
 def gradients_words(plan: Plan) -> str:
-    """'summed 8.0 MiB at a time, within machines first, while backward goes on'; empty where FSDP2 does it,
-    and where nobody sums any."""
+    """Return the gradient reduction in words; empty where FSDP2 reduces them, or nothing is reduced.
+
+    Example: 'summed 8.0 MiB at a time, within machines first, while backward goes on'.
+    """
     if not plan.computes_with_state or plan.replicas == 1:
         return ""
     parts = [f"summed {bytes_text(plan.bucket_bytes)} at a time"]
@@ -128,9 +135,9 @@ def _settings(plan: Plan) -> Iterable[str]:
 
 
 def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """On unlike devices, what each kind of replica computes and where; empty for plans of equal ranks.
+    """Return the shares of the batch and devices of each kind of replica; empty for equal ranks.
 
-    '4 replicas, 60% of the batch: 22 blocks on 8 × H100 SXM → 2 stages of 5 blocks on 4 × A100 SXM'
+    Example: '4 replicas, 60% of the batch: 22 blocks on 8 × H100 SXM → 2 stages of 5 blocks on 4 × A100 SXM'.
     """
     if not plan.batch_shares:
         return []
@@ -155,21 +162,23 @@ def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def _stages_words(stages: Sequence[int]) -> str:
-    """Blocks of neighbouring stages on devices of one kind: '22 blocks', '4 stages of 5 blocks',
-    '4 stages of 3 + 2 × 4 + 1 blocks'."""
+    """Return the blocks of neighbouring stages on devices of one kind in words.
+
+    Examples: '22 blocks', '4 stages of 5 blocks', '4 stages of 3 + 2 × 4 + 1 blocks'.
+    """
     blocks = _runs_words(stages, " + ") if len(set(stages)) > 1 else f"{stages[0]}"
     unit = "block" if blocks == "1" else "blocks"
     return f"{len(stages)} stages of {blocks} {unit}" if len(stages) > 1 else f"{blocks} {unit}"
 
 
 def _runs_words(numbers: Sequence[int], between: str) -> str:
-    """Numbers, a run of equal ones as its length and one of them: '3 × 4, 2'."""
+    """Join numbers, with runs of equal ones as length × number: '3 × 4, 2'."""
     runs = [(number, len(list(equal))) for number, equal in groupby(numbers)]
     return between.join(f"{count} × {number}" if count > 1 else f"{number}" for number, count in runs)
 
 
 def step_words(step: StepTime | None) -> str:
-    """'1.01 s ± 12%'."""
+    """Return the step time with its uncertainty: '1.01 s ± 12%'."""
     if step is None:
         return "–"
     doubt = f" ± {step.uncertainty:.0%}" if step.uncertainty else ""
@@ -177,7 +186,7 @@ def step_words(step: StepTime | None) -> str:
 
 
 def rate(forecast: Forecast, workload: Workload | None) -> float | None:
-    """Tokens per second, or samples where a sample has one target."""
+    """Return the throughput in tokens/s, or in samples/s where a sample has one target."""
     if forecast.samples_per_second is None:
         return None
     return forecast.samples_per_second * (workload.tokens_per_sample if workload else 1)
@@ -188,7 +197,7 @@ def rate_unit(workload: Workload | None) -> str:
 
 
 def rate_words(value: float | None) -> str:
-    """'1.23 M'; three digits are all that a forecast is worth."""
+    """Return a throughput with three digits, the accuracy of a forecast: '1.23 M'."""
     if value is None:
         return "–"
     for unit, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
@@ -198,7 +207,7 @@ def rate_words(value: float | None) -> str:
 
 
 def energy_words(joules: float | None) -> str:
-    """'415 kWh', '1.29 GWh': three digits and the unit that leaves no exponent."""
+    """Return an energy with three digits and the unit that needs no exponent: '415 kWh', '1.29 GWh'."""
     if joules is None:
         return "–"
     value, units = joules / 3.6e3, ["Wh", "kWh", "MWh", "GWh", "TWh"]
@@ -209,7 +218,10 @@ def energy_words(joules: float | None) -> str:
 
 
 def run_words(forecast: Forecast) -> str:
-    """'3 d 04 h, 415 kWh at the wall, 1,200': the whole run; empty where it is not forecast."""
+    """Return duration, energy and price of the whole run; empty without a forecast of it.
+
+    Example: '3 d 04 h, 415 kWh at the wall, 1,200'.
+    """
     run = forecast.run
     if run is None:
         return ""
@@ -222,8 +234,11 @@ def run_words(forecast: Forecast) -> str:
 
 
 def useful_words(forecast: Forecast) -> str:
-    """'useful 98.7 %: a failure every 5 h 12 min, 4 min 04 s each'; empty where all of the run is. What takes
-    less than a tenth of the rest is left out."""
+    """Return the goodput with the causes of its loss; empty where it is 100 %.
+
+    Causes of less than a tenth of the loss are left out. Example: 'useful 98.7 %: a failure every 5 h 12 min,
+    4 min 04 s each'.
+    """
     found = forecast.run.useful if forecast.run is not None else None
     if found is None or share_text(found.share) == share_text(1.0):
         return ""
@@ -241,8 +256,10 @@ def memory_words(forecast: Forecast) -> str:
 
 
 def copies_words(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
-    """'in all 72.0 GiB of a machine's 512 GiB': what copies of the state for recovery take of the machines'
-    own memory; empty where that is less than `COPIES_TOLD` of it."""
+    """Return the host memory of in-memory checkpoints; empty below `COPIES_TOLD`.
+
+    Example: 'in all 72.0 GiB of a machine's 512 GiB'.
+    """
     on_each = max(len(node.devices) for node in cluster.nodes)
     ranks = min(on_each or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
     taken, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
@@ -252,14 +269,16 @@ def copies_words(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
 
 
 def pipeline_words(forecast: Forecast, most: int = 8) -> str:
-    """'3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB': what the ranks of a pipeline hold, in their order; empty
-    where there is none."""
+    """Return the memory of the ranks of a pipeline, in their order; empty without a pipeline.
+
+    Example: '3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB'.
+    """
     ranks = forecast.pipeline_ranks
     told = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:most])
     return f"{told} and {len(ranks) - most} more" if len(ranks) > most else told
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, evenly spread, with both ends."""
+    """Return at most `most` of `count` indices, evenly spread, with both ends."""
     shown = min(count, most)
     return [round(place * (count - 1) / max(shown - 1, 1)) for place in range(shown)]

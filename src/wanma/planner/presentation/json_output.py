@@ -1,4 +1,4 @@
-"""What `wanma plan` found out, for programs: plain data that JSON takes."""
+"""Plan analysis as JSON: plain data for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wanma.planner.search.result import Candidate, Found
 
 
 def answers_json(answers: Answers) -> dict[str, Any]:
-    """Everything but the timeline, which has a file of its own; units are in the names."""
+    """Return an analysis as JSON data, without the timeline, which has its own file; names have the units."""
     told = _study(answers.study)
     told["why"] = [_why(why) for why in answers.whys]
     told["what_if"] = [_what_if(one) for one in answers.what_ifs]

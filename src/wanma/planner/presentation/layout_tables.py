@@ -1,4 +1,4 @@
-"""`wanma plan --explain`: a plan's axes, stages and ranks as tables and a picture."""
+"""Rank layout as tables and a picture, for `wanma plan --explain`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from wanma.planner.explain.rank_layout import Axis, Holding, Stage, axes, holdin
 
 SHOWN_STAGES = 16
 SHOWN_COPIES = 8
-"""In the picture, stages and columns beyond these are left out, and it says so."""
+"""Number of columns in the picture; stages and columns beyond the limits are left out with a note."""
 PICTURE_WIDTH = 96
-"""Up to so many columns of text every rank is drawn; wider layouts show each box's first and last."""
+"""Width of the picture, in characters, up to which every rank is drawn.
+
+Wider layouts show each box's first and last rank.
+"""
 STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -24,11 +27,13 @@ def explain(
     rank: int | None = None,
     sequence_length: int | None = None,
 ) -> RenderableType:
-    """Which rank holds what.
+    """Render the rank layout of a plan.
 
     Args:
-        dimensions: of a decoder; without them only ranks are shown.
-        rank: show what this one holds too.
+        plan: the plan.
+        dimensions: dimensions of a decoder; without them only ranks are shown.
+        rank: rank whose part of the model is shown; default: rank 0.
+        sequence_length: tokens of a sequence.
     """
     parts: list[RenderableType] = [Text(str(plan), style="bold"), Text()]
     split = axes(plan)
@@ -65,7 +70,7 @@ def _stage_table(found: list[Stage]) -> Table:
 
 
 def _picture(plan: Plan) -> RenderableType:
-    """A row for each pipeline rank, a column for each copy of the data axes, a colour for each shard."""
+    """Render a row for each pipeline rank, a column for each data rank, a colour for each shard."""
     columns = plan.data_ranks
     shown = min(columns, SHOWN_COPIES)
     width = plan.cp * plan.tp
@@ -101,7 +106,7 @@ def _picture(plan: Plan) -> RenderableType:
 
 
 def _box(first: int, plan: Plan) -> str:
-    """The cp × tp ranks of one model copy's stage, in a box."""
+    """Draw the cp × tp ranks of one replica's stage in a box."""
     lines = [
         " ".join(str(first + row * plan.tp + column) for column in range(plan.tp)) for row in range(plan.cp)
     ]
@@ -145,7 +150,7 @@ def _range_text(held: range) -> str:
 
 
 def ranks_text(ranks: tuple[int, ...], shown: int = 6) -> str:
-    """Neighbours as a range, others by their first few."""
+    """Return consecutive ranks as a range, others by their first few."""
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
     text = ", ".join(map(str, ranks[:shown]))

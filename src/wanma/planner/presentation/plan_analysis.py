@@ -1,6 +1,6 @@
-"""All that `wanma plan` finds out about a job, as data: the plan, what else there was, and why.
+"""Analysis of a job by `wanma plan`, as data: the plan, the alternatives, and the reasons.
 
-`plan_text`, `plan_page` and `plan_json` tell it to people and programs.
+`terminal_tables`, the plan page and `json_output` render it.
 """
 
 from __future__ import annotations
@@ -40,36 +40,38 @@ _NO_LAYOUT = {"auto", "allow", "compile"}
 
 
 class Searched(NamedTuple):
-    """What there is beside a plan."""
+    """Result of a search, and the comparison of the job's plan with it."""
 
     found: Found
-    """The best plans, were the layout left open."""
+    """Best plans with an open layout."""
     beside_best: Comparison | None
-    """The plan beside the best of `found`, where the job fixes another one."""
+    """Comparison of the job's own plan with the best of `found`; None where it is the best."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """A job on its machines."""
+    """Plan of a job on a cluster, with lazily searched alternatives."""
 
     job: Job
-    """As it would run on them."""
+    """Job as it would run on the cluster."""
     cluster: Cluster
     planned: Planned
     workload: Workload | None
-    """None for a module of one's own whose inputs nobody knows."""
+    """Workload of the model; None for a user's own module with unknown inputs."""
     dimensions: DecoderDimensions | None
     problem: Problem | None
-    """Of the chosen plan; None without a workload."""
+    """Planning problem of the chosen plan; None without a workload."""
     forecast_only: str | None
-    """Why wanma does not run the plan."""
+    """Reason why the plan is forecast-only; None for a runnable plan."""
     unread: str | None = None
-    """Why there is no workload."""
+    """Reason why there is no workload."""
     untimed: str | None = None
-    """Why there are no forecasts of time."""
+    """Reason why there are no forecasts of time."""
     look: Callable[[], Searched] | None = field(default=None, repr=False, compare=False)
-    """Searches for the best plans, which takes as long as `auto` does: only where somebody wants to see them.
-    None where there are no forecasts of time."""
+    """Search for the best plans, which takes as long as `auto` does; called only on demand.
+
+    None where there are no forecasts of time.
+    """
 
     @cached_property
     def _searched(self) -> Searched | None:
@@ -77,47 +79,47 @@ class Study:
 
     @property
     def found(self) -> Found | None:
-        """The best plans, were the layout left open; None where there are no forecasts of time."""
+        """Return the best plans with an open layout; None where there are no forecasts of time."""
         return self._searched.found if self._searched is not None else None
 
     @property
     def beside_best(self) -> Comparison | None:
-        """The plan beside the best of `found`, where the job fixes another one."""
+        """Return the comparison of the job's own plan with the best of `found`."""
         return self._searched.beside_best if self._searched is not None else None
 
     @property
     def best(self) -> Candidate | None:
-        """What the job's plan is measured against."""
+        """Return the plan with which the job's plan is compared."""
         return self.found.shown if self.found is not None else None
 
 
 @dataclass(frozen=True)
 class Why:
-    """A question about another plan, and the answer."""
+    """Question about another plan, and the answer."""
 
     asked: str
-    """'tp=16,pp=2'."""
+    """Question as the user writes it: 'tp=16,pp=2'."""
     answer: Comparison | None
-    """None where there is no such plan."""
+    """Comparison of the plan with the best; None where there is no such plan."""
     sentence: str
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The same job on other machines."""
+    """Plan of the same job on a changed cluster."""
 
     changes: str
-    """'gpus=2048'."""
+    """Changes as the user writes them: 'gpus=2048'."""
     cluster: Cluster
     study: Study | None
-    """None where it has no plan there."""
+    """Analysis on the changed cluster; None without a plan there."""
     reason: str = ""
-    """Why not."""
+    """Reason why there is no plan."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A study, and what was asked beside it."""
+    """Plan analysis with the answers to the user's questions."""
 
     study: Study
     whys: tuple[Why, ...] = ()
@@ -128,28 +130,30 @@ class Answers:
 
 @dataclass(frozen=True)
 class Questions:
-    """What a user wants to know beside the plan."""
+    """Questions of a user beside the plan."""
 
     whys: Sequence[str] = ()
-    """Sizes of [parallel] that another plan has: 'tp=16,pp=2'."""
+    """Sizes of [parallel] of other plans: 'tp=16,pp=2'."""
     what_ifs: Sequence[str] = ()
-    """Changes to the machines: 'gpus=2048,link.inter_node=200G'."""
+    """Changes to the cluster: 'gpus=2048,link.inter_node=200G'."""
     scale: str | None = None
-    """Numbers of devices: '64..4096'."""
+    """Range of device counts: '64..4096'."""
     timeline: bool = False
-    """Whether one step is to be drawn."""
+    """True if a timeline of one step is requested."""
 
 
 def answer(
     job: Job, *, device: str | None = None, cluster: str | None = None, questions: Questions = Questions()
 ) -> Answers:
-    """Plan a job and answer what is asked about it, without reading its data.
+    """Plan a job and answer questions about it, without reading its data.
 
     Args:
-        device: plan for as many of this device of the catalogue as the job has ranks, or for a cluster in
-            one line; default: for `cluster`.
-        cluster: plan for the machines of a cluster file, or of one line; default: the job's `cluster.file`,
-            else this machine.
+        job: the job.
+        device: plan for as many of this device of the catalogue as the job has ranks, or for a cluster
+            shorthand; default: for `cluster`.
+        cluster: plan for a cluster file, or a cluster shorthand; default: the job's `cluster.file`, else the
+            local node.
+        questions: questions beside the plan.
 
     Raises:
         JobError: the job, the cluster or a question is wrong, or the plan fits nowhere.
@@ -180,7 +184,7 @@ def answer(
 
 @dataclass(frozen=True)
 class _Asker:
-    """What stays the same while machines and layouts vary."""
+    """Inputs of the analysis that stay the same while clusters and layouts vary."""
 
     job: Job
     read: ModelRead
@@ -192,7 +196,7 @@ class _Asker:
         return self.read.workload
 
     def study(self, job: Job, machines: Cluster, *, is_here: bool = False) -> Study:
-        """The job's plan on these machines, beside the best one there is.
+        """Return the job's plan on a cluster, with the search for the best one.
 
         Raises:
             JobError: there is no plan, or none that fits.
@@ -235,7 +239,7 @@ class _Asker:
         )
 
     def why(self, study: Study, asked: str) -> Why:
-        """The best plan with the sizes asked about, beside the best of all.
+        """Return the best plan with the sizes in question, compared with the best of all.
 
         Raises:
             JobError: no such key, or a value that it does not take.
@@ -257,10 +261,10 @@ class _Asker:
         return Why(asked, told, told.sentence)
 
     def what_if(self, machines: Cluster, text: str) -> WhatIf:
-        """The study on machines with something changed.
+        """Return the analysis on a changed cluster.
 
         Raises:
-            JobError: the machines cannot be so.
+            JobError: the changed cluster is impossible.
         """
         other = changed(machines, text)
         try:
@@ -269,7 +273,7 @@ class _Asker:
             return WhatIf(text, other, None, error.message)
 
     def best_plans(self, machines: Cluster) -> Found:
-        """Of the job on these machines, its layout left open.
+        """Search for the best plans of the job on a cluster, with an open layout.
 
         Raises:
             JobError: time cannot be forecast there.
@@ -301,14 +305,14 @@ def _fixes_layout(job: Job) -> bool:
 
 
 def _free(job: Job) -> Job:
-    """The job with its layout left open."""
+    """Return the job with its layout left open."""
     kept = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set & _NO_LAYOUT}
     section = type(job.parallel).model_validate({**kept, "auto": True})
     return job.model_copy(update={"parallel": section})
 
 
 def _pinned(job: Job, asked: str) -> Job:
-    """The job with no sizes but those asked about."""
+    """Return the job with the sizes in question and all others open."""
     pins: list[str] = []
     for part in filter(None, (part.strip() for part in asked.split(","))):
         key, equals, value = part.partition("=")

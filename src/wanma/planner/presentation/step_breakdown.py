@@ -1,4 +1,4 @@
-"""Where a step's time goes, as a bar and as a table for the terminal."""
+"""Breakdown of a step's time by kind, as a bar and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAR_WIDTH = 24
 
 
 def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
-    """The step in one line, then its kinds; of a forecast that has a step."""
+    """Render a forecast with a step: one line of key figures, then the kinds of time."""
     step = forecast.step
     assert step is not None, "only for forecasts of time"
     facts = [
@@ -51,7 +51,7 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
 
 
 def time_bar(step: StepTime, width: int = BAR_WIDTH) -> Text:
-    """A step's kinds side by side; those of less than half a column are not seen."""
+    """Draw the kinds of a step's time side by side; kinds below half a column are invisible."""
     bar = Text(no_wrap=True)
     end, drawn = 0.0, 0
     for kind, _, share in time_shares(step):
@@ -63,7 +63,7 @@ def time_bar(step: StepTime, width: int = BAR_WIDTH) -> Text:
 
 
 def time_legend(steps: Iterable[StepTime]) -> Text:
-    """What the glyphs of these steps' bars mean."""
+    """Return a legend of the glyphs in the bars of `steps`."""
     seen = {kind.field for step in steps for kind, _, share in time_shares(step) if share >= 0.5 / BAR_WIDTH}
     legend = Text()
     for kind in TIME_KINDS:

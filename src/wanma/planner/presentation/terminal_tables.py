@@ -1,4 +1,4 @@
-"""`wanma plan` in the terminal: what was found out, in tables that also fit a narrow window."""
+"""Tables of `wanma plan` for the terminal, which also fit a narrow window."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SHOWN_PLANS = 8
 FORECASTS_ONLY = "Forecasts only: wanma does not run these plans"
 SHOWN_FRONT = 8
 NARROW, NARROWER, NARROWEST = 104, 80, 60
-"""Columns of a window below which a table leaves out its bars, its rates, and all but step and plan."""
+"""Widths of a window, in columns, below which a table omits bars, rates, and all but step and plan."""
 
 
 def answers_text(answers: Answers) -> RenderableType:
-    """Everything, the chosen plan first."""
+    """Render the whole analysis, the chosen plan first."""
     study = answers.study
     parts: list[RenderableType] = [Text(f"\n{study.cluster}", style="bold")]
     if study.forecast_only is not None:
@@ -71,11 +71,11 @@ def _head(text: str) -> Text:
 
 
 class _Wide:
-    """A table that leaves out columns where the window is narrow.
+    """Table that omits columns where the window is narrow.
 
     Args:
-        rows: the first one holds the heads.
-        widths: of a window, from which on each column is shown; default: always.
+        rows: rows of cells; the first one holds the heads.
+        widths: width of a window, in columns, from which each column is shown; default: always.
     """
 
     def __init__(self, rows: Sequence[Sequence[RenderableType]], widths: Sequence[int] = ()) -> None:
@@ -95,8 +95,12 @@ class _Wide:
 
 
 def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = None) -> Text:
-    """Args:
-    cluster: tell of unlike ranks what they compute on it.
+    """Render a plan with its settings.
+
+    Args:
+        plan: the plan.
+        note: reason why it is forecast-only.
+        cluster: cluster on which to describe the parts of unequal ranks.
     """
     cell = Text(axes_words(plan), overflow="fold")
     cell.append(f"\n{settings_words(plan)}", style="dim")
@@ -130,8 +134,10 @@ def _found(study: Study, found: Found) -> Iterable[RenderableType]:
 
 
 def shown_plans(found: Found, most: int) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
-    """The plans that wanma runs, and faster ones that are a forecast only; where it runs none, those
-    alone."""
+    """Return the runnable plans, and faster forecast-only ones.
+
+    Without a runnable plan, only forecast-only ones.
+    """
     best = found.best
     if best is None:
         return found.candidates[:most], ()

@@ -1,4 +1,4 @@
-"""`--what-if`: the same job on several machines, row by row."""
+"""Table of the same job on several clusters, for `--what-if`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from wanma.planner.presentation.plan_analysis import Study, WhatIf
 
 
 def side_by_side(study: Study, what_ifs: Sequence[WhatIf]) -> list[list[str]]:
-    """Rows of cells: the first names the columns, the others begin with what they compare.
+    """Return rows of cells: the first has the columns' names, the others begin with their quantity.
 
-    Rows of which nobody knows anything are left out.
+    Rows without any value are left out.
     """
     outcomes = [_outcome(study, "", study), *(_outcome(one.study, one.reason, study) for one in what_ifs)]
     names = ("machines", "plan", "settings", "step", rate_unit(study.workload), "MFU", "memory", "run")

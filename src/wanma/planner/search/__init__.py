@@ -1,1 +1,1 @@
-"""Which plans there are, and the best of them: the space, its bounds, and what plans share of their costs."""
+"""Search for the fastest plans of equal devices: search space, bounds, and costs that plans share."""

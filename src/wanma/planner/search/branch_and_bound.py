@@ -1,8 +1,9 @@
-"""The best plans of a space: every plan is looked at, or left out by a bound that it cannot beat.
+"""Best-first branch and bound over a search space.
 
-Best first: groups of plans wait in the order of a time that none of their plans can be faster than. A group
-that comes to its turn is divided, down to a `Core`, whose plans are forecast. Once the fastest plans are
-known, whatever still waits is left out together. Pure functions, without torch.
+Every plan is evaluated, or left out by a lower bound that exceeds the best plans' time. Groups of plans wait
+in the order of their lower bounds. The first group is divided, down to a search leaf (`Core`), whose plans
+are forecast. Once the fastest plans are known, all that still waits is left out together. Pure functions,
+without torch.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from wanma.planner.search.space import SHARDS, Grid, Space, grids, splits
 Mask = npt.NDArray[np.bool_]
 
 SLOWEST = 1.5
-"""Times the fastest plan's step: slower plans are on no front of memory and time."""
+"""Largest step time on the Pareto front, as a multiple of the fastest plan's."""
 TOLERANCE = 0.01
-"""Share by which a plan must be smaller or faster than each of the front to be on it too."""
+"""Share by which a plan must be smaller or faster than each of the Pareto front to join it."""
 EQUAL = 1 + 1e-9
-"""Times that differ by less are the same."""
+"""Ratio of two step times below which they count as equal."""
 
 
 def search(
@@ -51,18 +52,20 @@ def search(
     tolerance: float = TOLERANCE,
     slowest: float = SLOWEST,
 ) -> Found:
-    """The fastest plans that fit, and the front of memory and time.
+    """Search a space for the fastest plans that fit, and the Pareto front of memory and step time.
 
-    Of a space with several numbers of devices, plans on fewer of them count where they are faster than every
+    In a space with several numbers of devices, plans on fewer of them count where they are faster than every
     plan on more.
 
     Args:
-        keep: most candidates, each of other sizes of the axes (`layout_of`).
+        problem: the planning problem.
+        space: plans to search.
+        keep: largest number of candidates, each of another mesh shape (`layout_of`).
         tolerance: for every plan there is one on the front that is at most this share slower and larger.
-        slowest: of the front, times the fastest plan's step.
+        slowest: largest step time on the front, as a multiple of the fastest plan's.
 
     Returns:
-        of each layout its fastest plan; of plans that take the same time, the simplest, then the smallest.
+        the fastest plan of each mesh shape; of plans with equal times, the simplest, then the smallest.
     """
     began = time.perf_counter()
     searching = _Search(problem, space, keep, tolerance, slowest)
@@ -72,12 +75,12 @@ def search(
 
 
 def layout_of(plan: Plan) -> tuple[int, ...]:
-    """What tells the candidates of a search apart: sizes of the axes, the data ranks taken together."""
+    """Return the mesh shape of a plan, by which candidates differ: (pp, data ranks, cp, tp, ep)."""
     return plan.pp, plan.data_ranks, plan.cp, plan.tp, plan.ep
 
 
 def rank_of(one: Candidate) -> tuple[object, ...]:
-    """The faster plan first; where times are the same, the simpler one, then the smaller, then the exact."""
+    """Return the sort key of candidates: faster first, then simpler, then smaller, then exact."""
     return _rank(one.seconds, one.plan, one.memory_bytes)
 
 
@@ -87,7 +90,7 @@ def _rank(seconds: float, plan: Plan, memory_bytes: float) -> tuple[object, ...]
 
 
 def complexity(plan: Plan) -> tuple[int, ...]:
-    """How much a plan asks of the machines and of whoever reads it."""
+    """Return a plan's complexity as a sort key: ranks, split dimensions, optional features, shard level."""
     split = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
     extras = (plan.recompute != "none") + plan.sequence + plan.compile + (plan.virtual_stages > 1)
     return plan.world_size, split, extras, SHARDS.index(plan.shard)
@@ -95,7 +98,7 @@ def complexity(plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Plans of one grid that nobody has looked at one by one."""
+    """Group of plans of one mesh shape that waits to be divided."""
 
     grid: Grid
     count: int
@@ -103,11 +106,11 @@ class _Waiting:
 
 
 class _Sketched(NamedTuple):
-    """Bounds on the plans of one schedule, (micro-batches, recomputes)."""
+    """Lower bounds on the plans of one schedule; arrays are (micro-batches, recomputes)."""
 
     sketch: Sketch
     sizes: list[int]
-    """Of micro-batches."""
+    """Micro-batch sizes, in samples."""
     seconds: Array
     memory: Array
 
@@ -118,7 +121,7 @@ class _Sketched(NamedTuple):
 
 @dataclass(frozen=True)
 class _Point:
-    """One plan of a core."""
+    """One plan of a search leaf, by its row (recompute) and column (state sharding)."""
 
     core: Core
     row: int
@@ -136,23 +139,23 @@ class _Search:
         self.listing = Listing(space, self.tables)
         self.front = Front[_Point](tolerance)
         self.best: dict[Grid, tuple[float, tuple[object, ...], Plan]] = {}
-        """Of every grid, its fastest plan that fits: its seconds and rank."""
+        """Fastest plan that fits by mesh shape: its seconds, sort key and plan."""
         self.too_large: list[tuple[float, int, Callable[[], Core]]] = []
-        """While nothing fits: bytes that none of a core's plans is below."""
+        """Lower bounds on the bytes of search leaves, kept while no plan fits."""
         self.considered = 0
         self.pruned = Counter[str]()
         self._heap: list[tuple[float, int, _Waiting]] = []
         self._order = itertools.count()
         self._enough = math.inf
-        """Seconds of the last one that is kept."""
+        """Step time of the slowest candidate that is kept, in seconds."""
         self._fastest = math.inf
         self._on_more = math.inf
-        """Seconds of the fastest plan on more devices."""
+        """Step time of the fastest plan on more devices, in seconds."""
 
     # ------------------------------------------------------------ groups of plans, largest first
 
     def look_at(self, devices: int) -> None:
-        """All plans on so many devices."""
+        """Search all plans on `devices` devices."""
         self._on_more = self._fastest
         for grid in grids(replace(self.space, devices=(devices,))):
             of_grid = self.listing.of_grid(grid)
@@ -184,11 +187,11 @@ class _Search:
         heapq.heappush(self._heap, (least, next(self._order), waiting))
 
     def _is_relevant(self, grid: Grid, seconds: float) -> bool:
-        """Whether a plan that takes so long could be a candidate, or on the front."""
+        """Return whether a plan with this step time could be a candidate or on the Pareto front."""
         return seconds <= self._limit(grid) or seconds <= self._slowest_on_front
 
     def _limit(self, grid: Grid) -> float:
-        """Seconds beyond which a plan of `grid` is no candidate."""
+        """Return the step time, in seconds, beyond which a plan of `grid` is no candidate."""
         own = self.best[grid][0] if grid in self.best else math.inf
         return min(own, self._enough, self._on_more) * EQUAL
 
@@ -238,7 +241,7 @@ class _Search:
         return sketch.least_seconds(tables.bare(plan, sizes), adding, np.array(counts)[:, None])
 
     def _divide_sketch(self, grid: Grid, sketched: _Sketched, shared: States) -> None:
-        """Look at the sizes that are still in question more closely."""
+        """Tighten the bounds of micro-batch sizes that are not ruled out, and divide the group by size."""
         sketch = sketched.sketch
         open_ = np.atleast_1d(self._interesting(grid, sketched.seconds, sketched.memory).any(axis=1))
         self.pruned["time"] += int((~open_).sum()) * len(sketch.recomputes) * len(shared.plans)
@@ -279,7 +282,7 @@ class _Search:
         seconds: Array,
         memory: Array,
     ) -> None:
-        """Look at a core's plans, where by its bounds some may be of interest."""
+        """Evaluate a search leaf if its bounds do not rule out all of its plans."""
         count = len(again) * len(shared.plans)
         if not self._interesting(grid, seconds, memory).any():
             self.pruned["time"] += count
@@ -301,7 +304,7 @@ class _Search:
     # ------------------------------------------------------------ plans
 
     def _look_on(self, grid: Grid, core: Core, waiting: Mask) -> None:
-        """Play the core's most promising rows, as long as nothing else is more promising."""
+        """Simulate the most promising rows of a search leaf while no waiting group is more promising."""
         while True:
             waiting = waiting & self._interesting(grid, core.least, core.memory)
             promised = np.where(waiting, core.least, np.inf).min(axis=1)
@@ -317,7 +320,7 @@ class _Search:
             waiting[row] = False
 
     def _note(self, grid: Grid, core: Core, row: int, seconds: Array) -> None:
-        """Remember what is worth it of a row's plans."""
+        """Record the candidates and Pareto points among a row's plans."""
         seconds = np.where(seconds < self._on_more, seconds, np.inf)
         shortest = float(seconds.min())
         if shortest <= self._limit(grid):
@@ -361,7 +364,7 @@ class _Search:
         )
 
     def _nearest(self) -> Candidate | None:
-        """The plan that needs the least memory."""
+        """Return the plan that needs the least memory; None where the space has no plan."""
         heapq.heapify(self.too_large)
         smallest = math.inf
         nearest: Plan | None = None

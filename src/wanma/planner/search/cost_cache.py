@@ -1,6 +1,6 @@
-"""Costs that many plans share, each computed once: what a search is fast by.
+"""Memoized costs that many plans share, which make a search fast.
 
-All numbers are those of `step`, `cost.decoder` and `memory.ranks`, the only places that know them.
+All figures are those of `cost.step`, `cost.decoder` and `memory.peak`, which alone compute them.
 """
 
 from __future__ import annotations
@@ -36,59 +36,66 @@ class Line(NamedTuple):
 
 
 class UnitCost(NamedTuple):
-    """Of one block or end and micro-batch, on one rank."""
+    """Cost of one block or end layer and one micro-batch on one rank, in seconds."""
 
     forward: tuple[Line, Line]
-    """As `backward`: activations that are offloaded are fewer where more runs again; else it is always the
-    same."""
+    """Forward seconds by the recomputed share of a block: the larger of two lines.
+
+    It varies only with activation offload: the more is recomputed, the less is offloaded.
+    """
     weights: float
-    """Of backward, the weights' gradients where a schedule computes them on their own."""
+    """Seconds of the weight gradients within backward, where a schedule computes them separately."""
     backward: tuple[Line, Line]
-    """By the share that runs again: the larger of two lines. Backward hides what is exchanged beside it up to
-    the point from which there is nothing left to hide."""
+    """Backward seconds by the recomputed share of a block: the larger of two lines.
+
+    Backward hides communication beside it up to the share from which nothing is left to hide.
+    """
     parameters: float
-    """That are gathered and reduced."""
+    """Parameters that are gathered and reduced."""
 
     @property
     def forward_alone(self) -> float:
-        """Where nothing runs again."""
+        """Return the forward seconds without recompute."""
         return max(line.at_none for line in self.forward)
 
     @property
     def backward_alone(self) -> float:
-        """Where nothing runs again."""
+        """Return the backward seconds without recompute."""
         return max(line.at_none for line in self.backward)
 
 
 class Bare(NamedTuple):
-    """What computing takes and waits for, without what data ranks add: casts, sums and exchanges of weights
-    and gradients. Of micro-batches of several sizes; (micro-batches, kinds of blocks)."""
+    """Seconds of computing and exposed communication without the work of data parallelism.
+
+    Casts, sums and exchanges of weights and gradients are left out. Arrays are (micro-batch sizes, kinds of
+    blocks).
+    """
 
     forward: Array
     backward: Array
     weights: Array
-    """Of backward, the weights' gradients."""
+    """Seconds of the weight gradients within backward."""
     selective: Array
-    """What selective recompute of a whole block adds to its backward."""
+    """Seconds that selective recompute of a whole block adds to its backward."""
     full: Array
-    """Likewise full recompute."""
+    """Seconds that full recompute of a whole block adds to its backward."""
     before: Array
-    """Forward, backward and of it weights' gradients of what is before the blocks; (micro-batches, 3)."""
+    """Seconds of the layers before the blocks: forward, backward, weight gradients; (sizes, 3)."""
     after: Array
-    """Of what is after them, likewise."""
+    """Seconds of the layers after the blocks, likewise."""
 
 
 class Adding(NamedTuple):
-    """What adding each micro-batch's gradients to those before takes, where a rank adds whole ones."""
+    """Seconds to accumulate a micro-batch's gradients, where a rank accumulates unsharded ones."""
 
     blocks: Array
-    """(micro-batches, kinds of blocks)."""
+    """Seconds by kind of block; (numbers of micro-batches, kinds of blocks)."""
     before: Array
     after: Array
 
 
 class Exchange(NamedTuple):
-    """Once a step, of the fullest rank's parameters."""
+    """Seconds of data-parallel communication and optimizer once a step, for the largest rank's parameters."""
 
     reduce: float
     gather: float
@@ -97,11 +104,11 @@ class Exchange(NamedTuple):
 
 _AGAIN: tuple[Recompute, ...] = ("selective", "full")
 _STEP = 1e-3
-"""Share by which a line's slope is told; no stage recomputes less of its blocks, but for nothing."""
+"""Share by which a line's slope is measured; no stage recomputes less of its blocks, except none."""
 
 
 class Tables:
-    """Costs of a problem's plans, which are told apart only by what a cost depends on."""
+    """Cache of costs of a problem's plans, keyed by the settings that a cost depends on."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -113,7 +120,7 @@ class Tables:
         return self._made[key]  # type: ignore[return-value]  # what this key's maker made
 
     def pieces(self, plan: Plan) -> Pieces:
-        """With what full recompute would run again, whatever the plan's."""
+        """Return the layer costs of the model, with the cost of full recompute whatever the plan's policy."""
         key = ("pieces", pieces_key(plan))
         return self._once(key, lambda: pieces_of(self.problem, plan.but(recompute="full")))
 
@@ -124,7 +131,7 @@ class Tables:
         return self._once(key, lambda: blocks_of(self.problem, plan.but(recompute="selective")))
 
     def blocks(self, plan: Plan, recompute: Recompute, micro_batches: int) -> tuple[UnitCost, ...]:
-        """One block of each kind."""
+        """Return the cost of one block of each kind."""
         key = ("blocks", pieces_key(plan), recompute, block_key(plan), micro_batches)
 
         def make() -> tuple[UnitCost, ...]:
@@ -137,11 +144,11 @@ class Tables:
         return self._once(key, make)
 
     def block_numbers(self, plan: Plan) -> tuple[int, ...]:
-        """Blocks of each kind in the model."""
+        """Return the number of blocks of each kind in the model."""
         return tuple(kind.number for kind in self.pieces(plan).blocks)
 
     def ends(self, plan: Plan, micro_batches: int) -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
-        """What is before the blocks, and what is after them."""
+        """Return the costs of the layers before the blocks, and of those after them."""
         key = ("ends", pieces_key(plan), block_key(plan), micro_batches)
 
         def make() -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
@@ -157,7 +164,15 @@ class Tables:
     def _unit(
         self, part: PartTime, parameters: float, plan: Plan, micro_batches: int, runs_again: bool | None
     ) -> UnitCost:
-        """Of a block, or of an end, for which there is nothing to say of `runs_again`."""
+        """Return the cost of a block, or of an end layer.
+
+        Args:
+            part: layer cost.
+            parameters: parameters of the layer.
+            plan: the plan.
+            micro_batches: micro-batches of a step.
+            runs_again: True for a block that is recomputed; None for an end layer.
+        """
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plan, machine, habits, trained_share(self.problem))
         apart = plan.but(schedule="zbv")
@@ -178,7 +193,7 @@ class Tables:
         return UnitCost(forward, none[2], backward, parameters)
 
     def bare(self, plan: Plan, sizes: Sequence[int]) -> Bare:
-        """Of micro-batches of these sizes."""
+        """Return the costs without data parallelism for micro-batches of `sizes` samples."""
         key = pieces_key(plan)
         found = [self._once(("bare", key, size), partial(self._bare, plan, size)) for size in sizes]
         return Bare(*(np.array(numbers) for numbers in zip(*found, strict=True)))
@@ -219,7 +234,7 @@ class Tables:
         return forward, backward, weights, selective, full, before, after
 
     def adding(self, plan: Plan, micro_batches: Sequence[int]) -> Adding:
-        """Of so many micro-batches a step."""
+        """Return the seconds of gradient accumulation for each number of micro-batches in a step."""
         key = ("adding", plan.tp, plan.ep, plan.pp > 1, plan.precision, plan.compile)
         found = [self._once((*key, number), partial(self._adding, plan, number)) for number in micro_batches]
         return Adding(*(np.array(numbers) for numbers in zip(*found, strict=True)))
@@ -238,7 +253,7 @@ class Tables:
         return [seconds(kind.parameters) for kind in pieces.blocks], before, after
 
     def exchange(self, plan: Plan, parameters: float) -> Exchange:
-        """Of a rank that holds so many `parameters`, counted before `tp` and sharding."""
+        """Return the seconds once a step of a rank with `parameters`, counted before `tp` and sharding."""
         split = (plan.pp > 1, plan.tp, plan.shard_ranks, plan.replicas, plan.shard)
         away = (plan.offload_parameters, plan.offload_optimizer)
         key = ("exchange", *split, plan.precision, plan.compile, *away, parameters)
@@ -254,16 +269,16 @@ class Tables:
         return Exchange(reduce, gather, optimizer_seconds(parameters, plan, machine, habits, trained))
 
     def is_overlapped(self, plan: Plan) -> bool:
-        """Whether reducing and gathering run beside the last backward and the first forward."""
+        """Return whether reduction and gather overlap with the last backward and the first forward."""
         return software(self.problem, plan).data_overlap and hides_sums(plan, self.problem.machine)
 
     def boundary(self, plan: Plan) -> float:
-        """What a stage's output takes to the next rank."""
+        """Return the seconds to send a stage's output to the next rank."""
         split = (plan.tp, plan.cp, plan.sequence, plan.world_size // plan.pp, plan.micro_batch)
         return self._once(("boundary", *split, plan.precision), lambda: seconds_between(self.problem, plan))
 
     def setting(self, plan: Plan, micro_batches: int) -> Setting:
-        """As `memory_setting`, of so many micro-batches a step."""
+        """Return the inputs of a memory forecast (`memory_setting`) for `micro_batches` a step."""
         key = ("setting", plan.compile, micro_batches)
         return self._once(
             key, lambda: memory_setting(self.problem, plan)._replace(micro_batches=micro_batches)
@@ -278,12 +293,12 @@ class Tables:
         send_seconds: float,
         in_flight: int | None,
     ) -> Pipelined:
-        """As `pipeline_seconds`: what a search has played, the forecasts of what it keeps need not."""
+        """Simulate a pipeline schedule (`pipeline_seconds`), memoized for the forecasts of kept plans."""
         asked = (schedule, tuple(costs), pp, micro_batches, send_seconds, in_flight)
         return self._once(("play", *asked), lambda: pipeline_seconds(*asked))
 
     def memory(self, plan: Plan) -> MemoryTable:
-        """As `forecast_memory` takes it."""
+        """Return the memory table of the plan's model, as `forecast_memory` takes it."""
         problem = self.problem
         return self._once(
             ("memory", table_key(plan)),
@@ -292,17 +307,24 @@ class Tables:
 
 
 def _lines(none: float, some: float, most: float, every: float) -> tuple[Line, Line]:
-    """Through what a block takes where a share of it recomputes: none of it, a `_STEP`, all but that, all."""
+    """Return two lines through the cost of a block at four recomputed shares: the first and the last two.
+
+    Args:
+        none: seconds without recompute.
+        some: seconds at share `_STEP`.
+        most: seconds at share 1 - `_STEP`.
+        every: seconds with all recomputed.
+    """
     slope = (every - most) / _STEP
     return Line(none, (some - none) / _STEP), Line(every - slope, slope)
 
 
 def counts_of(sizes: Integers, numbers: Sequence[int]) -> Integers:
-    """Blocks of each kind in every stage; (stages, kinds).
+    """Return the number of blocks of each kind in every stage; (stages, kinds).
 
     Args:
-        sizes: blocks of every stage.
-        numbers: blocks of each kind, in the model's order.
+        sizes: number of blocks of every stage.
+        numbers: number of blocks of each kind, in the model's order.
     """
     ends = np.cumsum(numbers)
     starts = ends - np.array(numbers)

@@ -1,6 +1,6 @@
-"""Plans by the thousand before any is looked at: a grid's splits, with the schedules that each can run.
+"""Schedules and plan counts of a split, before any plan is evaluated.
 
-How many plans there are is known without listing them. Pure functions, without torch.
+Plans are counted without listing them. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ from wanma.planner.search.schedule_bounds import without_bubbles
 from wanma.planner.search.space import Grid, Share, Space, micro_batches, recomputes, shares, staged, states
 
 _ENDLESS = 1 << 20
-"""Samples of a micro-batch, of which what is paid once does not count."""
+"""Samples of a micro-batch so large that costs per micro-batch vanish."""
 
 
 class Listing:
-    """Of a space, what many of its splits share.
+    """Enumeration of a space's schedules by split, with the parts that many splits share.
 
     Args:
-        tables: of the problem.
+        space: the search space.
+        tables: costs of the problem's plans.
     """
 
     def __init__(self, space: Space, tables: Tables) -> None:
         self._space, self._tables = space, tables
         self.is_timeless = unknown_rates(tables.problem, space.start) is not None
-        """Whether no plan has a forecast of time."""
+        """True if no plan has a forecast of time."""
         self._rows: dict[int, Rows] = {}
         self._samples: dict[object, float] = {}
         self._staged: dict[object, list[Scheduled]] = {}
 
     def of_grid(self, grid: Grid) -> OfGrid:
-        """What all plans of a grid share."""
+        """Return the data that all plans of a mesh shape share."""
         if grid.data_ranks not in self._rows:
             self._rows[grid.data_ranks] = Rows(self._space, grid)
         return OfGrid(grid, list(shares(self._space, grid)), self._rows[grid.data_ranks], self._space)
 
     def least_seconds(self, split: Plan) -> float:
-        """Of a step without bubbles: no micro-batch computes a sample faster than an endless one."""
+        """Return a lower bound on a step's seconds: no bubbles, and samples of an endless micro-batch."""
         if self.is_timeless:
             return 0.0
         batch = self._tables.problem.global_batch
         return self._sample_seconds(split) * batch / split.data_ranks / split.pp
 
     def _sample_seconds(self, split: Plan) -> float:
-        """Of a sample in an endless micro-batch, by a rank that holds the whole model."""
+        """Return the seconds of a sample in an endless micro-batch, on a rank that holds the whole model."""
         key = pieces_key(split)
         if key not in self._samples:
             numbers, bare = self._tables.block_numbers(split), self._tables.bare(split, (_ENDLESS,))
@@ -62,7 +63,7 @@ class Listing:
         return self._samples[key]
 
     def schedules_of(self, split: Plan, of_grid: OfGrid) -> list[Scheduled]:
-        """All that the split can run with."""
+        """Return all schedules, stages and recomputes with which the split can run."""
         key = (split.pp, split.tp > 1, split.compile)
         if key not in self._staged:
             self._staged[key] = [
@@ -72,15 +73,18 @@ class Listing:
         return [one._replace(sizes=of_grid.sizes_of(one.schedule)) for one in self._staged[key]]
 
     def count(self, split: Plan, of_grid: OfGrid) -> int:
-        """Plans of the split."""
+        """Return the number of plans of the split."""
         key = (split.tp > 1, split.compile)
         if key not in of_grid.counts:
             of_grid.counts[key] = sum(map(of_grid.count, self.schedules_of(split, of_grid)))
         return of_grid.counts[key]
 
     def unbeaten(self, split: Plan, of_grid: OfGrid) -> list[Scheduled]:
-        """`schedules_of`, without what may be compiled and is faster so: a fused operator never takes longer,
-        nor keeps more, and no fixed order of operations ends later when some are shorter."""
+        """Return `schedules_of` without those that the compiled split beats.
+
+        A fused operator never takes longer, nor saves more memory, and no fixed order of operations ends
+        later when some are shorter.
+        """
         schedules = self.schedules_of(split, of_grid)
         if split.compile or True not in self._space.compile or split.device == "cpu" or self.is_timeless:
             return schedules
@@ -98,23 +102,23 @@ class Listing:
 
 
 class Scheduled(NamedTuple):
-    """A pipeline's schedule and stages, whatever else a plan is."""
+    """Pipeline schedule with its stages, recomputes and micro-batch sizes."""
 
     schedule: Schedule
     virtual_stages: int
     stage_cuts: tuple[int, ...]
     recomputes: Recomputes
     sizes: tuple[int, ...] = ()
-    """Micro-batches that it can run."""
+    """Micro-batch sizes, in samples, that the schedule can run."""
 
 
 class OfGrid:
-    """What all plans of a grid share."""
+    """Data that all plans of a mesh shape share."""
 
     def __init__(self, grid: Grid, ways: list[Share], rows: Rows, space: Space) -> None:
         self.grid, self.ways, self.rows, self._space = grid, ways, rows, space
         self.counts: dict[object, int] = {}
-        """Plans of a split, by what they depend on."""
+        """Number of plans of a split, by the settings it depends on."""
 
     @cached_property
     def states(self) -> States:
@@ -124,22 +128,22 @@ class OfGrid:
         return len(one.recomputes) * len(one.sizes) * len(self.ways)
 
     def sizes_of(self, schedule: Schedule) -> tuple[int, ...]:
-        """Micro-batches that it can run, as `admits.micro_batches_fit`."""
+        """Return the micro-batch sizes that `schedule` can run, in samples, as `micro_batches_fit`."""
         return self.rows.sizes if self.grid.pp == 1 else self.rows.sizes_of(schedule, self.grid.pp)
 
 
 class Rows:
-    """What all grids with as many data ranks share: micro-batches of the samples that a rank gets."""
+    """Micro-batch sizes of the samples of one rank, shared by mesh shapes with equally many data ranks."""
 
     def __init__(self, space: Space, grid: Grid) -> None:
         self.sizes = tuple(micro_batches(space, grid))
         rows = [math.ceil(batch / grid.data_ranks) for batch in space.batches]
         self.numbers = {size: tuple(max(math.ceil(row / size), 1) for row in rows) for size in self.sizes}
-        """Of micro-batches of each size in a step of each batch, as `Plan.accumulation`."""
+        """Number of micro-batches by size, for each global batch, as in `Plan.accumulation`."""
         self._sizes: dict[tuple[Schedule, int], tuple[int, ...]] = {}
 
     def sizes_of(self, schedule: Schedule, pp: int) -> tuple[int, ...]:
-        """Of micro-batches that a schedule can run on `pp` ranks."""
+        """Return the micro-batch sizes, in samples, that a schedule can run on `pp` ranks."""
         key = (schedule, pp)
         if key not in self._sizes:
             self._sizes[key] = tuple(
@@ -151,5 +155,5 @@ class Rows:
 
 
 def accumulation(plan: Plan, size: int, batch: int) -> int:
-    """As `Plan.accumulation`, with micro-batches of `size`."""
+    """Return the micro-batches of a step, as in `Plan.accumulation`, for micro-batches of `size` samples."""
     return max(math.ceil(math.ceil(batch / plan.data_ranks) / size), 1)

@@ -1,7 +1,7 @@
-"""Plans that differ only in recompute, and in how ranks share their state: all of them at once, as arrays.
+"""Search leaf: plans that differ only in recompute and state sharding, evaluated as arrays.
 
-Of each its memory, and the least time of a step; playing a pipeline's schedule then gives the time itself, of
-all plans with the same recompute.
+A leaf has the memory of each plan, and a lower bound on its step time; a simulation of the pipeline schedule
+then gives the time itself, of all plans with the same recompute.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from wanma.planner.search.recompute_options import Recomputes
 
 
 class Core:
-    """Arrays are (recomputes, states). Memory is there at once, times after `bound`.
+    """Plans of one search leaf as arrays of shape (recomputes, state shardings).
+
+    Memory is computed at once, times by `bound`.
 
     Args:
-        plan: all that its plans share.
-        states: ways to share the state among the plan's data ranks.
+        tables: costs of the problem's plans.
+        plan: settings that all plans of the leaf share.
+        recomputes: recompute options, one per row.
+        states: state shardings among the plan's data ranks, one per column.
     """
 
     def __init__(self, tables: Tables, plan: Plan, recomputes: Recomputes, states: States) -> None:
@@ -37,17 +41,17 @@ class Core:
         problem = tables.problem
         setting = memory_setting(problem, plan)
         self.memory = memory_grid(tables.memory(plan), plan, recomputes.all, states, setting)
-        """Bytes of the fullest rank."""
+        """Memory of the largest rank in bytes; (recomputes, state shardings)."""
         self.least = np.zeros(self.memory.shape)
-        """No step is shorter; zero where the machine's rates are unknown, and where `bound` was not asked."""
+        """Lower bound on the step time in seconds; zero where rates are unknown, and before `bound`."""
         self._alone = np.zeros(self.memory.shape)
-        """The same without waiting for data, and without saving."""
+        """Lower bound on the step time without wait for data and without saving, in seconds."""
         self._around = around(problem, plan)
         self._tables = tables
         self._variants: list[tuple[list[int], _Variant]] = []
 
     def bound(self, wanted: npt.NDArray[np.bool_]) -> None:
-        """Fill `least` for these states, and for all that one of them is computed with."""
+        """Fill `least` for the wanted columns, and keep the costs that they share."""
         problem, states = self._tables.problem, self.states
         if unknown_rates(problem, self.plan) is not None:
             return
@@ -62,7 +66,7 @@ class Core:
             self._variants.append((columns, variant))
 
     def play(self, row: int) -> Array:
-        """Seconds of a step under the recompute of that number, of every state."""
+        """Simulate the recompute of number `row`, and return the step seconds of every state sharding."""
         for columns, variant in self._variants:
             if not variant.is_played[row]:
                 more = variant.more_when_played(self._tables, row, self.plan_of(row, columns[0]))
@@ -77,7 +81,7 @@ class Core:
 
 
 class _Variant:
-    """Stages' costs of states whose blocks cost the same, under every recompute."""
+    """Stage costs of state shardings whose blocks cost the same, under every recompute."""
 
     def __init__(self, tables: Tables, plan: Plan, recomputes: Recomputes) -> None:
         self._plan = plan
@@ -115,7 +119,7 @@ class _Variant:
         least = least_seconds(plan.schedule, *costs, plan.pp, self._micro_batches, send)
         self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
         self.is_played = np.full(len(recomputes), plan.pp == 1)
-        """Of every recompute, whether its least is what it takes."""
+        """Mask of the recomputes whose lower bound is already their time."""
         every, busiest = np.arange(len(recomputes)), busy.argmax(axis=1)
         self._busiest_forward = busy_seconds(plan.schedule, ahead, plan.pp, 1)[every, busiest]
         self._busiest_backward = busy[every, busiest] / self._micro_batches - self._busiest_forward
@@ -129,10 +133,13 @@ class _Variant:
         counts: Integers,
         sizes: Integers,
     ) -> Array:
-        """One way through every stage's blocks, with what runs again; (recomputes, stages).
+        """Return the seconds of one pass through every stage's blocks; (recomputes, stages).
 
         Args:
-            lines_of: each kind of block by its share.
+            recomputes: recompute options.
+            lines_of: lines of each kind of block by its recomputed share.
+            counts: blocks of each kind; (stages, kinds).
+            sizes: blocks of every stage.
         """
         share = recomputes.of_stages(tuple(sizes.tolist()))
         total = np.zeros(share.shape)
@@ -143,7 +150,7 @@ class _Variant:
         return total
 
     def step_seconds(self, tables: Tables, states: Sequence[Plan]) -> Array:
-        """Of a step, at least; (recomputes, states)."""
+        """Return lower bounds on the step time in seconds; (recomputes, state shardings)."""
         exchanges = np.array([tables.exchange(state, self._parameters) for state in states])
         reduce, gather, optimizer = exchanges.T
         hidden = np.array([tables.is_overlapped(state) for state in states])
@@ -154,10 +161,12 @@ class _Variant:
         return seconds
 
     def more_when_played(self, tables: Tables, row: int, plan: Plan) -> float:
-        """Seconds that the pipelined part takes beyond its least: what is to be added once.
+        """Return the seconds that the simulated pipeline takes beyond its lower bound, to be added once.
 
         Args:
-            plan: under the recompute of that number, with the state of one of the variant's plans.
+            tables: costs of the problem's plans.
+            row: number of the recompute.
+            plan: plan under that recompute, with the state sharding of one of the variant's plans.
         """
         self.is_played[row] = True
         # The costs are the forecast's to the last bit, so that this is what it plays.
@@ -168,7 +177,7 @@ class _Variant:
         return self._on_shared_cores(row, played.seconds) - float(self._least[row])
 
     def _on_shared_cores(self, row: int, seconds: float) -> float:
-        """As of `step.step_of`: ranks that wait leave their cores to the others."""
+        """Return the seconds on ranks that share cores, as in `step_of`: waiting ranks leave theirs."""
         return seconds if self._shared <= 1 else max(seconds / self._shared, float(self._busy[row]))
 
 
@@ -178,7 +187,7 @@ def _of_stages(
     ends: tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]],
     name: str,
 ) -> Array:
-    """What blocks and ends make of every stage; (stages,)."""
+    """Return the sum of `name` over each stage's blocks and end layers; (stages,)."""
     total: Array = np.asarray(counts @ np.array(blocks), dtype=np.float64)
     for stage, of_stage in ((0, ends[0]), (-1, ends[1])):
         total[stage] += sum(getattr(end, name) for end in of_stage)
@@ -186,7 +195,7 @@ def _of_stages(
 
 
 def _exposed(communication: Array, compute: Array) -> Array:
-    """As `data_parallel.exposed`."""
+    """Return the exposed part of communication beside computing, as `data_parallel.exposed`."""
     exposed: Array = np.maximum(0.0, communication - compute) + INTERFERENCE * np.minimum(
         communication, compute
     )

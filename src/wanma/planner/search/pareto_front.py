@@ -1,4 +1,4 @@
-"""The front of memory and time as it grows: plans beside which no other is both faster and smaller."""
+"""Incremental Pareto front of step time and memory: no other plan is both faster and smaller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Plan = TypeVar("Plan")
 
 
 class Front(Generic[Plan]):
-    """Points in the order of time, so that their memory falls.
+    """Pareto front, sorted by rising time and so by falling memory.
 
     Args:
         tolerance: share by which a point must be faster or smaller than each of the front to join it.
@@ -26,19 +26,19 @@ class Front(Generic[Plan]):
         self.plans: list[Plan] = []
 
     def covers(self, seconds: float, memory: float) -> bool:
-        """Whether a point of the front is as good, to within the tolerance."""
+        """Return whether a point of the front is as good, to within the tolerance."""
         after = bisect_right(self._seconds, seconds * self._more)
         return after > 0 and self._memory[after - 1] <= memory * self._more
 
     def uncovered(self, seconds: Array, memory: Array) -> npt.NDArray[np.bool_]:
-        """Of many points, those that `covers` denies."""
+        """Return a mask of the points that the front does not cover."""
         smallest = np.array([np.inf, *self._memory])
         after = np.searchsorted(np.array(self._seconds), seconds * self._more, side="right")
         denied: npt.NDArray[np.bool_] = smallest[after] > memory * self._more
         return denied
 
     def add(self, seconds: float, memory: float, plan: Plan) -> None:
-        """Let a point join that is not covered; those leave that it is better than."""
+        """Add a point unless the front covers it, and remove the points that it beats."""
         if self.covers(seconds, memory):
             return
         at = bisect_right(self._seconds, seconds)

@@ -1,4 +1,4 @@
-"""Kinds and shares of recompute that plans differ in, as a list and as arrays that many of them share."""
+"""Recompute policies and shares as an indexed list, and as arrays that many plans share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = npt.NDArray[np.float64]
 
 
 class Recomputes:
-    """In a fixed order; arrays are of as many."""
+    """Recompute options in a fixed order, with arrays of one entry per option."""
 
     def __init__(self, kinds: Iterable[tuple[Recompute, float]]) -> None:
         self.all = tuple(kinds)
         self.is_selective: Array = np.array([float(kind == "selective") for kind, _ in self.all])
         self.is_full: Array = np.array([float(kind == "full") for kind, _ in self.all])
         self.shares: Array = np.array([share for _, share in self.all]) * (self.is_selective + self.is_full)
-        """Of the blocks, those that run again."""
+        """Share of a stage's blocks that is recomputed, 0 .. 1."""
         self._of_stages: dict[tuple[int, ...], Array] = {}
 
     def __len__(self) -> int:
@@ -33,10 +33,10 @@ class Recomputes:
         return self.all[number]
 
     def of_stages(self, sizes: tuple[int, ...]) -> Array:
-        """Of every stage's blocks, the share that runs again, as `Plan.recomputed`; (recomputes, stages).
+        """Return the recomputed share of every stage's blocks, as `Plan.recomputed`; (recomputes, stages).
 
         Args:
-            sizes: blocks of every stage.
+            sizes: number of blocks of every stage.
         """
         if sizes not in self._of_stages:
             blocks = np.array(sizes)

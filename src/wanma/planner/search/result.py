@@ -1,4 +1,7 @@
-"""What a search returns: plans with their forecasts, the best ones first. Pure data; pickles."""
+"""Candidate plans and the result of a search.
+
+Pure data; pickles.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from wanma.job.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that was looked at to the end."""
+    """Candidate plan: a plan that a search evaluated, with its forecast."""
 
     plan: Plan
     forecast: Forecast
     forecast_only: str | None = None
-    """Why wanma cannot run it, or not unless the job allows it by name; None for a plan that runs."""
+    """Reason why the plan is forecast-only; None for a runnable plan."""
 
     @property
     def seconds(self) -> float:
-        """Of one step; endless where nothing is known of the machine's rates."""
+        """Return the seconds of one step; infinite where rates are unknown."""
         return self.forecast.step.seconds if self.forecast.step else float("inf")
 
     @property
@@ -30,46 +33,50 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a search."""
+    """Result of a search."""
 
     candidates: tuple[Candidate, ...]
-    """Plans that fit: first what wanma runs, then what is a forecast only; of each the fastest first."""
+    """Plans that fit: runnable ones first, then forecast-only ones; each by rising step time."""
     pareto: tuple[Candidate, ...]
-    """No plan is both faster and smaller than one of these; the fastest first. Where wanma runs any plan, of
-    those alone."""
+    """Pareto front of step time and memory, fastest first.
+
+    It has only runnable plans, if there are any.
+    """
     nearest: Candidate | None
-    """Where nothing fits: the plan that needs the least memory."""
+    """Plan that needs the least memory, where nothing fits."""
     considered: int
-    """Plans of the space, those pruned included."""
+    """Number of plans of the space, pruned ones included."""
     pruned: Mapping[str, int] = field(default_factory=dict)
-    """Plans that were never forecast to the end, by what left them out: `memory` that they need, `time` that
-    they take at least, or `beaten` by themselves compiled."""
+    """Number of plans that were not forecast, by the cause.
+
+    Causes: `memory` that they need, lower bound on `time`, or `beaten` by the same plan compiled.
+    """
     seconds: float = 0.0
-    """That the search took."""
+    """Seconds that the search took."""
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that wanma runs."""
+        """Return the fastest runnable plan."""
         return next(iter(self.runnable), None)
 
     @property
     def runnable(self) -> tuple[Candidate, ...]:
-        """Plans that wanma runs."""
+        """Return the runnable plans."""
         return tuple(one for one in self.candidates if one.forecast_only is None)
 
     @property
     def forecasts_only(self) -> tuple[Candidate, ...]:
-        """Plans that wanma does not run."""
+        """Return the forecast-only plans."""
         return tuple(one for one in self.candidates if one.forecast_only is not None)
 
     @property
     def shown(self) -> Candidate | None:
-        """`best`; where wanma runs none of them, the fastest that it does not run."""
+        """Return `best`; without a runnable plan, the fastest forecast-only one."""
         return self.best or next(iter(self.candidates), None)
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Those beside which no other is at least as fast and needs less memory; the fastest first."""
+    """Return the candidates that no other beats in both step time and memory, fastest first."""
     front: list[Candidate] = []
     for one in sorted(candidates, key=lambda one: (one.seconds, one.memory_bytes)):
         if not front or one.memory_bytes < front[-1].memory_bytes:

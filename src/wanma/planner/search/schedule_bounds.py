@@ -1,8 +1,9 @@
-"""Bounds on all plans of one schedule at once, before any is forecast: a least time and a least memory.
+"""Lower bounds on time and memory of all plans of one schedule, before any is forecast.
 
-Time counts what computes, and what computing waits for: a cheap bound first, on average over the ranks and on
-the last rank, which begins late; then, where that leaves plans in question, one by all ranks of the pipeline.
-Memory counts what the first rank holds, which goes ahead farthest. Arrays are (micro-batches, recomputes).
+Time counts computing and exposed communication: a cheap bound first, on average over the ranks and on the
+last rank, which begins late; then, for plans that it does not rule out, a bound over all ranks of the
+pipeline. Memory counts the first rank's, which has most micro-batches in flight. Arrays are (micro-batches,
+recomputes).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ Array = npt.NDArray[np.float64]
 
 
 class Sketch:
-    """Of a schedule with its stages, whatever the micro-batch.
+    """Bounds on the plans of a schedule with its stages, for any micro-batch size.
 
     Args:
-        plan: in micro-batches of one sample.
-        states: ways to share the state among the plan's data ranks.
+        tables: costs of the problem's plans.
+        plan: settings of the schedule, with micro-batches of one sample.
+        recomputes: recompute options.
+        states: state shardings among the plan's data ranks.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Sketch:
         self._kept = self._kept_bytes([stages[number] for number in self._numbers])
 
     def _kept_bytes(self, mine: list[tuple[int, ...]]) -> Array:
-        """Of one sample in each stage of the first rank; (stages, recomputes)."""
+        """Return the saved bytes of one sample in each stage of the first rank; (stages, recomputes)."""
         shares = self.recomputes.of_stages(tuple(sum(counts) for counts in mine)).T
         parts = [kind.bytes for kind in self._table.kinds]
         costly = shares * self.recomputes.is_selective
@@ -68,12 +71,12 @@ class Sketch:
         return kept
 
     def least_seconds(self, bare: Bare, adding: Adding | None, micro_batches: Array) -> Array:
-        """Of a step.
+        """Return lower bounds on the step time in seconds; (micro-batches, recomputes).
 
         Args:
-            bare: of one micro-batch of each size.
-            adding: of as many; None where there is one stage, whose ranks may add parts.
-            micro_batches: of a step; (micro-batches, 1).
+            bare: costs of one micro-batch of each size.
+            adding: gradient accumulation for each size; None with one stage (ranks may add shards).
+            micro_batches: micro-batches of a step; (micro-batches, 1).
         """
         plan = self.plan
         numbers = self._tables.block_numbers(plan)
@@ -94,9 +97,12 @@ class Sketch:
         return np.maximum(average, (busy + late) / max(self._tables.problem.machine.shared, 1.0))
 
     def pipelined_seconds(self, bare: Bare, adding: Adding, micro_batches: Array, sends: Array) -> Array:
-        """Of a step, what its pipeline takes at least; as `least_seconds`, and as close as `cost.bounds` is.
+        """Return tighter lower bounds on the step time, from the pipeline's critical path, in seconds.
 
         Args:
+            bare: costs of one micro-batch of each size.
+            adding: gradient accumulation for each size.
+            micro_batches: micro-batches of a step; (micro-batches, 1).
             sends: seconds from one stage to the next; (micro-batches, 1).
         """
         plan, numbers = self.plan, self._tables.block_numbers(self.plan)
@@ -119,7 +125,7 @@ class Sketch:
         shape, rows = backward.shape, len(self.recomputes)
 
         def flat(array: Array) -> Array:
-            """Of each variant, (micro-batches × recomputes, …)."""
+            """Return a row per variant; (micro-batches × recomputes, …)."""
             return np.repeat(array, rows, axis=0)
 
         both = flat(forward), backward.reshape(-1, shape[2])
@@ -137,24 +143,24 @@ class Sketch:
         return least.reshape(shape[:2])
 
     def _with_again(self, bare: Bare, ends: Array, counts: npt.NDArray[np.int64]) -> Array:
-        """Of `counts` blocks of each kind, and of `ends`; (micro-batches, recomputes)."""
+        """Return the seconds of `counts` blocks of each kind and of `ends`; (micro-batches, recomputes)."""
         blocks = (bare.forward + bare.backward) @ counts + ends
         total: Array = blocks[:, None] + self._again(bare, counts)
         return total
 
     def _again(self, bare: Bare, counts: npt.NDArray[np.int64]) -> Array:
-        """What recompute adds; (micro-batches, recomputes)."""
+        """Return the seconds that recompute adds; (micro-batches, recomputes)."""
         again = (bare.selective @ counts)[:, None] * self.recomputes.is_selective
         again += (bare.full @ counts)[:, None] * self.recomputes.is_full
         total: Array = self.recomputes.shares * again
         return total
 
     def least_bytes(self, sizes: Sequence[int], settings: Sequence[Setting]) -> Array:
-        """Of the fullest rank.
+        """Return lower bounds on the bytes of the largest rank; (micro-batches, recomputes).
 
         Args:
-            sizes: of micro-batches.
-            settings: with their numbers in a step; all else is the same.
+            sizes: micro-batch sizes, in samples.
+            settings: inputs of the memory forecast of each size, which differ in the number of micro-batches.
         """
         plan, more = self.plan, 1 + unused_shares(self.plan, settings[0].software).passing
         flights = np.array([kept_of_stages(0, plan, setting) for setting in settings], dtype=np.float64)
@@ -177,12 +183,12 @@ class Sketch:
 
 
 def without_bubbles(numbers: Sequence[int], bare: Bare, adding: Adding | None) -> Array:
-    """Seconds of a micro-batch of each size in the whole model, nothing of which runs twice.
+    """Return the seconds of a micro-batch of each size in the whole model, without recompute.
 
     Args:
-        numbers: blocks of each kind in the model.
-        bare: of a micro-batch of each size.
-        adding: of as many; None where it may be next to nothing.
+        numbers: number of blocks of each kind in the model.
+        bare: costs of a micro-batch of each size.
+        adding: gradient accumulation for each size; None where it may be negligible.
     """
     counts = np.array(numbers)
     whole: Array = (bare.forward + bare.backward) @ counts + (bare.before + bare.after)[:, :2].sum(axis=1)

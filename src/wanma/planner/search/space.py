@@ -1,8 +1,8 @@
-"""The plans that a search looks at: which values each choice may take, and which of them go together.
+"""Search space of plans and its enumeration.
 
-What a job says is kept, the rest is free. The rules that refuse a job's own plan (`rules`) hold here without
-a word, by the same questions (`admits`); and no two plans of a space run the same. Pure functions, without
-torch.
+Settings of the job are kept, all others are free. The rules that refuse a job's own plan (`rules.mesh`) hold
+here too, by the same predicates (`rules.predicates`), without an error; and no two plans of a space run the
+same. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -40,37 +40,40 @@ from wanma.planner.rules.predicates import (
 from wanma.planner.search.recompute_options import Recomputes
 
 Sizes = tuple[int, ...] | range | None
-"""Of an axis; None: every size that divides the devices."""
+"""Sizes of a mesh dimension, in ranks; None: every size that divides the devices."""
 
 Share = tuple[int, int, Shard]
-"""How data ranks share the state: dp_replicate, dp_shard, and what is sharded."""
-
-"""Of parameters, optimizer and activations."""
+"""State sharding: (dp_replicate, dp_shard, shard level)."""
 
 SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
 VIRTUAL: Mapping[Schedule, tuple[int, ...]] = MappingProxyType(
     {"interleaved_1f1b": (2, 3, 4, 6, 8, 12), "interleaved_zero_bubble": (1, 2)}
 )
-"""Stages per rank that interleaved schedules are tried with. One without bubbles gains little by more."""
+"""Virtual stages per rank with which interleaved schedules are tried.
+
+A zero-bubble schedule gains little by more.
+"""
 LEAST_TOKENS = 2048
-"""Of a sequence, what context parallelism leaves each rank: the fewest for which a job that says nothing of
-it gets any. Shorter pieces promise less than forecasts are uncertain by: of GPT-3 on 1,024 A100s, 2 % from
-pieces of 1,024 tokens (`benchmarks.planner.speed --context`)."""
+"""Fewest tokens of a sequence that context parallelism leaves each rank, where the job sets no size.
+
+Shorter pieces gain less than the uncertainty of forecasts: of GPT-3 on 1,024 A100s, 2 % from pieces of 1,024
+tokens (`benchmarks.planner.speed --context`).
+"""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Values of every choice. A plan of the space has one of each; `plans` lists them."""
+    """Values of every plan setting; a plan of the space has one of each, and `plans` lists them."""
 
     start: Plan
-    """What no choice says: precision, device, threads."""
+    """Plan with the settings that the space does not vary: precision, device, threads."""
     devices: tuple[int, ...]
-    """Sizes of the world."""
+    """World sizes, in ranks."""
     batches: tuple[int, ...]
-    """Global batches of the job's steps, all of which a plan must be able to run."""
+    """Global batch sizes of the job's steps, in samples, all of which a plan must be able to run."""
     dimensions: DecoderDimensions | None
     length: int | None
-    """Tokens of every sample; None where nobody says."""
+    """Tokens of every sample; None where unknown."""
     group: int = 1
     """Samples that one micro-batch must hold together."""
     pp: Sizes = None
@@ -83,17 +86,17 @@ class Space:
     sequence: tuple[bool, ...] = (True, False)
     context: tuple[ContextKind, ...] = ("ring", "all_to_all")
     micro_batch: Sizes = None
-    """None: the smallest of each number of micro-batches."""
+    """Micro-batch sizes, in samples; None: the smallest for each number of micro-batches."""
     schedules: tuple[tuple[Schedule, int], ...] = ()
-    """With stages per rank."""
+    """Pairs of schedule and virtual stages per rank."""
     stage_cuts: tuple[int, ...] | None = None
-    """None: by cost."""
+    """Stage boundaries of the job, in blocks; None: by cost."""
     recompute: tuple[tuple[Recompute, float | None], ...] = (
         ("none", 1.0),
         ("selective", None),
         ("full", None),
     )
-    """With the share of a stage's blocks; None: each number of them."""
+    """Pairs of recompute policy and share of a stage's blocks; share None: each number of blocks."""
     compile: tuple[bool, ...] = (False,)
 
     @classmethod
@@ -107,13 +110,15 @@ class Space:
         devices: Sequence[int] | None = None,
         workload: Workload | None = None,
     ) -> Space:
-        """What a job leaves open on a cluster.
+        """Build the search space that a job leaves open on a cluster.
 
         Args:
-            dimensions: of a decoder; any other model is split over samples only, beside what the job says.
-            start: what no choice says; default: the job's precision, on the cluster's kind of device.
-            devices: sizes of the world; default: `usable_devices`.
-            workload: of a module of one's own, which says how many samples it takes together.
+            job: the job.
+            cluster: equal nodes.
+            dimensions: the decoder's dimensions; other models are split over samples unless the job says.
+            start: settings that the space does not vary; default: the job's precision on the cluster.
+            devices: world sizes, in ranks; default: `usable_devices`.
+            workload: traced workload of a user's own module, with the samples that it needs together.
         """
         parallel = job.parallel
         said = parallel.model_fields_set
@@ -166,7 +171,7 @@ class Space:
     def everything(
         cls, job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, **choices: Any
     ) -> Space:
-        """As if the job said nothing of [parallel]; `choices` take the place of what that gives."""
+        """Build the space of a job without its [parallel] section; `choices` replace fields of the space."""
         free = job.model_copy(update={"parallel": type(job.parallel)()})
         space = cls.of_job(free, cluster, dimensions)
         return replace(space, **{"cp": None, "compile": (False, True), **choices})
@@ -178,7 +183,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the axes, but for how the data ranks share the state."""
+    """Mesh shape: sizes of the mesh dimensions before the data ranks are divided into replicas and shards."""
 
     pp: int
     cp: int
@@ -192,7 +197,7 @@ class Grid:
 
 
 def plans(space: Space, workload: Workload | None) -> Iterator[Plan]:
-    """All plans of the space, each once, in a fixed order."""
+    """Yield all plans of the space, each once, in a fixed order."""
     for grid in grids(space):
         ways = states(space, grid)
         for plan in cores(space, grid, workload):
@@ -205,7 +210,7 @@ def plans(space: Space, workload: Workload | None) -> Iterator[Plan]:
 
 
 def grids(space: Space) -> Iterator[Grid]:
-    """Sizes that multiply up to the devices, and that the model and the batch can be split into."""
+    """Yield the mesh shapes that fill the devices and that model and batch can be split into."""
     for devices in space.devices:
         for tp in _sizes(space.tp, devices):
             if space.dimensions is not None and not tensor_fits(space.dimensions, tp):
@@ -223,7 +228,7 @@ def grids(space: Space) -> Iterator[Grid]:
 
 
 def states(space: Space, grid: Grid) -> list[Plan]:
-    """The grid with each way in which the data ranks can share the state; all else is `space.start`'s."""
+    """List the plans of a mesh shape with each state sharding; all other settings are `space.start`'s."""
     plain = space.start.but(pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
     return [
         plain.but(dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
@@ -232,7 +237,7 @@ def states(space: Space, grid: Grid) -> list[Plan]:
 
 
 def shares(space: Space, grid: Grid) -> Iterator[Share]:
-    """Of `states`, what tells them apart."""
+    """Yield the state shardings of a mesh shape, as in `states`."""
     for dp_shard in _sizes(space.dp_shard, grid.data_ranks):
         dp_replicate = grid.data_ranks // dp_shard
         if space.dp_replicate is not None and dp_replicate not in space.dp_replicate:
@@ -248,7 +253,7 @@ def shares(space: Space, grid: Grid) -> Iterator[Share]:
 
 
 def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]:
-    """All that sets the pace of a step, but for recompute; the data ranks are taken as replicas."""
+    """Yield the plans of a mesh shape without recompute and state sharding; all data ranks are replicas."""
     sizes = micro_batches(space, grid)
     for split in splits(space, grid):
         for plan in staged(space, split, workload):
@@ -259,7 +264,7 @@ def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]
 
 
 def splits(space: Space, grid: Grid) -> Iterator[Plan]:
-    """How samples and matrices are cut and computed, as one stage and in micro-batches of one sample."""
+    """Yield the splits of samples and matrices of a mesh shape, one stage, one-sample micro-batches."""
     plain = space.start.but(
         pp=grid.pp,
         dp_replicate=grid.data_ranks,
@@ -287,7 +292,7 @@ def splits(space: Space, grid: Grid) -> Iterator[Plan]:
 
 
 def micro_batches(space: Space, grid: Grid) -> list[int]:
-    """Sizes that hold whole groups on every data rank."""
+    """List the micro-batch sizes of a mesh shape, in samples, with whole sample groups on every data rank."""
     rows = math.ceil(max(space.batches) / grid.data_ranks)
     sizes = micro_batch_sizes(rows) if space.micro_batch is None else space.micro_batch
     if space.group == 1:
@@ -301,7 +306,7 @@ def micro_batches(space: Space, grid: Grid) -> list[int]:
 
 
 def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Plan]:
-    """`split` with each pipeline schedule and its stages."""
+    """Yield `split` with each pipeline schedule and its stages."""
     if split.pp == 1:
         yield split
         return
@@ -321,7 +326,7 @@ def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Pla
 
 
 def recomputes(space: Space, plan: Plan) -> Recomputes:
-    """Kinds and shares of recompute that differ for the plan's stages."""
+    """Return the recompute options that differ for the plan's stages."""
     largest = max(stage_sizes(plan, space.layers), default=0)
     found: list[tuple[Recompute, float]] = []
     for kind, share in space.recompute:
@@ -338,14 +343,17 @@ def recomputes(space: Space, plan: Plan) -> Recomputes:
 
 
 def stage_sizes(plan: Plan, layers: int) -> list[int]:
-    """Blocks of each stage."""
+    """Return the number of blocks of each stage."""
     bounds = (0, *plan.stage_cuts, layers)
     return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
 def usable_devices(cluster: Cluster) -> tuple[int, ...]:
-    """Sizes of the world to try on a cluster: all devices first; then whole machines, in numbers that many
-    sizes divide; then what one machine can be halved into. Where more devices do not help, fewer are best."""
+    """Return the world sizes to try on a cluster, in ranks: all devices first, then in falling order.
+
+    Beside all devices, numbers of whole nodes that many sizes divide, and even parts of one node. Where more
+    devices do not help, fewer are best.
+    """
     per_node = min((len(node.devices) or 1) for node in cluster.nodes)
     machines = cluster.node_count
     counts = {machines} | {
@@ -359,7 +367,7 @@ def usable_devices(cluster: Cluster) -> tuple[int, ...]:
 
 
 def samples_together(job: Job, dimensions: DecoderDimensions | None, workload: Workload | None = None) -> int:
-    """Samples that must be computed in one micro-batch, because something is defined over them."""
+    """Return the number of samples that one micro-batch must hold together; 1 for independent samples."""
     if workload is not None and workload.samples_together > 1:
         return workload.samples_together
     if (job.model.preset or job.model.family or "").startswith("resnet"):
@@ -385,7 +393,7 @@ def _schedules(job: Job) -> tuple[tuple[Schedule, int], ...]:
 
 
 def _context_sizes(job: Job) -> Sizes:
-    """Those that leave each rank enough of a sequence to compute with."""
+    """Return the sizes of `cp` that leave each rank at least `LEAST_TOKENS` of a sequence."""
     most = max(job.data.sequence_length // LEAST_TOKENS, 1)
     return range(1, most + 1)
 
@@ -408,7 +416,7 @@ def _sizes(allowed: Sizes, devices: int) -> Sequence[int]:
 
 
 def stage_cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
-    """As `stages.planned_cuts`, computed once for all plans with as many stages."""
+    """Return the stage boundaries of `planned_cuts`, computed once for all plans with as many stages."""
     again = run_again(plan)
     costs = None
     if workload is not None:
