@@ -1,9 +1,9 @@
-"""Step time and memory of plans whose replicas are placed on unlike machines.
+"""Step time and memory of plans whose replicas are placed on nodes of different kinds.
 
-Each stage costs what it costs on its own kind of device; each replica is a pipeline of its own; gradients are
-summed among equal replicas first, and then among the unlike ones, over the link that joins the kinds. The
-physics is that of `cost.step` and `memory.ranks`; what is new here is that stages and replicas differ. Pure
-functions, without torch.
+Each stage has the cost of its own kind of device; each replica is a pipeline of its own; gradients are summed
+among equal replicas first, and then among groups of different ones, over the link that joins the kinds.
+Formulas are those of `cost.step` and `memory.peak`; here stages and replicas differ. Pure functions, without
+torch.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from wanma.planner.memory.model_states import rule_of
 from wanma.planner.memory.peak import memory_of_stage
 
 MANY = 1 << 16
-"""Micro-batches, where their number does not matter but for being more than one."""
+"""Number of micro-batches where only "more than one" matters."""
 
 
 class Part(NamedTuple):
-    """One micro-batch in one stage, or in a piece of one."""
+    """Cost of one micro-batch in one stage, or in one layer of it."""
 
     forward: float
     backward: float
     kinds: dict[str, float]
-    """Its seconds by kind, as of `StepTime`."""
+    """Seconds by kind, named as in `StepTime`."""
     parameters: float
-    """Before `tp`."""
+    """Number of parameters, before `tp`."""
 
     @property
     def seconds(self) -> float:
@@ -58,17 +58,17 @@ class Part(NamedTuple):
 
 
 class Units(NamedTuple):
-    """What stages are put together from, on one kind of device."""
+    """Costs of the layers from which stages are composed, on one kind of device."""
 
     blocks: tuple[Part, ...]
-    """One of each kind of block."""
+    """Costs of one block of each group."""
     first: Part
     last: Part
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One replica: what its stages cost and what they wait for."""
+    """Pipeline of one replica: costs of its stages and sends."""
 
     stages: tuple[Part, ...]
     sends: tuple[float, ...]
@@ -81,21 +81,21 @@ class Pipeline:
 
 
 class Exchanges(NamedTuple):
-    """Seconds of what one stage's ranks do once a step."""
+    """Seconds of the collectives and the update of one stage's ranks, once a step."""
 
     inside: float
-    """Gradients summed among equal replicas."""
+    """Reduction of gradients among equal replicas."""
     between: float
-    """And among unlike ones."""
+    """Reduction of gradients among groups of different replicas."""
     back: float
-    """And their sums given back to equal ones."""
+    """Gather of the reduced gradients among equal replicas."""
     weights: float
-    """What the optimizer's shards changed, gathered before the next forward."""
+    """Gather of the weights that the optimizer's shards updated, before the next forward."""
     optimizer: float
 
 
 class Tail(NamedTuple):
-    """What comes after a replica's last backward."""
+    """Seconds after a replica's last backward: exchange of gradients and weights, and update."""
 
     data: float
     optimizer: float
@@ -106,9 +106,9 @@ class Tail(NamedTuple):
 
 
 def replica_seconds(pipeline: Pipeline, micro_batches: int) -> float:
-    """Of one replica's pipeline under 1F1B, from its first forward to its last backward.
+    """Return the seconds of a replica's pipeline under 1F1B, from its first forward to its last backward.
 
-    As `pipeline.pipeline_seconds`, for boundaries that take unlike times.
+    It equals `pipeline_seconds`, with a send time of its own for each stage boundary.
     """
     stages = len(pipeline.stages)
     if stages == 1:
@@ -126,14 +126,17 @@ _PLAYED_ROUNDS = 6
 
 
 def _play(pipeline: Pipeline, micro_batches: int) -> float:
-    """Every operation once, diagonal by diagonal: in turn `number`, stage `s` runs the forward of micro-batch
-    `number` and then the backward of `number` − (stages − 1 − s), as 1F1B orders them."""
+    """Return the seconds of simulating every operation of 1F1B once, diagonal by diagonal.
+
+    In turn `number`, stage `s` runs the forward of micro-batch `number` and then the backward of `number` −
+    (stages − 1 − s), as 1F1B orders them.
+    """
     sends, stages = pipeline.sends, len(pipeline.stages)
     last = stages - 1
     forward = [stage.forward for stage in pipeline.stages]
     backward = [stage.backward for stage in pipeline.stages]
     clocks = [0.0] * stages
-    arrivals = [0.0] * stages  # of what each stage's next backward waits for
+    arrivals = [0.0] * stages  # of the input of each stage's next backward
     for number in range(micro_batches + last):
         ready = 0.0
         if number < micro_batches:
@@ -155,12 +158,13 @@ def _play(pipeline: Pipeline, micro_batches: int) -> float:
 
 
 class MixedCosts:
-    """What stages cost and keep on each kind of a fleet's devices; whatever repeats is computed once."""
+    """Costs and memory of stages on each kind of device in a cluster, with a cache of repeated ones."""
 
     def __init__(self, problem: Problem, fleet: Fleet, start: Plan) -> None:
-        """
+        """Collect the settings that all replicas share.
+
         Args:
-            start: what holds for every replica: precision, compile, and whether `tp` shares the sequence.
+            start: settings of every replica: precision, compile, and sequence parallelism.
 
         Raises:
             ValueError: the model is no decoder.
@@ -182,7 +186,7 @@ class MixedCosts:
         self._trained_share = problem.workload.trained_share
 
     def can_compute(self, kind: Kind) -> bool:
-        """Whether the kind's devices have a rate for the plan's precision."""
+        """Return whether the kind's devices have a rate for the plan's precision."""
         return not kind.machine.unknown and self.start.precision in kind.machine.chip.products
 
     def units(
@@ -196,11 +200,11 @@ class MixedCosts:
         many: bool,
         sharded: bool,
     ) -> Units:
-        """Of one micro-batch on `tp` devices of kind `node`.
+        """Return the layer costs of one micro-batch on `tp` devices of kind `node`.
 
         Args:
-            many: whether a step has several micro-batches, whose gradients are added up.
-            sharded: whether replicas share the optimizer's state.
+            many: a step has several micro-batches, whose gradients are added up.
+            sharded: replicas shard the optimizer state.
         """
         key = (node, tp, micro_batch, recompute, pipelined, many, sharded)
         if key not in self._units:
@@ -241,14 +245,14 @@ class MixedCosts:
         return Units(tuple(blocks), end(pieces.before), end(pieces.after))
 
     def _view(self, tp: int, micro_batch: int, recompute: Recompute) -> Plan:
-        """A plan in which one stage is as in a placed one."""
+        """Return a plan of equal devices in which one stage is as in a placed plan."""
         sequence = self.start.sequence and tp > 1
         return self.start.but(tp=tp, micro_batch=micro_batch, recompute=recompute, sequence=sequence)
 
     # ------------------------------------------------------------ time
 
     def stages(self, replicas: Replicas, shard: Shard, many: bool = True) -> list[Part]:
-        """Of every stage; `many` as of `units`."""
+        """Return the cost of every stage; `many` as in `units`."""
         sharded = is_sharded(replicas.count, shard)
         found, start, last = [], 0, len(replicas.places) - 1
         for number, place in enumerate(replicas.places):
@@ -263,7 +267,7 @@ class MixedCosts:
         return found
 
     def counts(self, start: int, stop: int) -> list[int]:
-        """Blocks of each kind among those from `start` to `stop`."""
+        """Return the number of blocks of each group among those from `start` to `stop`."""
         found, begin = [], 0
         for end in self._block_ends:
             found.append(max(min(stop, end) - max(start, begin), 0))
@@ -278,7 +282,10 @@ class MixedCosts:
         )
 
     def _send_seconds(self, replicas: Replicas, one: Place, other: Place) -> float:
-        """A stage's output to the next one, or its gradient back; as `cost.decoder` between equal stages."""
+        """Return the seconds of sending a stage's output to the next one, or its gradient back.
+
+        Between stages on equal devices it equals `cost.decoder.boundary_seconds`.
+        """
         whole = replicas.micro_batch * self.problem.sequence * self.dimensions.hidden * 2.0
         message = whole / min(one.tp, other.tp)
         here, there = (self.fleet.kinds[place.node].machine for place in (one, other))
@@ -297,10 +304,10 @@ class MixedCosts:
         return seconds + sum(gathers) / 2
 
     def tail(self, replicas: Replicas, stages: Sequence[Part], groups: int, shard: Shard) -> Tail:
-        """Gradients summed, parameters updated: of the stage that takes longest with it.
+        """Return the seconds of reduction and update, of the stage that takes longest with them.
 
         Args:
-            groups: of equal replicas, which sum their gradients with each other.
+            groups: number of groups of equal replicas, which sum their gradients with each other.
         """
         tails = (
             self._stage_tail(place, stage, replicas.count, groups, shard)
@@ -324,7 +331,7 @@ class MixedCosts:
         return Tail(reduce + weights, exchanges.optimizer)
 
     def exchanges(self, place: Place, stage: Part, count: int, groups: int, shard: Shard) -> Exchanges:
-        """Arguments as of `tail`; `count` equal replicas."""
+        """Return the exchanges of one stage of `count` equal replicas; other arguments as in `tail`."""
         machine, software = self.fleet.kinds[place.node].machine, self.software
         trained = self._trained_share
         view = _shared(self._view(place.tp, 1, "none"), count, shard)
@@ -343,11 +350,11 @@ class MixedCosts:
     # ------------------------------------------------------------ memory
 
     def memory(self, replicas: Replicas, shard: Shard, micro_batches: int) -> list[Forecast]:
-        """Of one rank of each stage, in a step of so many micro-batches on each replica."""
+        """Return the memory of one rank of each stage, in a step of so many micro-batches on each replica."""
         return self._memory_of_stages(replicas, shard, micro_batches)
 
     def fits(self, replicas: Replicas, shard: Shard, micro_batches: int) -> bool:
-        """Whether every stage fits into its device."""
+        """Return whether every stage fits into its device."""
         found = self._memory_of_stages(replicas, shard, micro_batches)
         return all(
             needed.memory_bytes <= self.fleet.kinds[place.node].memory_bytes
@@ -365,7 +372,10 @@ class MixedCosts:
     def stage_memory(
         self, replicas: Replicas, shard: Shard, micro_batches: int, stage: int, blocks: tuple[int, ...]
     ) -> Forecast:
-        """Of one rank of a stage with so many blocks of each kind, whatever the others hold."""
+        """Return the memory of one rank of a stage with `blocks` blocks of each group.
+
+        It is independent of the other stages' blocks.
+        """
         pp, place, train = len(replicas.places), replicas.places[stage], self.problem.job.train
         size, recompute, shards = replicas.micro_batch, replicas.recompute, 1
         if shard == "optimizer":
@@ -401,20 +411,22 @@ class MixedCosts:
 
 
 def is_sharded(count: int, shard: Shard) -> bool:
-    """Whether `count` equal replicas share the optimizer's state."""
+    """Return whether `count` equal replicas shard the optimizer state."""
     return shard == "optimizer" and count > 1
 
 
 def _shared(view: Plan, count: int, shard: Shard) -> Plan:
-    """`view` with `count` equal replicas, which share the optimizer's state where there are several."""
+    """Return `view` with `count` equal replicas, which shard the optimizer state as `shard` says."""
     if is_sharded(count, shard):
         return view.but(dp_shard=count, shard=shard)
     return view.but(dp_replicate=count)
 
 
 def exchange_seconds(link: Link, groups: int, part_bytes: float) -> float:
-    """Groups of replicas sum what each of their devices has of the gradients after a scatter inside: a ring
-    through the groups, each device over its own share of the joining link."""
+    """Return the seconds of summing gradients among groups of replicas, after a scatter inside each.
+
+    A ring goes through the groups, each device over its own share of the joining link.
+    """
     if groups == 1 or part_bytes <= 0:
         return 0.0
     steps = 2 * (groups - 1)
@@ -438,7 +450,7 @@ def _sum(parts: Sequence[tuple[Part, int]]) -> Part:
 
 
 def mixed_step_time(costs: MixedCosts, plan: Plan, global_batch: int) -> StepTime:
-    """Of a placed plan; the kinds are those of the replica that is done last, on its busiest rank.
+    """Return the step time of a placed plan; its kinds are of the last replica's busiest rank.
 
     Raises:
         ValueError: the plan is not placed.

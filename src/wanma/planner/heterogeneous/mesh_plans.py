@@ -1,9 +1,8 @@
-"""Plans on unlike machines that the runtime can execute: one grid of equal ranks, with unlike shares of the
-batch or with stages cut by what their devices compute.
+"""Mesh plans of a heterogeneous cluster: one device mesh with uneven batch shares or uneven stages.
 
-A placed plan is such a grid where its replicas are alike but for their devices and what they do of the batch,
-and where the ranks, in the grid's order, fall on the machines in the order of the cluster. Pure functions,
-without torch.
+The runtime executes them. A placed plan is a mesh plan where its replicas differ only in their devices and
+batch shares, and where the ranks, in the order of the mesh, fall on the nodes in the order of the cluster.
+Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from wanma.planner.search.result import Candidate, Found, pareto_front
 
 
 def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
-    """The grid that a placed plan is; or why it is none.
+    """Return the mesh plan that equals a placed plan, or the reason that there is none.
 
-    Replicas that share the optimizer's state with their like share it with all: each device then holds less
-    than was placed.
+    Replicas that shard the optimizer state within their group then shard it over all groups: each device
+    holds less than was placed.
     """
     unlike = {(tuple(place.tp for place in one.places), one.stage_cuts) for one in plan.placement}
     if len(unlike) > 1:
@@ -56,19 +55,18 @@ def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
 
 
 def search_grids(problem: Problem, fleet: Fleet, start: Plan, *, keep: int = 10) -> Found:
-    """The best grids over all kinds of a fleet, whose ranks have shares of the batch in proportion to their
-    speed.
+    """Return the best mesh plans over all pools of a cluster, with batch shares in proportion to speed.
 
     Args:
-        start: as of `search_mixed`.
+        start: settings of every replica, as in `search_mixed`.
 
     Raises:
-        JobError: as of `search_mixed`.
+        JobError: as in `search_mixed`.
     """
     began = time.perf_counter()
     found: list[Candidate] = []
     considered, pruned, every = 0, Counter[str](), MixedSpace()
-    # One of each at a time: the search would choose others for each kind of devices, which are no grid.
+    # One value of each at a time: the search would choose different ones by kind, which no mesh allows.
     for tp, micro_batch, recompute in itertools.product(every.tp, every.micro_batch, every.recompute):
         space = MixedSpace((tp,), (1,), (micro_batch,), (recompute,), ("optimizer",))
         of_space = search_mixed(problem, fleet, start, space, keep=keep)
@@ -84,7 +82,7 @@ def search_grids(problem: Problem, fleet: Fleet, start: Plan, *, keep: int = 10)
 
 
 def gridded(found: Found, fleet: Fleet) -> Found:
-    """Placed plans of a search, those that are a grid as such."""
+    """Return the plans of a search, with placed plans converted to mesh plans where possible."""
 
     def turned(one: Candidate) -> Candidate:
         grid = as_grid(one.plan, fleet)
@@ -96,7 +94,7 @@ def gridded(found: Found, fleet: Fleet) -> Found:
 
 
 def _in_order_of_machines(plan: Plan) -> tuple[int, ...]:
-    """Shares of the replicas, those on the cluster's first machines first."""
+    """Return the batch shares of the replicas, those on the cluster's first nodes first."""
     first, groups = 0, []
     for one in plan.placement:
         groups.append((one.places[0].node, plan.batch_shares[first : first + one.count]))
@@ -105,7 +103,7 @@ def _in_order_of_machines(plan: Plan) -> tuple[int, ...]:
 
 
 def _misplaced(plan: Plan, fleet: Fleet) -> str | None:
-    """Why the grid's ranks do not fall on the machines that they were placed on; None where they do."""
+    """Return the reason that the mesh's ranks fall on other nodes than placed; None if they do not."""
     machines = [
         number for number, kind in enumerate(fleet.kinds) for _ in range(kind.devices // kind.on_each)
     ]

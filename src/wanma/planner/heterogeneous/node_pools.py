@@ -1,4 +1,4 @@
-"""Unlike machines as forecasts see them: one `Machine` for each kind, and the link that joins the kinds."""
+"""Node pools of a heterogeneous cluster: hardware model of each kind of node, link between kinds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from wanma.planner.hardware_model.model import Link, Machine
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal machines of a cluster."""
+    """Node pool: equal nodes of a heterogeneous cluster."""
 
     machine: Machine
     devices: int
-    """Of all of them."""
+    """Number of devices of all its nodes."""
     on_each: int
-    """Devices of one machine, within which the ranks of `tp` stay."""
+    """Number of devices of one node, within which the ranks of `tp` stay."""
     memory_bytes: float
-    """Of one device, what a plan may fill."""
+    """Bytes of one device that a plan may fill."""
 
     @property
     def name(self) -> str:
@@ -31,11 +31,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Kinds of machines, in the order of the cluster's nodes."""
+    """Node pools of a cluster, in the order of its nodes."""
 
     kinds: tuple[Kind, ...]
     across: Link
-    """Between devices of different kinds, each with its own share."""
+    """Link between devices of different kinds, each with its own share."""
 
     @property
     def devices(self) -> int:
@@ -43,13 +43,14 @@ class Fleet:
 
 
 def fleet_of(cluster: Cluster, memory_share: float = 1.0, calibration: Calibration | None = None) -> Fleet:
-    """
+    """Return the node pools of a cluster.
+
     Args:
-        memory_share: of a device's memory, what a plan may fill.
-        calibration: as of `machine_of`.
+        memory_share: share of a device's memory that a plan may fill, 0 .. 1.
+        calibration: measured curves and correction factors, as in `machine_of`.
 
     Raises:
-        JobError: some machines have no accelerators, or nothing is known of the network between kinds.
+        JobError: some nodes have no accelerators, or nothing is known of the network between kinds.
     """
     kinds = []
     for number, node in enumerate(cluster.nodes):
@@ -69,7 +70,7 @@ def fleet_of(cluster: Cluster, memory_share: float = 1.0, calibration: Calibrati
             "give every kind of nodes its network ('8x8 H100 SXM + 16x8 A100, 4x100G'), or [between] in a "
             "cluster file",
         )
-    # As between machines of one kind (`machines`).
+    # As between nodes of one kind (`hardware_model.builder`).
     rate = level.bandwidth_bytes_per_second * NETWORK.of_more
     devices = sum(kind.devices for kind in kinds)
     return Fleet(tuple(kinds), Link(devices, level.latency_seconds * STEP_BETWEEN, rate, RAMP_BYTES))

@@ -1,10 +1,9 @@
-"""The best plans on unlike machines: which replicas are placed on which kinds of devices, and what share of
-the batch each computes.
+"""Search for the fastest plans of a heterogeneous cluster: placement of replicas, and batch shares.
 
-Equal machines are counted, not listed, so that the search hardly grows with a cluster. Replicas come in
-groups of equal ones. In a given time of a step each group can do so many samples, whatever the others do: so
-for each set of groups the search asks whether together they can do the batch in less time than the best plan
-yet, and shortens that time until they cannot. Pure functions, without torch.
+Equal nodes are counted, not listed, so that the search hardly grows with a cluster. Replicas come in groups
+of equal ones. In a given step time each group computes a number of samples, whatever the others do: for each
+set of groups the search asks whether together they compute the batch in less time than the best plan yet, and
+shortens that time until they cannot. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ NOT_RUN = "wanma does not run replicas that are placed on unlike devices yet"
 
 
 class Shape(NamedTuple):
-    """Which groups of replicas a plan has."""
+    """Set of groups of replicas that a plan has."""
 
     spans: tuple[tuple[int, int], ...]
-    """Kinds of devices that replicas of one group have stages on."""
+    """Pairs of device kinds on which replicas of one group have stages."""
     singles: tuple[int, ...]
-    """Kinds that have replicas of their own. Of the two that others span, one may: on what these leave."""
+    """Kinds with replicas of their own. Of the two kinds that a group spans, one may be among them, on
+    devices that the group leaves."""
 
     @property
     def groups(self) -> int:
@@ -51,14 +51,14 @@ class Shape(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A group of equal replicas, and how many micro-batches each of them can do."""
+    """Group of equal replicas and the number of micro-batches that each of them computes."""
 
     placed: Placed
     micro_batches: int
 
     @property
     def samples(self) -> int:
-        """Of all of them."""
+        """Number of samples of all replicas of the group."""
         replicas = self.placed.replicas
         return replicas.count * replicas.micro_batch * self.micro_batches
 
@@ -72,14 +72,13 @@ def search_mixed(
     keep: int = 20,
     tolerance: float = 0.005,
 ) -> Found:
-    """The fastest plan of each set of groups that the best one does not rule out, and of each kind alone.
+    """Return the fastest plan of each set of groups that can beat the best, and of each kind alone.
 
     Args:
-        problem: of it the model, the batch and the program count; the machines are the fleet's.
-        start: what holds for every replica: precision and compile. Whether ranks of `tp` share the sequence
-            is as the job says.
-        tolerance: what a more complicated plan must gain, as a share of the time; far below what a forecast
-            can tell apart. With 0 the best of the space is found.
+        problem: model, batch and framework; the nodes are those of `fleet`.
+        start: settings of every replica: precision and compile. Sequence parallelism is the job's.
+        tolerance: share of the time that a more complicated plan must gain; far below the uncertainty of a
+            forecast. With 0 the best plan of the space is found.
 
     Raises:
         JobError: the model is no decoder, or no kind of device computes in the plan's precision.
@@ -111,6 +110,8 @@ def search_mixed(
 
 
 class _Search:
+    """State of one search: caches, bounds and plans found."""
+
     def __init__(self, costs: MixedCosts, space: MixedSpace, tolerance: float) -> None:
         self.costs, self.space = costs, space
         self.gain = 1 - max(tolerance, 1e-9)
@@ -118,7 +119,7 @@ class _Search:
         self.placer = Placer(costs)
         self.usable = [number for number, kind in enumerate(self.fleet.kinds) if costs.can_compute(kind)]
         self._options: dict[tuple[int, ...], Options] = {}
-        # For the time of a step that was asked for last:
+        # Caches for the last step time:
         self._asked = 0.0
         self._uppers: dict[tuple[int, ...], Numbers] = {}
         self._densities: dict[int, float] = {}
@@ -127,13 +128,13 @@ class _Search:
         self.best = math.inf
         self.considered = 0
         self._fitting = 0
-        """Replicas that were placed and fit into memory."""
+        """Number of replicas that were placed and fit into memory."""
         self.pruned = Counter[str]()
 
     def run(self) -> None:
         for shape in _shapes(self.usable, self.space.rest):
             for shard in self.space.shard:
-                # A kind alone is what a mixed plan is compared with, and so is always found.
+                # Plans of one kind alone are the baseline of mixed plans, and so are always found.
                 alone = len(shape.kinds) == 1
                 found = self._shortest(shape, shard, math.inf if alone else self.best)
                 if found is None:
@@ -145,7 +146,7 @@ class _Search:
     # ------------------------------------------------------------ one set of groups
 
     def _shortest(self, shape: Shape, shard: Shard, limit: float) -> list[Share] | None:
-        """Groups that do the batch in the least time below `limit`; None where none do."""
+        """Return the groups that compute the batch in the least time below `limit`; None where none do."""
         if math.isinf(limit):
             first = self._any(shape, shard)
             if first is None:
@@ -160,7 +161,7 @@ class _Search:
             best, seconds = self._tightened(shares)
 
     def _any(self, shape: Shape, shard: Shard) -> tuple[list[Share], float] | None:
-        """Groups that do the batch in whatever time; None where none fit into memory."""
+        """Return groups that compute the batch in any time, and that time; None where memory lacks."""
         flops = self.costs.problem.workload.flops_per_sample * self.batch
         seconds = flops / (self.fleet.devices * 1e15)
         while seconds < _LONGEST_SECONDS:
@@ -171,7 +172,7 @@ class _Search:
         return None
 
     def _tightened(self, shares: list[Share]) -> tuple[list[Share], float]:
-        """The same groups with as few micro-batches as do the batch in the least time, and that time."""
+        """Return the same groups with the micro-batches of the least time for the batch, and that time."""
         low, high = 0.0, max(share.placed.seconds(share.micro_batches) for share in shares)
         while high - low > 1e-7 * high:
             middle = (low + high) / 2
@@ -186,7 +187,7 @@ class _Search:
         return shares, high
 
     def _is_enough(self, shares: Sequence[Share]) -> bool:
-        """Whether every replica has something to do, and the batch is done."""
+        """Return whether every replica has a micro-batch, and all together have the batch."""
         replicas = sum(share.placed.replicas.count for share in shares)
         return (
             all(share.micro_batches > 0 for share in shares)
@@ -195,10 +196,10 @@ class _Search:
         )
 
     def _within(self, shape: Shape, shard: Shard, seconds: float) -> list[Share] | None:
-        """Groups that together do the batch within `seconds`; None where there are none."""
+        """Return groups that together compute the batch within `seconds`; None where there are none."""
         self.considered += 1
         everything = {kind: float(self.fleet.kinds[kind].devices) for kind in shape.kinds}
-        # The most that each part of the shape can do at all.
+        # Upper bound of the samples of each part of the shape.
         apart = [kind for kind in shape.singles if not any(kind in span for span in shape.spans)]
         uppers: dict[tuple[int, ...], float]
         uppers = {(kind,): self._density(kind, seconds) * everything[kind] for kind in apart}
@@ -226,7 +227,7 @@ class _Search:
     def _best_single(
         self, kind: int, devices: int, groups: int, shard: Shard, seconds: float
     ) -> Share | None:
-        """Replicas on one kind of device that do the most samples."""
+        """Return the replicas on one kind of device that compute the most samples."""
         key = (kind, devices, groups, shard)
         self._forget(seconds)
         if key not in self._singles:
@@ -252,7 +253,7 @@ class _Search:
     def _best_span(
         self, span: tuple[int, int], shape: Shape, shard: Shard, seconds: float, needed: float
     ) -> list[Share] | None:
-        """Replicas that span two kinds, with those on what they leave, that do the most samples together."""
+        """Return the replicas that span two kinds and, with others on devices left, compute most samples."""
         options = self._of(span)
         uppers, counts = self._span_uppers(span, shape, seconds)
         best: list[Share] | None = None
@@ -298,7 +299,7 @@ class _Search:
         seconds: float,
         wanted: float,
     ) -> Share | None:
-        """None where it does not fit into memory, or does less than the `wanted` samples in that time."""
+        """Return a group's share; None where memory lacks, or it computes fewer samples than `wanted`."""
         if count < 1:
             return None
         option = options[number]
@@ -325,19 +326,19 @@ class _Search:
         return self._options[nodes]
 
     def _most(self, nodes: tuple[int, ...], seconds: float) -> Numbers:
-        """As `Options.most_micro_batches`."""
+        """Return the most micro-batches of each shape, as `Options.most_micro_batches`, from a cache."""
         self._forget(seconds)
         if nodes not in self._uppers:
             self._uppers[nodes] = self._of(nodes).most_micro_batches(seconds)
         return self._uppers[nodes]
 
     def _forget(self, seconds: float) -> None:
-        """What is known of another time than the one that is asked for now."""
+        """Clear the caches if `seconds` is another step time than theirs."""
         if self._asked != seconds:
             self._asked, self._uppers, self._densities, self._singles = seconds, {}, {}, {}
 
     def _density(self, kind: int, seconds: float) -> float:
-        """Samples that one device does at most."""
+        """Return the upper bound of the samples that one device computes."""
         self._forget(seconds)
         if kind not in self._densities:
             self._densities[kind] = self._densest(kind, seconds)
@@ -357,7 +358,7 @@ class _Search:
         return best
 
     def _span_uppers(self, span: tuple[int, int], shape: Shape, seconds: float) -> tuple[Numbers, Numbers]:
-        """Samples that each option does at most, with replicas on what it leaves; and its copies."""
+        """Return the upper bound of samples of each shape with the devices that it leaves, and its copies."""
         options = self._of(span)
         have = np.array([float(self.fleet.kinds[kind].devices) for kind in span])
         counts = np.minimum(np.min(have // options.devices, axis=1), self.batch)
@@ -370,11 +371,11 @@ class _Search:
 
 
 _LONGEST_SECONDS = 1e7
-"""Of a step; what takes longer, nobody runs."""
+"""Longest step time that is searched, in seconds."""
 
 
 def _shapes(kinds: Sequence[int], rest: bool) -> Iterator[Shape]:
-    """All sets of groups, those with the fewest groups and without spans first."""
+    """Yield all sets of groups, those with the fewest groups and without spans first."""
     pairs = list(itertools.combinations(kinds, 2))
     shapes = []
     for number in range(len(kinds) // 2 + 1):
@@ -383,7 +384,7 @@ def _shapes(kinds: Sequence[int], rest: bool) -> Iterator[Shape]:
                 continue
             for size in range(len(kinds) + 1):
                 for singles in itertools.combinations(kinds, size):
-                    # As many replicas span two kinds as there are devices for: of one kind nothing is left.
+                    # As many replicas span two kinds as there are devices for: one kind has none left.
                     most = max((len({*span} & {*singles}) for span in spans), default=0)
                     if most <= int(rest):
                         shapes.append(Shape(spans, singles))
@@ -401,10 +402,10 @@ def candidate(costs: MixedCosts, shares: Sequence[Share], shard: Shard, batch: i
 
 
 def placed_plan(start: Plan, shares: Sequence[Share], shard: Shard, batch: int) -> Plan:
-    """The batch split in proportion to what the groups can do, evenly within each."""
+    """Return the plan that splits the batch in proportion to the groups' samples, evenly within each."""
     whole = sum(share.samples for share in shares)
     sizes = [max(batch * share.samples // whole, share.placed.replicas.count) for share in shares]
-    # What rounding left goes where there is room, what it gave too much comes from where there is most.
+    # Samples left by rounding go to the group with most room; an excess comes from the largest group.
     while (rest := batch - sum(sizes)) != 0:
         rooms = [share.samples - size for share, size in zip(shares, sizes, strict=True)]
         if rest > 0:
@@ -432,7 +433,7 @@ def placed_plan(start: Plan, shares: Sequence[Share], shard: Shard, batch: int) 
 
 
 def mixed_forecast(costs: MixedCosts, plan: Plan, batch: int) -> Forecast:
-    """Of a placed plan; its memory is that of the stage which fills its device most."""
+    """Return the forecast of a placed plan; its memory is that of the stage which fills its device most."""
     fullest: tuple[float, Forecast] | None = None
     peak, first, sizes = 0.0, 0, plan.sizes(batch)
     for replicas in plan.placement:

@@ -1,8 +1,8 @@
-"""What one replica on unlike machines may look like, by the thousand: sizes, and what they can do at most.
+"""Replica shapes on a heterogeneous cluster, by the thousand: sizes, and upper bounds of their samples.
 
-An option says on which kinds of devices a replica's stages are, how many each has and how wide; how its
-blocks are spread follows from their cost (`placing`). Bounds here know no schedule and no memory: they are
-never below what an option does, so that a search that leaves out what they rule out is exact.
+A shape gives the kinds of devices of a replica's stages, the number of stages on each and their `tp`; the
+placement of its blocks follows from their cost (`stage_placement`). Bounds here ignore schedule and memory:
+they are never below a shape's true value, so that a search that omits what they exclude is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Numbers = NDArray[np.float64]
 
 
 class Segment(NamedTuple):
-    """Neighbouring stages on one kind of device."""
+    """Consecutive stages on one kind of device."""
 
     node: int
     tp: int
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One replica, but for where its blocks are cut."""
+    """Replica shape: one replica without its stage boundaries."""
 
     segments: tuple[Segment, ...]
     micro_batch: int
@@ -49,43 +49,43 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedSpace:
-    """Values of every choice for plans on unlike machines.
+    """Search space of plans for heterogeneous clusters: values of every setting.
 
     A replica is on one kind of device or spans two, with the stages of each kind next to each other. It has
-    as many copies as there are devices for; where this leaves devices of one of two kinds, they may have
+    as many copies as there are devices for; where these leave devices of one of two kinds, they may have
     replicas of their own (`rest`).
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     stages: tuple[int, ...] = tuple(range(1, 17))
-    """Of one replica."""
+    """Numbers of stages of one replica."""
     micro_batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shard: tuple[Shard, ...] = ("optimizer", "nothing")
     spanning: int = 10
-    """Most stages of a replica that spans two kinds."""
+    """Largest number of stages of a replica that spans two kinds."""
     rest: bool = True
-    """Whether devices that spanning replicas leave have replicas of their own."""
+    """True if devices that spanning replicas leave have replicas of their own."""
     spanning_looks: int | None = None
-    """Most replicas that span two kinds and fit into memory, looked at for one set of groups and time
-    of a step; what could do the most samples comes first. None: all that a bound does not rule out."""
+    """Largest number of replicas that span two kinds and fit into memory, tried for one set of groups and
+    step time, those with most samples first. None: all that a bound does not exclude."""
     single_looks: int | None = None
-    """Choices likewise of replicas on one kind."""
+    """The same limit for replicas on one kind."""
 
     @classmethod
     def of_kinds(cls, number: int) -> MixedSpace:
-        """For clusters of so many kinds of devices.
+        """Return the search space for clusters of so many kinds of devices.
 
-        Equal replicas share the optimizer's state: not to do so needs more memory and saves next to no time.
-        Of more than two kinds, spanning replicas leave devices idle: what is left can rarely do better than
-        each kind by itself, and to rule it out takes most of the time. So does the proof that no replica far
-        down the list is better: of two jobs measured, one got a plan 1 % faster by it.
+        Equal replicas always shard the optimizer state: not to do so needs more memory and saves next to no
+        time. With more than two kinds, devices that spanning replicas leave stay idle: replicas on them are
+        rarely better than each kind by itself, and excluding them takes most of the time. So does the proof
+        that no replica far down the list is better: of two jobs measured, one got a plan 1 % faster by it.
         """
         return cls(shard=("optimizer",), rest=number <= 2, spanning_looks=200, single_looks=128)
 
 
 class Options:
-    """All options for one or two kinds of devices, and the most that each can do."""
+    """All replica shapes for one or two kinds of devices, with upper bounds of their samples."""
 
     def __init__(self, costs: MixedCosts, space: MixedSpace, nodes: tuple[int, ...]) -> None:
         self._segments = list(_segments(costs, space, nodes))
@@ -94,7 +94,7 @@ class Options:
         tables = _Tables(costs, self._variants)
 
         def of_segments(value: Callable[[Segment, bool], Numbers]) -> Numbers:
-            """(options, kinds), of what depends on a segment and, as a row of `value`, on the variant."""
+            """Return values of each segment and, as a row, variant, as an (options, kinds) array."""
             rows = [[value(one, _deep(row)) for one in row] for row in self._segments]
             cube = np.array(rows).reshape(count, len(nodes), variants)
             found: Numbers = cube.transpose(0, 2, 1).reshape(count * variants, len(nodes))
@@ -110,9 +110,9 @@ class Options:
         ]
         devices = np.array(columns, dtype=np.float64).reshape(count, len(nodes))
         self.devices: Numbers = np.repeat(devices, variants, axis=0)
-        """Of one replica, on each of the kinds."""
+        """Devices of one replica, of shape (options, kinds)."""
         layers = float(costs.dimensions.layers)
-        # Of two kinds, the ends may be on either.
+        # With two kinds, the end layers may be on either.
         ends = of_segments(tables.ends)[:, 0] if len(nodes) == 1 else np.zeros(count * variants)
         self._deep = stages.sum(axis=1)
         self._even = (layers + ends / block[:, 0]) / (stages / block).sum(axis=1)
@@ -124,7 +124,10 @@ class Options:
         self._pace = np.maximum(_whole_blocks_pace(stages, block, costs.dimensions.layers), self._even)
 
     def least_seconds(self, number: int, micro_batches: int, pace: float) -> float:
-        """Of one replica whose slowest stage takes at least `pace`; see `most_micro_batches`."""
+        """Return a lower bound of a replica's seconds, if its slowest stage takes at least `pace`.
+
+        `most_micro_batches` gives the reasoning.
+        """
         if math.isinf(pace):
             return pace
         deep = float(self._deep[number])
@@ -132,7 +135,7 @@ class Options:
         return max(float(self._fast_work[number]), pace) + rest * pace
 
     def most_at_pace(self, number: int, seconds: float, pace: float) -> int:
-        """Micro-batches of one replica in `seconds`, never too few; the inverse of `least_seconds`."""
+        """Return an upper bound of a replica's micro-batches in `seconds`; the inverse of `least_seconds`."""
         if math.isinf(pace):
             return 0
         deep = float(self._deep[number])
@@ -145,15 +148,15 @@ class Options:
         return Option(self._segments[segments], *self._variants[variant])
 
     def most_micro_batches(self, seconds: float) -> Numbers:
-        """Of one replica of each option in `seconds`, never too few.
+        """Return an upper bound of the micro-batches of one replica of each option in `seconds`.
 
         Under 1F1B the first micro-batch comes back to stage s when it has passed all stages forward and those
-        behind s backward; till then s runs as many forwards as there are stages from it on. What it still
-        has to do, and the way of the last micro-batch from it to the first stage, makes of p stages and m
+        behind s backward; till then s runs as many forwards as there are stages from it on. Its remaining
+        work, and the way of the last micro-batch from it to the first stage, take for p stages and m
         micro-batches at least W + (m − p) c + (p − 1) b, for W the time of one micro-batch in all stages, c
-        that in the slowest stage and b its backward's. Blocks that are spread evenly over unlike stages make
-        c as small as can be, and only moving them to faster stages makes W smaller: between the two, the
-        sum is least at one end or the other.
+        that in the slowest stage and b its backward's. Blocks that are spread evenly over different stages
+        make c as small as possible, and only moving them to faster stages makes W smaller: between the two,
+        the sum is least at one end or the other.
         """
         before = self._deep - (self._deep - 1) * self._backward
         even = seconds / self._even - self._deep
@@ -166,7 +169,7 @@ class Options:
 
 
 def _whole_blocks_pace(stages: Numbers, block: Numbers, layers: int) -> Numbers:
-    """Seconds of the slowest stage where stages hold whole blocks, in each row of (options, kinds)."""
+    """Return the slowest stage's seconds with whole blocks in each stage, of shape (options,)."""
     found = np.full(len(stages), np.inf)
     for kind in range(stages.shape[1]):
         for number in range(layers + 1):
@@ -177,28 +180,31 @@ def _whole_blocks_pace(stages: Numbers, block: Numbers, layers: int) -> Numbers:
 
 
 class _Tables:
-    """Of each kind of device and width, rows over the variants of micro-batch and recompute."""
+    """Tables of layer costs by kind of device and `tp`, as rows over the variants.
+
+    A variant is a pair of micro-batch and recompute.
+    """
 
     def __init__(self, costs: MixedCosts, variants: Sequence[tuple[int, Recompute]]) -> None:
         self._costs, self._variants = costs, variants
         self._rows: dict[tuple[int, int, bool], tuple[Numbers, Numbers, Numbers]] = {}
 
     def block(self, one: Segment, deep: bool) -> Numbers:
-        """Seconds of the cheapest block: where blocks differ, a stage may hold these."""
+        """Return the seconds of the cheapest block; where blocks differ, a stage may hold these."""
         return self._of(one, deep)[0]
 
     def ends(self, one: Segment, deep: bool) -> Numbers:
-        """Seconds of what is no block."""
+        """Return the seconds of the layers outside the blocks."""
         return self._of(one, deep)[1]
 
     def backward(self, one: Segment, deep: bool) -> Numbers:
-        """Least share of backward in a piece's seconds."""
+        """Return the least share of backward in a layer's seconds, 0 .. 1."""
         return self._of(one, deep)[2]
 
     def _of(self, one: Segment, deep: bool) -> tuple[Numbers, Numbers, Numbers]:
         key = (one.node, one.tp, deep)
         if key not in self._rows:
-            # The cheapest way: no gradients to be added up, no weights to be cast.
+            # Lowest cost: no gradients to add up, no weights to cast.
             units = [
                 self._costs.units(one.node, one.tp, *variant, pipelined=deep, many=False, sharded=True)
                 for variant in self._variants
@@ -221,7 +227,7 @@ def _deep(segments: Sequence[Segment]) -> bool:
 
 
 def _segments(costs: MixedCosts, space: MixedSpace, nodes: tuple[int, ...]) -> Iterator[tuple[Segment, ...]]:
-    """Of every replica that has stages on all of these kinds of devices, in either order."""
+    """Yield the segments of every replica with stages on all of these kinds of devices, in either order."""
     widths = [[tp for tp in space.tp if _tp_fits(costs, node, tp)] for node in nodes]
     layers = costs.dimensions.layers
     for order in itertools.permutations(range(len(nodes))):
@@ -238,7 +244,7 @@ def _segments(costs: MixedCosts, space: MixedSpace, nodes: tuple[int, ...]) -> I
 
 
 def _tp_fits(costs: MixedCosts, node: int, tp: int) -> bool:
-    """Whether ranks of `tp` find room within a machine, and something to share."""
+    """Return whether `tp` ranks fit into a node, and divide the model's dimensions and the sequence."""
     if costs.fleet.kinds[node].on_each % tp or not tensor_fits(costs.dimensions, tp):
         return False
     return not costs.start.sequence or costs.problem.sequence % tp == 0

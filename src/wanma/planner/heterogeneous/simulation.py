@@ -1,9 +1,8 @@
-"""A step of a placed plan played event by event: what the forecasts of `timing` are held against.
+"""Event simulation of a step of a placed plan, a reference for the forecasts of `heterogeneous.costs`.
 
-Every replica runs every micro-batch in its true size through every stage; what stages send each other
-occupies links; gradients are summed bucket by bucket, as backward makes them and as the slowest replica has
-them. It shares the costs of single operations with the forecasts, and none of their formulas for what
-overlaps.
+Every replica runs every micro-batch in its true size through every stage; sends occupy links; gradients are
+summed bucket by bucket, as backward and the slowest replica deliver them. The simulation shares the costs of
+single operations with the forecasts, and none of their formulas for overlap.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from wanma.planner.cost.data_parallel import INTERFERENCE
 from wanma.planner.heterogeneous.costs import MixedCosts, Part
 
 BUCKETS = 24
-"""Pieces in which a stage's gradients are summed and its weights gathered; DDP's and FSDP's are as many."""
+"""Number of buckets in which a stage's gradients are summed and its weights gathered; DDP and FSDP use about
+as many."""
 
 
 def simulated_seconds(costs: MixedCosts, plan: Plan, global_batch: int) -> float:
-    """Of one step of a placed plan.
+    """Return the seconds of one simulated step of a placed plan.
 
     Raises:
         ValueError: the plan is not placed.
@@ -35,17 +35,19 @@ def simulated_seconds(costs: MixedCosts, plan: Plan, global_batch: int) -> float
 
 @dataclass
 class _Task:
+    """One piece of work of the simulation, in seconds."""
+
     seconds: float
     resource: object | None
     beside: object | None
-    """A resource that slows it down by INTERFERENCE while that is in use."""
+    """Resource whose use at the same time slows the task down by INTERFERENCE."""
     waits_for: int = 0
     then: list[int] = field(default_factory=list)
     end: float = 0.0
 
 
 class _Events:
-    """Tasks that wait for each other and for resources that serve one at a time, in the order of asking."""
+    """Tasks that wait for each other and for resources, which serve one at a time, in order."""
 
     def __init__(self) -> None:
         self.tasks: list[_Task] = []
@@ -64,9 +66,9 @@ class _Events:
         return number
 
     def run(self) -> float:
-        """When the last one ends."""
+        """Return the end of the last task, in seconds."""
         free_at: dict[object, float] = defaultdict(float)
-        # (time, kind, number): a task that ends before those that may begin at that time.
+        # (time, kind, number): ends (kind 0) come before starts (kind 1) of the same time.
         events = [(0.0, 1, number) for number, task in enumerate(self.tasks) if not task.waits_for]
         heapq.heapify(events)
         last = 0.0
@@ -94,10 +96,12 @@ class _Events:
 
 
 class _Step:
+    """Tasks of one step of a placed plan."""
+
     def __init__(self, costs: MixedCosts, plan: Plan, global_batch: int) -> None:
         self.costs, self.plan, self.global_batch = costs, plan, global_batch
         self.events = _Events()
-        # Of every group and stage: tasks that make each bucket's gradients, of all its replicas.
+        # Tasks of all replicas that make each bucket's gradients, by group and stage.
         self.made: dict[tuple[int, int], list[list[int]]] = {}
 
     def run(self) -> float:
@@ -113,7 +117,7 @@ class _Step:
         return self.events.run()
 
     def _gather_weights(self, number: int, replicas: Replicas) -> list[list[int]]:
-        """What the optimizer's shards changed in the step before; of every stage, by bucket."""
+        """Add the gathers of weights updated in the step before; return them by stage and bucket."""
         found = []
         for stage, place in enumerate(replicas.places):
             part = self.costs.stages(replicas, self.plan.shard)[stage]
@@ -125,7 +129,7 @@ class _Step:
         return found
 
     def _replica(self, number: int, data_rank: int, replicas: Replicas, gathered: list[list[int]]) -> None:
-        """One pipeline under 1F1B."""
+        """Add one pipeline under 1F1B."""
         runs = self.plan.micro_batches(self.global_batch, data_rank)
         stages, last = len(replicas.places), len(replicas.places) - 1
         parts, sends = {}, {}
@@ -135,7 +139,7 @@ class _Step:
             parts[size], sends[size] = pipeline.stages, pipeline.sends
         orders = [_order(stage, stages, len(runs)) for stage in range(stages)]
         tasks: dict[tuple[str, int, int], list[int]] = {}
-        # Created in an order in which what a task waits for is there already.
+        # Tasks are created after the tasks that they wait for.
         positions = [0] * stages
         while any(positions[stage] < len(orders[stage]) for stage in range(stages)):
             before = sum(positions)
@@ -177,7 +181,11 @@ class _Step:
         index: int,
         count: int,
     ) -> list[int]:
-        """A forward or backward; the first and the last in pieces: their weights come, their gradients go."""
+        """Add a forward or backward; return its tasks.
+
+        The first forward is divided into buckets that wait for gathered weights, the last backward into
+        buckets that make gradients.
+        """
         nic = ("network", *where)
         seconds = part.forward if kind == "forward" else part.backward
         if (kind == "forward" and index > 0) or (kind == "backward" and index < count - 1):
@@ -193,7 +201,7 @@ class _Step:
         return pieces
 
     def _sum_gradients(self) -> None:
-        """Inside each group, then between the groups, then inside again; and the update."""
+        """Add the sums of gradients inside each group, between the groups, inside again, and the update."""
         scattered: dict[tuple[int, int], list[int]] = {}
         exchanges = {}
         for number, replicas in enumerate(self.plan.placement):
@@ -233,7 +241,7 @@ class _Step:
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Narayanan et al. 2021, section 2.2.1."""
+    """Return the order of 1F1B on one stage (Narayanan et al. 2021, section 2.2.1)."""
     warm_up = min(stages - 1 - stage, micro_batches)
     order = [("forward", index) for index in range(warm_up)]
     for index in range(micro_batches):
@@ -249,7 +257,7 @@ def _same(
     other: tuple[int, int],
     bucket: int,
 ) -> list[int]:
-    """Buckets of stage `other` that hold a part of the blocks of `bucket` of stage `mine`.
+    """Return the buckets of stage `other` that hold a part of the blocks of `bucket` of stage `mine`.
 
     Backward makes a stage's last block first: bucket 0 is its end.
     """

@@ -1,6 +1,6 @@
-"""Where a replica's blocks are cut on unlike devices, and what the replica then does.
+"""Placement of a replica's blocks on stages of different devices, and the replica's resulting times.
 
-The slowest stage sets the pace, so that cuts make it as fast as can be, within every device's memory.
+The slowest stage sets the pace; cuts make it as fast as possible within every device's memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from wanma.planner.heterogeneous.replica_shapes import Option, Segment
 
 
 class Placed:
-    """An option with its cuts, in so many copies."""
+    """Replica shape with its cuts and its number of copies."""
 
     def __init__(self, costs: MixedCosts, replicas: Replicas, groups: int, shard: Shard) -> None:
         self.replicas = replicas
         self.fewest = len(replicas.places)
-        """Micro-batches that 1F1B runs."""
+        """Fewest micro-batches that 1F1B runs."""
         self._costs, self._groups, self._shard = costs, groups, shard
         self._seconds: dict[int, float] = {}
 
     @cached_property
     def _most_in_memory(self) -> int:
-        """A pipeline has places for what each micro-batch sends between stages."""
+        """Largest number of micro-batches in memory; a pipeline has a send buffer for each of them."""
         low, high = self.fewest, self._costs.problem.global_batch // self.replicas.micro_batch + 1
         if high <= low or self._costs.fits(self.replicas, self._shard, high):
             return max(low, high)
@@ -43,7 +43,7 @@ class Placed:
         return low
 
     def seconds(self, micro_batches: int) -> float:
-        """Of a step with so many micro-batches in each copy."""
+        """Return the seconds of a step with so many micro-batches in each copy."""
         if micro_batches not in self._seconds:
             pipeline, tail = self._many if micro_batches > 1 else self._alone
             self._seconds[micro_batches] = replica_seconds(pipeline, micro_batches) + tail
@@ -63,11 +63,11 @@ class Placed:
         return pipeline, tail.seconds
 
     def most_micro_batches(self, seconds: float) -> int:
-        """That each copy can do in so long; 0 where not even the fewest that its schedule takes."""
+        """Return the most micro-batches of each copy in `seconds`; 0 if fewer than its schedule needs."""
         fewest = self.fewest
         if self.seconds(fewest) > seconds:
             return 0
-        # Each passes the slowest stage.
+        # Each micro-batch passes the slowest stage.
         pipeline, tail = self._alone if fewest == 1 else self._many
         high = min(max(int((seconds - tail) / pipeline.pace), fewest), self._most_in_memory)
         low = fewest
@@ -81,24 +81,26 @@ class Placed:
 
 
 class _Cut(NamedTuple):
+    """Stage boundaries of a replica, with a bound of its pace."""
+
     blocks: tuple[int, ...]
-    """Of each stage."""
+    """Number of blocks of each stage."""
     pace: float
-    """Seconds of the slowest, never too many."""
+    """Lower bound of the seconds of the slowest stage."""
 
 
 class _Stage(NamedTuple):
-    """What a cut needs to know of one."""
+    """Properties of one stage that decide a cut."""
 
     block: float
-    """Seconds of one."""
+    """Seconds of one block."""
     own: float
-    """Seconds of what is no block."""
+    """Seconds of its layers outside the blocks."""
     most: int
     least: int
 
     def room(self, limit: float) -> int:
-        """Blocks in so many seconds; below `least` where there is not even time for what is its own."""
+        """Return the number of blocks in `limit` seconds; −1 where the other layers alone take longer."""
         if self.own > limit:
             return -1
         return min(int((limit - self.own) / self.block * (1 + 1e-12)), self.most)
@@ -106,7 +108,7 @@ class _Stage(NamedTuple):
 
 @dataclass
 class Placer:
-    """Options that were placed; each once."""
+    """Placement of replica shapes on stages, with a cache of results."""
 
     costs: MixedCosts
 
@@ -117,10 +119,12 @@ class Placer:
         self._replicas: dict[tuple[Option, int, Shard], Replicas | None] = {}
 
     def place(self, option: Option, count: int, groups: int, shard: Shard) -> Placed | None:
-        """`count` copies; None where they fit into no memory.
+        """Return `count` copies of a placed shape; None where they fit into no memory.
 
         Args:
-            groups, shard: as of `MixedCosts.tail`.
+            option: replica shape to place.
+            groups: number of groups of equal replicas, as in `MixedCosts.tail`.
+            shard: sharding of the optimizer state among the copies, as in `MixedCosts.tail`.
         """
         key = (option, count, groups, shard)
         if key not in self._placed:
@@ -129,25 +133,28 @@ class Placer:
         return self._placed[key]
 
     def pace(self, option: Option, sharded: bool) -> float:
-        """Least seconds of the slowest stage in any number of copies; endless where none fits into memory.
+        """Return a lower bound of the slowest stage's seconds in any number of copies; infinite if none fits.
 
         Args:
-            sharded: as of `MixedCosts.units`.
+            sharded: the copies shard the optimizer state, as in `MixedCosts.units`.
         """
         cut = self._widest_cut(option, sharded)
         return cut.pace if cut is not None else math.inf
 
     def _widest_cut(self, option: Option, sharded: bool) -> _Cut | None:
-        """With the memory that stages need when so many copies share the state that it needs none."""
+        """Return the cut for so many copies that their sharded states take no memory."""
         if (option, sharded) not in self._cuts:
             most = [self._most_held(option, stage) for stage in range(option.stages)]
             self._cuts[option, sharded] = None if min(most) < 0 else self._cut(option, sharded, most)
         return self._cuts[option, sharded]
 
     def _most_held(self, option: Option, stage: int) -> int:
-        """Blocks of a stage in any number of copies and of micro-batches; −1 where it fits with none."""
+        """Return the most blocks that a stage can ever hold; −1 where it fits with none.
+
+        That is in any number of copies and of micro-batches.
+        """
         place = _places(option)[stage]
-        # What counts is how many stages come behind it, and whether any come before.
+        # Memory depends on the number of stages behind it, and on stages before it.
         behind, first = option.stages - 1 - stage, stage == 0
         key = (place, option.micro_batch, option.recompute, behind, first)
         if key not in self._held:
@@ -156,7 +163,7 @@ class Placer:
                 option.micro_batch,
                 option.recompute,
             )
-            # One copy needs no communicator, many share the state.
+            # One copy needs no communicator, many shard the states.
             most = -1
             for count in (1, _ANY):
                 replicas = _replicas(like, count, [0] * like.stages)
@@ -165,7 +172,7 @@ class Placer:
         return self._held[key]
 
     def replicas(self, option: Option, count: int, shard: Shard) -> Replicas | None:
-        """With the best cuts that fit into memory; None where none do."""
+        """Return the copies with the best cuts that fit into memory; None where none do."""
         key = (option, count, shard)
         if key not in self._replicas:
             self._replicas[key] = self._fitting(option, count, shard)
@@ -177,7 +184,7 @@ class Placer:
         if widest is None:
             return None
         replicas = _replicas(option, count, widest.blocks)
-        # What more micro-batches need, limits their number (`Placed.most_micro_batches`).
+        # Memory of further micro-batches limits their number (`Placed.most_micro_batches`).
         if self.costs.fits(replicas, shard, option.stages):
             return replicas
         if option.stages == 1:
@@ -189,13 +196,17 @@ class Placer:
     def _most_fitting(
         self, replicas: Replicas, shard: Shard, stage: int, micro_batches: int, known: int = -1
     ) -> int:
-        """Blocks with which a stage fits into its device, at least `known`; −1 where it fits with none."""
+        """Return the most blocks with which a stage fits into its device; −1 where it fits with none.
+
+        Args:
+            known: number of blocks that is known to fit, or −1.
+        """
         layers = self.costs.dimensions.layers
         memory_bytes = self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
         low, high = known, layers
-        middle = layers  # in a deep pipeline mostly all of them fit
+        middle = layers  # in a deep pipeline all of them usually fit
         while low < high:
-            # Of the kind that is most of the model.
+            # Blocks of the group that ends the model.
             blocks = tuple(self.costs.counts(layers - middle, layers))
             needed = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
             if needed.memory_bytes <= memory_bytes:
@@ -206,10 +217,10 @@ class Placer:
         return low
 
     def _cut(self, option: Option, sharded: bool, most: Sequence[int]) -> _Cut | None:
-        """Blocks of each stage so that the slowest is as fast as can be; None where there are too few blocks.
+        """Return the cut with the fastest slowest stage; None where there are too few blocks.
 
         Args:
-            most: of each stage, at most.
+            most: largest number of blocks of each stage.
         """
         blocks = self.costs.dimensions.layers
         places = _places(option)
@@ -231,7 +242,7 @@ class Placer:
                 unit.blocks[0].seconds,
                 unit.first.seconds * (number == 0) + unit.last.seconds * (number == last),
                 most[number],
-                # The first and the last stage hold something without any block.
+                # The first and the last stage hold other layers, and need no block.
                 0 if number in (0, last) else 1,
             )
             for number, unit in enumerate(units)
@@ -260,8 +271,11 @@ class Placer:
         return None if filled is None else _Cut(filled, low)
 
     def _filled(self, stages: Sequence[_Stage], limit: float) -> tuple[int, ...]:
-        """Blocks of each stage, none of which takes longer than `limit`: the fastest get as many as they
-        can; of equally fast ones the later, for they keep fewer micro-batches."""
+        """Return the blocks of each stage, where none takes longer than `limit` seconds.
+
+        The fastest stages get as many as they can; of equally fast ones the later, because they save fewer
+        micro-batches.
+        """
         found = [stage.least for stage in stages]
         rest = self.costs.dimensions.layers - sum(found)
         for number in sorted(range(len(stages)), key=lambda number: (stages[number].block, -number)):
@@ -273,7 +287,7 @@ class Placer:
     def _filled_in_order(
         self, units: Sequence[Units], stages: Sequence[_Stage], limit: float
     ) -> tuple[int, ...] | None:
-        """Where blocks differ, stage by stage as many as it can hold; None where that is not all."""
+        """Return the blocks of each stage, filled in order, where blocks differ; None where some are left."""
         blocks = self.costs.dimensions.layers
         found: list[int] = []
         start = 0
@@ -295,7 +309,7 @@ class Placer:
 
 
 _ANY = 1 << 20
-"""Copies, of which each holds next to nothing of what they share."""
+"""Number of copies with which each has next to nothing of the states that they shard."""
 
 
 def _places(option: Option) -> list[Place]:

@@ -1,1 +1,1 @@
-"""How much memory a plan takes, by kind: of its fullest rank or of all, one plan or many at once."""
+"""Memory of a plan by kind: of its largest rank or of every rank, for one plan or many at once."""

@@ -1,8 +1,8 @@
-"""What a block keeps for its backward on one rank: every tensor, how it is split, and under which recompute.
+"""Activations that a block saves for backward on one rank: tensors, splits and recompute policies.
 
-For decoders by operator, for this runtime and for other programs, whose published formulas are special
-cases (Korthikanti et al. 2022, equations 1 to 4); for any other model by what was counted of its layers.
-Pure functions, without torch.
+Decoders are counted operator by operator, for wanma and for other frameworks, whose published formulas are
+special cases (Korthikanti et al. 2022, equations 1 to 4); other models by the traced elements of their
+layers. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -20,54 +20,56 @@ from wanma.planner.cost.decoder_layers import Software
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 WHOLE_SHARE = 0.25
-"""Share of a block's kept activations that tensor parallelism does not split, where the operators are not
+"""Share of a block's saved activations that tensor parallelism does not split, where the operators are not
 known: inputs and outputs of its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section
 4.2.1: 10 of 34 bytes)."""
 
 INPUT_SHARE = 1 / 16
-"""Share of a block's kept activations that is its input, where nobody counted; about 1 of 16 hidden-sized
+"""Share of a block's saved activations that is its input, where it was not traced; about 1 of 16 hidden-sized
 tensors in a decoder."""
 
 COSTLY_SHARE = 3 / 8
-"""Share of them that selective recompute keeps beside the input, likewise; about 6 of 16 in a decoder."""
+"""Share of a block's saved activations that selective recompute saves beside the input, where it was not
+traced; about 6 of 16 in a decoder."""
 
 Split = Literal["tp", "sequence", "nothing"]
-"""Which ranks share a tensor: those of `tp`; those of `tp` under sequence parallelism; or none."""
+"""Ranks that split a tensor: those of `tp`; those of `tp` under sequence parallelism; or none."""
 
 
 class Kept(NamedTuple):
-    """One tensor that a block keeps for backward."""
+    """Saved tensor: one tensor that a block saves for backward."""
 
     name: str
     elements: float
-    """Of one token, on all ranks of `tp` together where they share it."""
+    """Elements per token, summed over the ranks of `tp` that split it."""
     split: Split
     recompute: tuple[Recompute, ...] = ("none",)
-    """Policies under which it is kept."""
+    """Recompute policies under which it is saved."""
     element_bytes: float | None = None
-    """None: as the precision that computes has."""
+    """Bytes per element; None: those of the compute precision."""
 
 
 class BlockBytes(NamedTuple):
-    """Of one block, micro-batch and rank."""
+    """Bytes of activations of one block, micro-batch and rank."""
 
     kept: float
-    """For backward, where nothing runs again."""
+    """Bytes saved for backward without recompute."""
     inputs: float
-    """Of a block that runs again: what it starts from."""
+    """Bytes of the input, which a block with recompute saves."""
     costly: float
-    """Of such a block: what selective recompute keeps beside it."""
+    """Bytes that selective recompute saves beside the input."""
     working: float
-    """What backward makes beside it, at most: gradients of the widest tensors."""
+    """Largest additional bytes of backward: gradients of the widest tensors."""
 
 
 def decoder_block(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software, *, experts: bool
 ) -> BlockBytes:
-    """
+    """Return the activation bytes of one block of a decoder.
+
     Args:
         sequence: tokens of one sample.
-        experts: whether the block has experts instead of one feed-forward network.
+        experts: the block has experts instead of one feed-forward network.
     """
     tensors = kept_tensors(dimensions, sequence, plan, software, experts=experts)
     tokens = plan.micro_batch * sequence / plan.cp
@@ -86,7 +88,7 @@ def decoder_block(
 
 
 def bytes_per_token(tensors: Iterable[Kept], plan: Plan) -> float:
-    """Of these on one rank of `tp`."""
+    """Return the bytes per token of these tensors on one rank of `tp`."""
     compute = BYTES[plan.precision]
     ranks = {"tp": plan.tp, "sequence": plan.tp if plan.sequence else 1, "nothing": 1}
     return sum(
@@ -100,10 +102,10 @@ def bytes_per_token(tensors: Iterable[Kept], plan: Plan) -> float:
 def kept_tensors(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software, *, experts: bool
 ) -> list[Kept]:
-    """What autograd keeps of one block, tensor by tensor.
+    """Return the saved tensors of one block.
 
-    Of GPT (`Software.architecture`, with GELU) in 16 bits these are 34 bytes per token and hidden element,
-    with the masks of three dropouts, and 5 bytes per score where scores are kept (Korthikanti et al. 2022,
+    For GPT (`Software.architecture`, with GELU) in 16 bits these are 34 bytes per token and hidden element,
+    with the masks of three dropouts, and 5 bytes per score where scores are saved (Korthikanti et al. 2022,
     equation 1).
     """
     tensors = [*_around("attention", dimensions, software), *_attention(dimensions, sequence, plan, software)]
@@ -119,7 +121,7 @@ def kept_tensors(
 
 
 def layer_block(layer: Layer, plan: Plan) -> BlockBytes:
-    """Of a block of which only the elements were counted."""
+    """Return the activation bytes of a block whose elements were traced, but not its operators."""
     every = layer.activation_elements_per_sample
     whole = WHOLE_SHARE / plan.tp if plan.sequence else WHOLE_SHARE
     share = (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp
@@ -140,7 +142,7 @@ _SCORES = "scores"
 
 
 def _around(half: str, dimensions: DecoderDimensions, software: Software) -> list[Kept]:
-    """The normalisation before a half, and the dropout after it."""
+    """Return the saved tensors of the normalisation before a half of a block, and of its dropout."""
     hidden = dimensions.hidden
     tensors = [
         Kept(f"{half} norm's input", hidden, "sequence"),
@@ -158,7 +160,7 @@ def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, softwar
     if dimensions.is_latent:
         rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
         plain, turned, width = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
-        # Every rank makes the narrow vectors, and uses them for its own heads.
+        # Every rank computes the narrow vectors, and uses them for its own heads.
         tensors = [
             Kept("query's vector, before and after its norm", 2 * query_rank, "nothing"),
             Kept("key and value's vector, likewise, and the rotary key", 2 * rank + turned, "nothing"),
@@ -182,7 +184,7 @@ def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, softwar
     if plan.cp > 1 and plan.context == "all_to_all":
         tensors.append(Kept("attended, given back", heads * width, "tp"))
     if software.attention == "scores":
-        # Softmax, its dropout's mask, and what the mask leaves: 2 + 1 + 2 bytes.
+        # Softmax, its dropout's mask, and the masked output: 2 + 1 + 2 bytes.
         compute = BYTES[plan.precision]
         tensors.append(Kept(_SCORES, heads * sequence, "tp", element_bytes=2 * compute + 1))
     elif software.architecture == "llama":
@@ -191,8 +193,10 @@ def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, softwar
 
 
 def kv_heads_seen(dimensions: DecoderDimensions, plan: Plan) -> int:
-    """Key and value heads of all ranks of `tp` together: each has at least one; and repeated until the ranks
-    of an all-to-all can share them."""
+    """Return the number of key and value heads, summed over the ranks of `tp`.
+
+    Each rank has at least one; heads are repeated until the ranks of an all-to-all can share them.
+    """
     seen = max(dimensions.kv_heads, plan.tp)
     if plan.cp > 1 and plan.context == "all_to_all":
         seen *= plan.cp // math.gcd(max(seen // plan.tp, 1), plan.cp)
@@ -208,8 +212,11 @@ def _network(name: str, wide: int, dimensions: DecoderDimensions, software: Soft
 
 
 def _experts(dimensions: DecoderDimensions, software: Software) -> list[Kept]:
-    """A token's vector is copied to where the others of its experts are; ranks of `ep` have as many copies as
-    they sent away, where experts are used evenly."""
+    """Return the saved tensors of a block's experts.
+
+    Each token's vector is copied to the ranks of its experts; ranks of `ep` receive as many copies as they
+    send, where experts are used evenly.
+    """
     choices, width = dimensions.experts_per_token, dimensions.expert_width
     tensors = [
         Kept("router's scores, before and after", 2 * dimensions.experts, "sequence", element_bytes=4),
@@ -223,14 +230,17 @@ def _experts(dimensions: DecoderDimensions, software: Software) -> list[Kept]:
 
 
 def _unless_score(tensor: Kept) -> Kept:
-    """Attention's core alone runs again (Korthikanti et al. 2022, section 5)."""
+    """Return `tensor` saved under selective recompute too, unless it is a score.
+
+    Only attention's core runs again (Korthikanti et al. 2022, section 5).
+    """
     if tensor.name == _SCORES or "full" in tensor.recompute:
         return tensor
     return tensor._replace(recompute=_COSTLY)
 
 
 def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list[Kept]:
-    """Results that `models.costly` keeps: of every second product, and what other ranks sent."""
+    """Return the tensors that selective recompute saves: every second product, and received tensors."""
     hidden, width = dimensions.hidden, dimensions.expert_width
     products: list[tuple[float, Split]] = []
     if dimensions.is_latent:
@@ -275,8 +285,11 @@ def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list
 
 
 def _working(dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software) -> float:
-    """Bytes per token: gradients of two of the widest tensors, or of two sets of scores, and of what a half
-    is given and gives."""
+    """Return the additional bytes per token of backward.
+
+    They are gradients of two of the widest tensors, or of two sets of scores, and of a half's input and
+    output.
+    """
     widest = max(
         dimensions.feed_forward,
         dimensions.heads * dimensions.head_width,

@@ -1,4 +1,4 @@
-"""Snapshots for recovery: what they take of the machines' own memory, and how often they are made."""
+"""Memory of in-memory checkpoints: bytes on each rank, and fewest steps between two of them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from wanma.planner.cost.gradient_collectives import error_bytes
 from wanma.planner.memory.model_states import state_elements, weight_bytes
 
 COST_SHARE = 0.01
-"""Of the time of training, what snapshots may cost where the job leaves their interval open."""
+"""Share of training time that in-memory checkpoints may cost where the job leaves their interval open."""
 
 _IMAGES = 2
-"""Written in turn, so that one of them is always whole."""
+"""Number of in-memory checkpoints of one rank, written in turn, so that one of them is always complete."""
 
 
 def snapshot_bytes(job: Job, workload: Workload, plan: Plan) -> int:
-    """Of one rank, all that it holds of them: two images, and as many of a guest where machines are each
-    other's partners. 0 where there are none (`image_bytes`)."""
+    """Return the bytes of all in-memory checkpoints that one rank stores.
+
+    They are two of its own, and two of another node's rank where nodes are each other's partners. 0 where the
+    run has none (`image_bytes`).
+    """
     copies = 2 if has_partner(job) else 1
     return int(copies * _IMAGES * image_bytes(job, workload, plan))
 
 
 def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
-    """Of one rank's part of one snapshot; ranks of one machine that hold the same share it.
+    """Return the bytes of one rank's part of one in-memory checkpoint.
 
-    0 where the job wants none, where nobody would recover from them, or where `plan` keeps state on disk,
-    which then has no copy in memory.
+    Ranks of one node with equal parts share them. It is 0 where the job wants none, where no restart would
+    use them, or where `plan` offloads states to disk, which then have no copy in memory.
     """
     on_disk = "disk" in (plan.offload_parameters, plan.offload_optimizer)
     if job.checkpoint.snapshots == "off" or job.cluster.retries == 0 or on_disk:
@@ -44,12 +47,12 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     if job.train.weight_average > 0:
         saved += trained
     seldom = plan.synchronization
-    if seldom is not None and seldom.is_local:  # each site's own, and what all share
+    if seldom is not None and seldom.is_local:  # each site's own states, and the shared outer ones
         frozen *= seldom.sites
         saved = seldom.sites * saved + trained * (1 + (seldom.momentum > 0))
     elif seldom is not None:
         saved += seldom.staleness * trained
-    # Ranks of one machine that hold the same write it once.
+    # Ranks of one node that hold equal parts write them once.
     here = plan.world_size // job.cluster.nodes
     parts = max(plan.world_size // plan.replicas, here, 1)
     habits = Software(
@@ -57,15 +60,15 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     )
     frozen_parts = max(plan.pp * plan.tp, here, 1) if habits.holds_frozen_whole(plan) else parts
     whole = workload.parameters / plan.tp / plan.pp
-    kept = error_bytes(plan, whole, whole / plan.shard_ranks)  # which no two ranks hold alike
+    kept = error_bytes(plan, whole, whole / plan.shard_ranks)  # differs on every rank
     return saved / parts + frozen / frozen_parts + kept
 
 
 def has_partner(job: Job) -> bool:
-    """Whether another machine keeps a copy of each one's snapshots."""
+    """Return whether each node's in-memory checkpoints also have a copy on a partner node."""
     return job.cluster.nodes > 1 and job.checkpoint.partner is not False
 
 
 def steps_between(cost_seconds: float, step_seconds: float) -> int:
-    """Fewest steps from one snapshot to the next with which they cost no more than `COST_SHARE`."""
+    """Return the fewest steps between in-memory checkpoints with which they cost at most `COST_SHARE`."""
     return max(math.ceil(cost_seconds / (COST_SHARE * step_seconds)), 1)

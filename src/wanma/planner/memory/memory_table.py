@@ -1,4 +1,4 @@
-"""What of a memory forecast depends on a part of the plan only, so that a search computes it once for many.
+"""Memory table: sizes of a model that depend on a part of the plan only, computed once for many plans.
 
 Pure functions, without torch.
 """
@@ -16,51 +16,51 @@ from wanma.planner.memory.activations import BYTES, BlockBytes, decoder_block, k
 
 
 class BlockKind(NamedTuple):
-    """Equal blocks, on one rank."""
+    """Group of equal blocks, with the sizes of one on one rank."""
 
     blocks: int
-    """In the whole model."""
+    """Number of these blocks in the whole model."""
     shared: float
-    """Parameters of one but for routed experts, on one rank of `tp`."""
+    """Parameters of one block without routed experts, on one rank of `tp`."""
     experts: float
-    """Of routed experts, on one rank of `tp` and `ep`."""
+    """Parameters of routed experts, on one rank of `tp` and `ep`."""
     expert: float
-    """Of one of them."""
+    """Parameters of one routed expert."""
     bytes: BlockBytes
     matrices: tuple[float, ...] = ()
-    """Of each of its large tensors, on one rank of `tp` and `ep`; empty where nobody knows them."""
+    """Elements of each of its large tensors, on one rank of `tp` and `ep`; empty where they are not known."""
     trained: float = 1.0
-    """Of its parameters, those that are trained."""
+    """Trained share of its parameters, 0 .. 1."""
 
 
 class MemoryTable(NamedTuple):
-    """What of a forecast depends on a part of the plan only: see `table_key`."""
+    """Sizes of a model that depend only on the settings of a plan in `table_key`."""
 
     kinds: tuple[BlockKind, ...]
-    """In the model's order."""
+    """Groups of equal blocks, in the order of the model."""
     first: float
     """Parameters before the blocks, on one rank of `tp`."""
     last: float
-    """After them, likewise."""
+    """Parameters after the blocks, on one rank of `tp`."""
     logits: float
     """Bytes of one micro-batch's output, on one rank of `tp`."""
     head: float
-    """Bytes that are kept to make them."""
+    """Bytes of activations that are saved to compute the logits' gradients."""
     boundary: float
-    """Bytes of what one stage hands to the next, of one micro-batch."""
+    """Bytes of one micro-batch that one stage sends to the next."""
     travelling: float
-    """Bytes of what ranks exchange within a block: beside what it keeps, as it goes and as it comes."""
+    """Bytes that ranks exchange within a block, sent and received, beside its saved activations."""
     trained_share: float
     knows_ends: bool = False
-    """Whether `first` and `last` are one tensor each, but for a norm."""
+    """True if `first` and `last` are one tensor each, except for a norm."""
     trained_first: float = 1.0
-    """Of `first`, what is trained."""
+    """Trained share of `first`."""
     trained_last: float = 1.0
-    """Of `last`, what is trained."""
+    """Trained share of `last`."""
 
 
 def table_key(plan: Plan) -> tuple[object, ...]:
-    """Plans with the same key have the same table, for one workload and one program."""
+    """Return the key of plans with the same memory table, for one workload and one framework."""
     of_model = (plan.tp, plan.sequence, plan.cp, plan.context, plan.ep, plan.pp > 1)
     return (*of_model, plan.micro_batch, plan.precision, plan.compile)
 
@@ -71,7 +71,7 @@ def tabulate(
     dimensions: DecoderDimensions | None = None,
     software: Software | None = None,
 ) -> MemoryTable:
-    """Arguments as of `forecast_memory`."""
+    """Return the memory table of a plan; arguments as in `forecast_memory`."""
     software = software or Software(fused=plan.compile)
     compute = BYTES[plan.precision]
     blocks, before, after = _units(workload)
@@ -82,7 +82,7 @@ def tabulate(
     if dimensions is None or dimensions.vocabulary is None:
         kinds = [_kind(layer, plan, layer_block(layer, plan)) for layer in blocks]
         kept = sum(layer.count * layer.activation_elements_per_sample for layer in (*before, *after))
-        if not blocks:  # nothing is repeated: one unit of communication, whose layers keep as blocks do
+        if not blocks:  # no repeated layers: one unit of communication, whose layers save as blocks do
             kinds = [BlockKind(layer.count, 0.0, 0.0, 0.0, layer_block(layer, plan)) for layer in before]
             kept = 0.0
         size = compute * plan.micro_batch / plan.cp
@@ -131,7 +131,7 @@ def _trained_share(layers: Sequence[Layer]) -> float:
 
 
 def _units(workload: Workload) -> tuple[list[Layer], list[Layer], list[Layer]]:
-    """The repeated blocks, what comes before them, and everything else."""
+    """Return the repeated blocks, the layers before them, and all other layers."""
     blocks = [layer for layer in workload.layers if layer.count > 1 or layer.is_block]
     if not blocks:
         return [], list(workload.layers), []
@@ -154,7 +154,7 @@ def _kind(layer: Layer, plan: Plan, parts: BlockBytes, whole: float = 0.0, exper
 
 
 def _matrices(dimensions: DecoderDimensions, plan: Plan, kind: BlockKind) -> tuple[float, ...]:
-    """Of one block, in elements; routed experts are three tensors."""
+    """Return the elements of each matrix of one block; routed experts are three tensors."""
     if dimensions.is_latent:
         return ()
     hidden, of_head = dimensions.hidden, dimensions.hidden * dimensions.head_width
@@ -168,8 +168,11 @@ def _matrices(dimensions: DecoderDimensions, plan: Plan, kind: BlockKind) -> tup
 
 
 def _whole_parameters(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> float:
-    """Of one block, those that every rank of `tp` has all of: of norms, of a router, of what makes latent
-    attention's narrow vectors, and of keys and values whose heads the ranks do not divide."""
+    """Return the number of a block's parameters that `tp` does not split.
+
+    They belong to norms, a router, the projections to latent attention's narrow vectors, and keys and values
+    whose number of heads `tp` does not divide.
+    """
     hidden = dimensions.hidden
     whole = 2 * hidden + (2 * dimensions.head_width if dimensions.head_norm else 0)
     if dimensions.is_latent:
@@ -181,8 +184,11 @@ def _whole_parameters(dimensions: DecoderDimensions, plan: Plan, *, experts: boo
 
 
 def _travelling(dimensions: DecoderDimensions, plan: Plan) -> float:
-    """Bytes per token of one exchange, out and in: of a ring's keys and values with their gradients in fp32
-    (`parallel.ring`), of all heads, or of the copies for experts."""
+    """Return the bytes per token that one exchange sends and receives.
+
+    It exchanges a ring's keys and values with their gradients in fp32, or all heads, or the copies for
+    experts.
+    """
     compute = BYTES[plan.precision]
     exchanged = [0.0]
     if plan.cp > 1:

@@ -1,9 +1,9 @@
-"""Parameters, gradients and optimizer state of one rank: what is there all the time, and what a step adds.
+"""Model states of one rank: parameters, gradients and optimizer state, in bytes.
 
-Sharded state follows Rajbhandari et al. 2020, section 5; what FSDP2 holds beside it is from its own
-behaviour (one unit of communication per block, another for the rest), which tests measure. Programs that
-keep whole copies follow Megatron-LM: 2 bytes of weights, 2 or 4 of gradients, and 12 of state per parameter,
-which a distributed optimizer shares among the data ranks.
+Sharded states follow Rajbhandari et al. 2020, section 5; FSDP2's additional memory follows its own behaviour
+(one unit of communication per block, another for the rest), which tests measure. Frameworks with unsharded
+copies follow Megatron-LM: 2 bytes of weights, 2 or 4 of gradients, and 12 of state per parameter, which a
+distributed optimizer shards over the data ranks.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from wanma.planner.memory.activations import BYTES
 
 
 class Parameters(NamedTuple):
-    """Of one pipeline rank, on one rank of `tp`."""
+    """Numbers of parameters of one pipeline rank, on one rank of `tp`."""
 
     blocks: float
-    """Those of its blocks, but for routed experts."""
+    """Parameters of its blocks without routed experts."""
     experts: float
-    """Of routed experts, on one rank of `ep`."""
+    """Parameters of routed experts, on one rank of `ep`."""
     ends: float
-    """Of what is no block: embedding, head."""
+    """Parameters of layers that are no blocks: embedding, head."""
     block: float
-    """Of its largest block, with the experts that are here."""
+    """Parameters of its largest block, with this rank's experts."""
     shapes: float = 0.0
-    """Of its products' matrices, one of every shape."""
+    """Elements of its products' matrices, one of every shape."""
     first: float = 0.0
-    """Of what comes before the blocks, such as an embedding: backward comes to it last."""
+    """Parameters of layers before the blocks, such as an embedding; backward reaches them last."""
     embedding: float = 0.0
-    """Of that, what is one tensor."""
+    """Parameters of `first` that are one tensor."""
     routed: float = 0.0
-    """Of routed experts, those of its largest block."""
+    """Parameters of the routed experts of its largest block."""
     tensors: tuple[tuple[float, float], ...] = ()
-    """(elements, how many) of the large ones that are known one by one; the others may be of any size."""
+    """(elements, number) of large tensors that are known one by one; the others may be of any size."""
     trained_share: float = 1.0
-    """Of all of them, those that are trained."""
+    """Trained share of all parameters, 0 .. 1."""
     trained_blocks: float = 1.0
-    """Likewise of blocks."""
+    """Trained share of the blocks' parameters."""
     trained_first: float = 1.0
-    """Likewise of what comes before the blocks."""
+    """Trained share of the parameters before the blocks."""
     trained_last: float = 1.0
-    """Likewise of what comes after them."""
+    """Trained share of the parameters after the blocks."""
 
     @property
     def trained_ends(self) -> float:
-        """Of what is no block, the share that is trained."""
+        """Return the trained share of the parameters outside the blocks."""
         last = self.ends - self.first
         return (self.first * self.trained_first + last * self.trained_last) / self.ends if self.ends else 1.0
 
@@ -59,47 +59,48 @@ class Parameters(NamedTuple):
         return self.blocks + self.experts + self.ends
 
     def smaller(self, elements: float) -> float:
-        """In tensors of fewer elements, as far as anybody knows."""
+        """Return the number of parameters in tensors of fewer elements, as far as sizes are known."""
         return max(self.held - sum(size * count for size, count in self.tensors if size >= elements), 0.0)
 
 
 class State(NamedTuple):
-    """Bytes of one rank."""
+    """Model states of one rank, in bytes."""
 
     parameters: float
-    """With what is gathered of them."""
+    """Parameters, including gathered ones."""
     gathered: float
-    """Of them, what is gathered for a step."""
+    """Parameters that are gathered for a step."""
     buffers: float
-    """Memory that ranks share to exchange tensors in, this one's part: once it was used it stays."""
+    """Exchange buffers: this rank's part of memory that ranks share; once used it stays."""
     optimizer: float
-    """With an averaged copy of the weights, what compressed gradients lost so far, and what sites keep."""
+    """Optimizer state, with an averaged copy of the weights, error feedback, and the states of sites."""
     accumulated: float
-    """Gradients that are there from one micro-batch to the next."""
+    """Gradients that exist from one micro-batch to the next."""
     last: float
-    """Gradients of what comes after the blocks, as one backward makes them: first of all."""
+    """Gradients of layers after the blocks, as one backward makes them: first of all."""
     reducing: float
-    """What is there beside them while backward hands a block's gradients over."""
+    """Additional gradients while backward reduces a block's gradients."""
     made: float
-    """Gradients of what backward has gone through when it comes to its last block, with what reduces them."""
+    """Gradients of the layers that backward has passed when it reaches its last block, with their reduction
+    buffers."""
     added: float
-    """Beside them, the last of a micro-batch's gradients, before it is added to the sum of those before."""
+    """Last gradient of a micro-batch, before it is added to the sum of earlier ones."""
     final: float
-    """All gradients, as backward ends, with what reduces them."""
+    """All gradients, as backward ends, with their reduction buffers."""
     let_go: float
-    """Of what is gathered, what is no longer there then."""
+    """Part of `gathered` that is freed when backward ends."""
     receiving: float
-    """Beside `final`, parts that come from others."""
+    """Parts that come from other ranks, beside `final`."""
     late: float
-    """Of one tensor, the gradient that backward makes last."""
+    """Gradient tensor that backward makes last."""
     late_buffer: float
-    """What the last unit's gradients are reduced in, but for what has room where others were let go of."""
+    """Reduction buffer of the last unit's gradients, as far as it has no room in freed memory."""
     host: float
     disk: float
 
 
 def weight_bytes(workload: Workload, plan: Plan, *, rounds_frozen: bool) -> float:
-    """Bytes of a whole model's weights as they are held and saved."""
+    """Return the bytes of a whole model's weights as they are stored and saved."""
     master = 8.0 if plan.precision == "fp64" else 4.0
     trained = workload.parameters * workload.trained_share
     frozen = _frozen_bytes(plan, BYTES[plan.precision], master) if rounds_frozen else master
@@ -107,28 +108,28 @@ def weight_bytes(workload: Workload, plan: Plan, *, rounds_frozen: bool) -> floa
 
 
 def _frozen_bytes(plan: Plan, compute: float, master: float) -> float:
-    """Bytes of one element of a frozen weight. What is gathered in fp8 is cast from fp32."""
+    """Return the bytes of one element of a frozen weight; weights gathered in fp8 are cast from fp32."""
     return master if plan.fp8 and plan.shard == "parameters" and plan.tp == 1 else compute
 
 
 COMPRESSED_TOGETHER_BYTES = 1 << 24
-"""Of gradients that are made smaller in one go: `collectives.compression`, which a test compares."""
+"""Bytes of gradients that are compressed in one go; a test compares it with `collectives.compression`."""
 _COPIES = 3
-"""Of those, what making them smaller and numbers again takes beside them, about."""
+"""Approximate number of copies of those gradients that compression and decompression take beside them."""
 
 STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "plain sgd": (0, 0), "muon": (1, 2), "adafactor": (0, 0)}
-"""Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD a momentum if any;
-Muon keeps one for the blocks' matrices and leaves the rest to AdamW; Adafactor keeps a row and a column for
-each matrix, which is next to nothing."""
+"""Elements of optimizer state per parameter, of blocks and of other layers. AdamW keeps two moments, SGD a
+momentum if any; Muon keeps one for the blocks' matrices and leaves the rest to AdamW; Adafactor keeps a row
+and a column for each matrix, which is next to nothing."""
 
 
 def rule_of(train: TrainSection) -> str:
-    """The key of `STATE_COPIES` for a job."""
+    """Return the key of `STATE_COPIES` for a job."""
     return "plain sgd" if train.optimizer == "sgd" and train.momentum == 0 else train.optimizer
 
 
 def state_elements(workload: Workload, train: TrainSection) -> float:
-    """Of the whole model's optimizer state."""
+    """Return the number of elements of the whole model's optimizer state."""
     of_blocks, of_ends = STATE_COPIES[rule_of(train)]
     return sum(
         (of_blocks if layer.is_block or layer.count > 1 else of_ends)
@@ -146,10 +147,11 @@ def state_of(
     weight_average: bool,
     software: Software,
 ) -> State:
-    """
+    """Return the model states of one rank, in bytes.
+
     Args:
-        optimizer: as of `rule_of`.
-        micro_batches: of one step and rank, at most.
+        optimizer: key of `STATE_COPIES`, as `rule_of` returns it.
+        micro_batches: largest number of micro-batches of one step and rank.
     """
     trained_share = mine.trained_share
     sharded_blocks = mine.blocks / plan.shard_ranks
@@ -216,18 +218,18 @@ def _shards(
 ) -> State:
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
-    # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
-    # also where there is nobody to share with; but for what computes with the state itself, below. On a
-    # GPU it gathers the next block while one computes.
-    # In a pipeline blocks stay gathered from their backward on, and gradients whole to the step's end.
+    # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master weights,
+    # also with one shard; plans that compute with the state itself are handled below. On a GPU it gathers
+    # the next block while one computes.
+    # In a pipeline blocks stay gathered after their backward, and gradients unsharded to the step's end.
     around = 1 if plan.device == "cpu" else 2
     away = plan.offload_parameters != "nothing"
     by_block = (plan.shard == "parameters" or away) and plan.pp == 1
     gathered = mine.ends + around * mine.block if by_block else mine.held
     frozen = _frozen_bytes(plan, compute, master) if rounds_frozen else float(master)
     parameters = shards * (master * trained_share + frozen * (1 - trained_share))
-    # Where a step has all weights whole, frozen ones that need no cast are not gathered. They are whole on
-    # every rank, all but those that ranks have in common.
+    # Where a step keeps all weights gathered, frozen ones that need no cast are not gathered. Every rank
+    # stores all of them, unless ranks compute with common weights.
     copied = 1.0
     if rounds_frozen and frozen == compute and not (by_block or away):
         copied = trained_share
@@ -235,21 +237,21 @@ def _shards(
             parameters = shards * master * trained_share + mine.held * frozen * (1 - trained_share)
 
     # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
-    # micro-batch, whole gradients are accumulated in fp32 until the last.
-    # On a CPU they are one unit where they are whole anyway (`parallel.shard`), and with one shard the
+    # micro-batch, unsharded gradients are accumulated in fp32 until the last.
+    # On a CPU they are one unit where they are unsharded anyway (`parallel.shard`), and with one shard the
     # buffer becomes the gradient.
     whole_kind = plan.shard in ("nothing", "optimizer")
     one_unit = plan.device == "cpu" and whole_kind and not away
     unit = mine.held if one_unit else max(mine.ends, mine.block)
-    # What is no block is one unit, whose gradients wait for the last of them, whole.
+    # The layers outside the blocks are one unit, whose unsharded gradients wait for the last of them.
     waiting = mine.ends - mine.first
     behind = max(1 - (mine.first + mine.block) / mine.held, 0.0) if mine.held else 0.0
     accumulates = micro_batches > 1 and (plan.pp > 1 or whole_kind)
-    # What a unit is gathered into and what its gradients are reduced in is memory that ranks share. What is
-    # no block is gathered first, and stays there until the first block is; where this is larger, the next
-    # one has no room in the place that the ends leave. Experts of which nobody has another part are not
-    # exchanged there. Weights that ranks have in common are not gathered at all: in 16 bits there is one copy
-    # of them beside the shards, in 32 these are it.
+    # Buffers for gathering a unit and for reducing its gradients are in shared memory. Layers outside the
+    # blocks are gathered first, and stay there until the first block is gathered; where a block is larger,
+    # the next one has no room in the hole that they leave. Unsharded experts are not exchanged there.
+    # Common weights are not gathered at all: in 16 bits there is one copy of them beside the shards, in 32
+    # bits the shards are that copy.
     shards_share, replicas_share = shares_memory
     buffers, reduced, alone = 0.0, float(master), 0.0
     if shards_share and plan.shard_ranks > 1:
@@ -284,15 +286,15 @@ def _shards(
             final = mine.held * (compute + master)
         else:
             final = shards * master + unit * (compute + reduced) + alone * master
-            if accumulated:  # their sum, before it is added to those of earlier micro-batches
+            if accumulated:  # the reduced gradients, before they are added to earlier micro-batches
                 final += unit * master / plan.shard_ranks
-    # Gloo's parts of a scattered sum come from all other ranks at once.
+    # Gloo's reduce-scatter receives the parts of all other ranks at once.
     receiving = 0.0
     if plan.device == "cpu" and not shards_share:
         receiving = unit * master * (1 - 1 / plan.shard_ranks)
     gathered *= copied
-    # FSDP2 lets go of what it gathered before it reduces; but where that stays from one micro-batch to the
-    # next, gradients are reduced beside it, unless they wait for the last.
+    # FSDP2 frees gathered weights before it reduces; but where they stay gathered from one micro-batch to the
+    # next, gradients are reduced beside them, unless they wait for the last.
     let_go = gathered * compute if by_block or accumulates or micro_batches == 1 else 0.0
     late, late_buffer = mine.embedding * compute, receiving
     if reduced and not (one_unit and let_go >= unit * reduced):
@@ -300,12 +302,12 @@ def _shards(
     if reduced and accumulated and not accumulates:
         late_buffer += unit * master / plan.shard_ranks
     if has_common_weights and compute != master:
-        # Elsewhere the sum has room where what was gathered was let go of; in 32 bits where the shards were
-        # before they became parts of what is common.
+        # Without common weights the sum has room in freed gathered weights; in 32 bits, where the shards were
+        # before they became parts of the common weights.
         late_buffer += unit * master / plan.shard_ranks
 
     added = 0.0
-    if plan.computes_with_state:  # gradients are summed where backward has put them
+    if plan.computes_with_state:  # gradients are summed in place
         gathered = let_go = 0.0
         reducing = 0.0 if accumulates else waiting * master
         made = 0.0 if accumulates else mine.held * behind * master
@@ -313,7 +315,7 @@ def _shards(
         final, late, late_buffer = mine.held * master, mine.embedding * master, 0.0
         if plan.replicas > 1 and not plan.compressions:
             together = min(final, plan.bucket_bytes)
-            if plan.hierarchical:  # what other ranks send of a bucket waits to be added up
+            if plan.hierarchical:  # received parts of a bucket wait to be added up
                 final += 2 * together
             elif replicas_share:
                 # Small gradients are summed in memory that the ranks share, and stay there.
@@ -337,7 +339,7 @@ def _shards(
         outer = 0.0
     elsewhere[plan.offload_parameters] += parameters
     if away and plan.device == "cuda":
-        # Then the update runs on the host: what belongs to the shards is there.
+        # Then the update runs on the host, where the shards' states are.
         here = "host" if plan.offload_optimizer == "nothing" else plan.offload_optimizer
         elsewhere[here] += state
         of_shards = 0.0 if accumulates else shards * master
@@ -369,13 +371,16 @@ def _shards(
 
 
 def _between_sites(plan: Plan) -> tuple[float, float]:
-    """Of a rank's trained parameters, how many copies its site keeps of what all sites share, and how many
-    are under way between steps."""
+    """Return (stored, in flight) copies of a rank's trained parameters for exchanges between sites.
+
+    Stored copies are the outer weights and momentum that all sites share; copies in flight exist between
+    steps.
+    """
     seldom = plan.synchronization
     if seldom is None:
         return 0.0, 0.0
     if not seldom.is_local:
         return 0.0, seldom.staleness + 1.0
-    # What is waited for is there when gradients and activations are not.
+    # Fragments that ranks wait for exist while gradients and activations do not.
     at_once = min(seldom.fragments, -(-seldom.overlap_steps * seldom.fragments // seldom.every))
     return 1.0 + (seldom.momentum > 0), at_once / seldom.fragments

@@ -1,9 +1,9 @@
-"""Memory of a plan by kind: of its fullest rank, or of every pipeline rank.
+"""Peak memory of a plan by kind: of the rank with the largest peak, or of every pipeline rank.
 
-A rank is fullest at one of six moments: as the loss is computed, when all activations are kept; as backward
-makes the head's gradient; as it enters its first block; as it comes to its last, when the gradients of the
-others are there; as it comes to what is before the blocks; or as it ends, when all gradients are there.
-What is there at other moments only does not add up. Pure functions, without torch.
+A rank's memory peaks at one of six moments: at the loss, when all activations are saved; as backward makes
+the head's gradient; as it enters its first block; as it reaches its last, when the gradients of the others
+exist; as it reaches the layers before the blocks; or as it ends, when all gradients exist. Memory that exists
+at other moments only does not add up. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from wanma.planner.memory.model_states import Parameters, State, state_of
 from wanma.planner.pipeline.schedules import blocks_of_stages, kept_forwards
 
 CPU_RUNTIME_BYTES = 325 << 20
-"""Resident memory of a rank on a CPU beside its tensors: 300 to 310 MiB of Python, torch and their libraries,
-half of them in the heap, when the first steps have brought in all that they need; and about 15 of holes
-between these small things, which are the same for small and large models."""
+"""Resident bytes of a CPU rank beside its tensors: 300 to 310 MiB of Python, torch and their libraries, half
+of them in the heap, after the first steps have loaded all that they need; and about 15 of holes between these
+small objects, which are the same for small and large models."""
 
 CUDA_CONTEXT_BYTES = 600 << 20
-"""What a process takes of a GPU before its first tensor: CUDA's context, its libraries' kernels and their
-workspaces. Not counted by torch."""
+"""Bytes of a GPU that a process takes before its first tensor: CUDA's context, its libraries' kernels and
+their workspaces. torch does not count them."""
 
 NCCL_GROUP_BYTES = 256 << 20
-"""Buffers of a communicator's channels on a GPU, likewise."""
+"""Bytes of the channel buffers of one communicator on a GPU, which torch does not count either."""
 
 
 class Unused(NamedTuple):
-    """What an allocator holds beyond the tensors, as shares of them."""
+    """Fragmentation: memory that an allocator holds beyond the live tensors, as shares of them."""
 
     gathered: float
-    """Of what is gathered of the parameters."""
+    """Share of the bytes of gathered parameters."""
     passing: float
-    """Of gradients, activations, logits and buffers at their peak."""
+    """Share of gradients, activations, logits and buffers at their peak."""
     late: float
-    """Of what is made as backward ends, where nothing as large has left a place for it."""
+    """Share of tensors that are made as backward ends, and for which no freed tensor left a hole of their
+    size."""
 
 
 _ON_GPU = Unused(0.12, 0.12, 0.0)
-"""Of torch's allocator: 10 to 16 % of what comes and goes in torchtitan's runs of December 2024, which say
-what they reserved (benchmarks/results/planner-memory.md)."""
+"""Shares of torch's allocator: 10 to 16 % of temporary tensors in torchtitan's runs of December 2024, which
+state their reserved memory (benchmarks/results/planner-memory.md)."""
 
 _ON_CPU = Unused(0.0, 0.1, 1.0)
-"""Of glibc's heap, which keeps what was freed, with the settings of `elastic.heap`. What lasts is made
-before the first step and lies below all else, without holes (`training.optimizer`).
+"""Shares of glibc's heap, which keeps freed memory, under the settings of `elastic` workers. Long-lived
+tensors are made before the first step and lie below all others, without holes (`training.optimizer`).
 
-*Passing*: while an aligned tensor is placed, its place needs up to 96 bytes more than it will have, so that
-one between two that stay is too small for the next of its size; and a large place is filled by what is
-small. A tenth is the least with which none of the fitted runs of benchmarks/planner/memory_runs.py needs
-2 % more than its forecast.
+*Passing*: while an aligned tensor is placed, its hole needs up to 96 bytes more than the tensor, so that a
+hole between two long-lived tensors is too small for the next of its size; and a large hole is filled by small
+tensors. A tenth is the least with which none of the fitted runs of benchmarks/planner/memory_runs.py needs 2
+% more than its forecast.
 
 *Late*: gradients lie where backward found room, and until the update nothing larger than the holes between
-them has room there. An embedding's gradient, made last of all, and the buffer in which a unit's gradients
-are reduced find a place of their size only where something as large was freed: the logits; or, if the places
-of gradients are those of earlier micro-batches, a head's gradient that was added to them, or activations.
-Else the heap grows by all of it.
-"""
+them has room there. An embedding's gradient, made last of all, and the buffer in which a unit's gradients are
+reduced find a hole of their size only where something as large was freed: the logits; or, if gradients lie
+where those of earlier micro-batches lie, a head's gradient that was added to them, or activations. Otherwise
+the heap grows by all of it."""
 
 
 def unused_shares(plan: Plan, software: Software) -> Unused:
-    """Of the allocator where `plan` runs."""
+    """Return the fragmentation shares of the allocator of the plan's devices."""
     usual = _ON_CPU if plan.device == "cpu" else _ON_GPU
     return Unused(*(software.unused_factor * share for share in usual))
 
@@ -84,16 +84,16 @@ def forecast_memory(
     table: MemoryTable | None = None,
     in_flight: int | None = None,
 ) -> Forecast:
-    """What the fullest rank needs.
+    """Return the memory forecast of the rank with the largest peak.
 
     Args:
-        optimizer: `train.optimizer`.
-        micro_batches: of one step and rank, at most.
-        weight_average: whether an averaged copy of the weights is kept.
-        dimensions: of a decoder, whose operators are then known one by one.
-        software: habits of the program; None: this runtime's.
-        table: of `tabulate` for this plan, where somebody has it.
-        in_flight: most forwards of a stage that each rank keeps, where a schedule is given a limit.
+        optimizer: value of `train.optimizer`.
+        micro_batches: largest number of micro-batches of one step and rank.
+        weight_average: an averaged copy of the weights is stored.
+        dimensions: dimensions of a decoder, whose operators are then known one by one.
+        software: traits of the training framework; None: wanma's own.
+        table: memory table of this plan, if it exists already.
+        in_flight: largest number of in-flight micro-batches of each stage, for a schedule with such a limit.
     """
     software = software or Software(fused=plan.compile)
     table = table or tabulate(workload, plan, dimensions, software)
@@ -115,7 +115,7 @@ def memory_of_ranks(
     software: Software | None = None,
     in_flight: int | None = None,
 ) -> list[RankMemory]:
-    """What each pipeline rank needs; arguments as of `forecast_memory`."""
+    """Return the memory of each pipeline rank; arguments as in `forecast_memory`."""
     software = software or Software(fused=plan.compile)
     table = tabulate(workload, plan, dimensions, software)
     stages = stage_counts(table, plan)
@@ -134,38 +134,42 @@ def memory_of_stage(
     micro_batches: int = 2,
     weight_average: bool = False,
 ) -> RankMemory:
-    """What pipeline rank `rank` needs with so many blocks of each of the table's kinds, whatever the others
-    hold; of a schedule with one stage on each rank. Other arguments as of `forecast_memory`."""
+    """Return the memory of pipeline rank `rank` with `blocks` blocks of each of the table's kinds.
+
+    It holds whatever the other ranks hold, for a schedule with one stage on each rank. Other arguments as in
+    `forecast_memory`.
+    """
     step = Setting(optimizer, micro_batches, weight_average, software, None)
     return _rank_memory(rank, table, plan, [blocks] * plan.pp, step)
 
 
 class Moment(NamedTuple):
-    """Bytes that come and go."""
+    """Bytes of temporary tensors at one moment of a step."""
 
     gradients: float
     activations: float
     logits: float
     buffers: float
     gone: float = 0.0
-    """Below zero: of what is gathered of the parameters, what is no longer there."""
+    """Bytes of gathered parameters that are freed already, as a negative number."""
 
 
 class RankMemory(NamedTuple):
-    """What one pipeline rank holds, in bytes."""
+    """Memory of one pipeline rank, in bytes."""
 
     state: State
     kept: float
-    """Activations that wait for their backward, on the device."""
+    """Activations on the device that are saved for their backward."""
     away: float
-    """Where the plan offloads them to."""
+    """Activations that the plan offloads."""
     working: float
-    """What backward makes beside them in one block, with what of it ran again or was fetched."""
+    """Largest tensors that backward makes beside them in one block, with its recomputed or fetched
+    activations."""
     moments: tuple[Moment, ...]
-    """At the loss, as backward goes through the head, its first block and its last, as it comes to what is
-    before the blocks, and as it ends."""
+    """Six moments: at the loss, as backward goes through the head, its first block and its last, as it
+    reaches the layers before the blocks, and as it ends."""
     on_top: float
-    """Of what is made as backward ends, what has no place within the peak of the moments before."""
+    """Bytes of tensors made as backward ends that exceed the peak of the moments before."""
     plan: Plan
     software: Software
 
@@ -175,7 +179,7 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """On the device, at its peak, beside what CUDA or Python take."""
+        """Return the peak bytes on the device, without those of CUDA's context or Python."""
         lasting, passing = self.state.parameters + self.state.optimizer, max(map(sum, self.moments))
         return lasting + self.state.buffers + passing + self._fragmentation(passing)
 
@@ -206,7 +210,7 @@ class RankMemory(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What a forecast needs beside the plan."""
+    """Settings of a memory forecast beside the plan."""
 
     optimizer: str
     micro_batches: int
@@ -216,7 +220,7 @@ class Setting(NamedTuple):
 
 
 def stage_counts(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
-    """Blocks of each kind in every stage."""
+    """Return the number of blocks of each kind in every stage."""
     if plan.pp == 1:  # whatever schedule it would have
         return [tuple(kind.blocks for kind in table.kinds)]
     totals = list(accumulate(kind.blocks for kind in table.kinds))
@@ -236,9 +240,10 @@ def stage_counts(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
 
 
 def unlike_ranks(plan: Plan, stages: list[tuple[int, ...]], step: Setting) -> Iterable[int]:
-    """Pipeline ranks among which is the fullest: one of those that hold the same, which keeps the most.
+    """Return pipeline ranks among which one has the largest peak.
 
-    That is the first of them, but for schedules that go down the ranks and up again.
+    Of ranks that hold the same layers it is the one that saves most activations: the first of them, except
+    for schedules that go down the ranks and up again.
     """
     if plan.pp <= 2:
         return range(plan.pp)
@@ -295,7 +300,7 @@ def _rank_memory(
     at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving, -state.let_go)
     moments = (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end)
     hole = logits
-    if state.accumulated:  # gradients are where those of earlier micro-batches are, and nothing lies between
+    if state.accumulated:  # gradients lie with those of earlier micro-batches, without holes
         hole = max(logits, state.last, (1 - later) * activations.kept)
     late = sum(size for size in (state.late, state.late_buffer) if size > hole)
     return RankMemory(
@@ -311,10 +316,10 @@ def _rank_memory(
 
 
 def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]]) -> Parameters:
-    """Of one pipeline rank.
+    """Return the parameters of one pipeline rank.
 
     Args:
-        stages: blocks of each kind in every stage.
+        stages: number of blocks of each kind in every stage.
     """
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
     shared = experts = block = shapes = routed = trained = 0.0
@@ -339,7 +344,7 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
     of_blocks = trained / (shared + experts) if table.trained_share < 1 and shared + experts else 1.0
     trained += first * table.trained_first + last * table.trained_last
     held = shared + experts + first + last
-    # On one rank of a pipeline; without one, as of the whole model.
+    # With a pipeline, the share of this rank; without one, of the whole model.
     share = trained / held if plan.pp > 1 and table.trained_share < 1 and held else table.trained_share
     return Parameters(
         shared,
@@ -359,16 +364,17 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
 
 
 class _Activations(NamedTuple):
-    """Bytes that a rank keeps for backward."""
+    """Bytes of activations on one rank."""
 
     kept: float
-    """On the device."""
+    """Bytes saved for backward on the device."""
     block: float
-    """Of it, what one block keeps for one backward."""
+    """Bytes of `kept` that one block saves for one backward."""
     working: float
-    """Beside it, while backward goes through a block: what it makes, and what ran again or was fetched."""
+    """Bytes beside `kept` while backward goes through a block: its gradients, and recomputed or fetched
+    activations."""
     away: float
-    """Where the plan offloads them to."""
+    """Bytes that the plan offloads."""
 
 
 def _activations(
@@ -388,20 +394,20 @@ def _activations(
             costly = count * flight * share * parts.costly if plan.recompute == "selective" else 0.0
             if plan.offload_activations == "nothing":
                 kept += plain + costly
-            else:  # the results that selective recompute keeps stay on the device
+            else:  # results that selective recompute saves stay on the device
                 kept, away = kept + costly, away + plain
             stays = costly + (plain if plan.offload_activations == "nothing" else 0.0)
             block = max(block, stays / (count * flight) if flight else 0.0)
             working = max(working, parts.working)
             if again or plan.offload_activations != "nothing":
                 deepest = max(deepest, parts.kept)
-    # While backward runs it again or fetches it, one block is here as a whole; on a GPU the next one comes.
+    # A recomputed or fetched block exists as a whole in backward; on a GPU the next one is fetched beside it.
     around = 2 if plan.device == "cuda" and plan.offload_activations != "nothing" else 1
     return _Activations(kept, block, working + around * deepest, away)
 
 
 def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:
-    """Forwards whose activations are kept, of each stage of the rank."""
+    """Return the in-flight micro-batches of each stage of the rank."""
     if plan.pp == 1:
         return (1,)
     if step.in_flight is not None:
@@ -410,14 +416,17 @@ def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:
 
 
 def later_share(flights: tuple[int, ...]) -> float:
-    """Of what a rank keeps, how much is still there when backward has come through a stage."""
+    """Return the share of saved activations that is left when backward has passed through a stage, 0 .. 1."""
     most = max(flights, default=1)
     return 1 - 1 / most if most else 0.0
 
 
 def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple[int, ...]) -> float:
-    """Places for what stages send each other: of each micro-batch what comes, with its gradient on the way
-    back, and the gradient that comes back."""
+    """Return the bytes of buffers between stages.
+
+    For each micro-batch there is one for the input, one for its gradient on the way back, and one for the
+    output's gradient.
+    """
     if plan.pp == 1:
         return 0.0
     places = sum(2 * (number > 0) + (number < plan.stages - 1) for number in numbers)
@@ -425,8 +434,10 @@ def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple
 
 
 def held_logits(logits: float, plan: Plan, software: Software) -> float:
-    """What is left of a micro-batch's logits when backward has left the head: torch's pipelines hold what a
-    stage put out until its backward has ended."""
+    """Return the bytes of a micro-batch's logits that are left when backward has passed the head.
+
+    torch's pipelines keep a stage's output until its backward has ended.
+    """
     return logits if plan.pp > 1 and software.boundary_buffers else 0.0
 
 

@@ -1,7 +1,7 @@
-"""Memory of many plans at once: those that differ only in recompute, and in how ranks share their state.
+"""Memory of many plans at once that differ only in recompute and in the sharding of model states.
 
-What a rank keeps of activations depends on the one, what it holds of state on the other, so that both are
-computed once and put together as arrays. The numbers are those of `ranks.forecast_memory`.
+Saved activations depend on the former, model states on the latter, so that both are computed once and
+combined as arrays. The numbers equal those of `peak.forecast_memory`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Array = npt.NDArray[np.float64]
 
 
 class States:
-    """Ways in which the data ranks of one grid can share the state.
+    """Candidate shardings of the model states over the data ranks of one mesh.
 
     Args:
-        plans: each with its own; all else is the grid's.
+        plans: plans with different shardings; all other settings are equal.
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
@@ -45,17 +45,17 @@ class States:
         for number, plan in enumerate(self.plans):
             alike.setdefault(block_key(plan), []).append(number)
         self.alike = list(alike.values())
-        """Numbers of those whose blocks cost the same."""
+        """Indices of shardings, grouped by equal block cost."""
         self._runtime = np.array([runtime_bytes(plan) for plan in self.plans])
         self._known: dict[tuple[object, ...], dict[str, Array]] = {}
 
     def applied(self, number: int, plan: Plan) -> Plan:
-        """`plan` with the way of that number."""
+        """Return `plan` with the sharding of index `number`."""
         way = self.plans[number]
         return plan.but(dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard)
 
     def held(self, mine: Parameters, setting: Setting) -> dict[str, Array]:
-        """Bytes of a rank with these parameters, by field of `State`, of every way."""
+        """Return the bytes of a rank with these parameters, by field of `State`, over the shardings."""
         key = (mine, setting.micro_batches > 1, setting.software)
         if key not in self._known:
             found = [
@@ -82,11 +82,11 @@ def memory_grid(
     states: States,
     setting: Setting,
 ) -> Array:
-    """Bytes of the fullest rank, (recomputes, states).
+    """Return the bytes of the rank with the largest peak, as an array of shape (recomputes, states).
 
     Args:
-        table: of `plan`.
-        recomputes: kinds and shares that take the place of the plan's.
+        table: memory table of `plan`.
+        recomputes: kinds and shares of recompute that replace the plan's.
     """
     stages = stage_counts(table, plan)
     ranks = unlike_ranks(plan, stages, setting)
@@ -142,8 +142,10 @@ def _activations(
     mine: list[tuple[int, ...]],
     setting: Setting,
 ) -> tuple[Array, Array, Array]:
-    """Of each recompute bytes that wait for their backward on the device, those of one block, and that are
-    beside them in it."""
+    """Return (saved, of one block, working) bytes of activations, each of shape (recomputes,).
+
+    They are the fields of the same names in `peak._Activations`.
+    """
     runs_again = np.array([kind != "none" for kind, _ in recomputes])
     shares = np.array([share for _, share in recomputes]) * runs_again
     is_selective = np.array([kind == "selective" for kind, _ in recomputes])

@@ -1,10 +1,10 @@
-"""A pipeline whose ranks decide as they go: schedules that take backward apart fill their bubbles so.
+"""Greedy pipeline schedule: ranks choose their next operation during simulation, to fill bubbles.
 
-Weights' gradients fill what would be bubbles (Qi et al. 2023, section 3). A rank that is free runs the
-backward that is there; else a forward while memory allows; else it computes weights' gradients, which is what
-gives memory back. Deeper stages come first: their results are what the others wait for. Searches play this
-often, so that it is written for speed: numbers in lists, and a rank's choice is made again only where
-something of it changed. Pure functions, without torch.
+Weight gradients fill the bubbles of schedules with split backward (Qi et al. 2023, section 3). A free rank
+runs a backward whose input is there; else a forward while memory allows; else it computes weight gradients,
+which free memory. Deeper stages come first, because other ranks wait for their results. Searches simulate
+often, so that the code is written for speed: numbers in lists, and a rank chooses again only where its
+candidates changed. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import NamedTuple
 from wanma.planner.pipeline.operation import Interval, Kind, Operation, StageCost
 
 _KINDS: tuple[Kind, ...] = ("backward", "forward", "weights")
-"""In the order in which a rank prefers them."""
+"""Kinds of operations in the order in which a rank prefers them."""
 _BACKWARD, _FORWARD, _WEIGHTS = range(3)
 
 
 class Played(NamedTuple):
+    """Result of one simulated schedule."""
+
     ends: list[float]
-    """When each rank is done."""
+    """Time at which each rank is done, in seconds."""
     busy: list[float]
     """Seconds in which each rank computes."""
     intervals: list[Interval]
@@ -37,12 +39,14 @@ def play_greedily(
     keeps_room: bool,
     wants_intervals: bool = False,
 ) -> Played | None:
-    """
+    """Simulate a greedy schedule.
+
     Args:
         held: stages of every rank.
-        in_flight: most stages' activations that a rank may hold.
-        keeps_room: a rank's first stages leave room in memory for a forward of each of its later ones, whose
-            backward is what gives that of the others back.
+        in_flight: largest number of stages' activations that a rank may hold.
+        keeps_room: a rank's first stages leave memory for a forward of each of its later ones, whose backward
+            frees the activations of the others.
+        wants_intervals: collect every operation as an interval.
 
     Returns:
         None where ranks wait for each other: links were so slow that first stages filled the memory.
@@ -51,7 +55,7 @@ def play_greedily(
 
 
 class _Play:
-    """Operations are told apart by a slot: kind × stages + stage."""
+    """Simulation of one greedy schedule, with operations numbered by slot: kind × stages + stage."""
 
     def __init__(
         self,
@@ -74,8 +78,8 @@ class _Play:
                 self.rank_of[stage] = rank
         endless = 3 * self.stages * micro_batches
         self.slots: list[list[tuple[int, int]]] = []
-        """Of every rank, what it may run, in the order in which it prefers it; each with the activations
-        below which it does."""
+        """(slot, room) of every rank, in the order of preference; a slot runs while activations are fewer
+        than its room."""
         for mine in held:
             deepest_first = sorted(mine, reverse=True)
             self.slots.append(
@@ -91,9 +95,10 @@ class _Play:
                 ]
             )
         self.arrivals: list[list[float]] = [[] for _ in self.seconds]
-        """When each micro-batch's input was there. They come in their order."""
+        """Arrival times of each slot's inputs, by micro-batch; they come in this order."""
         self.next = [inf] * len(self.seconds)
-        """When that of the first micro-batch was there that was not run yet."""
+        """Arrival time of each slot's first input that was not used yet, in seconds; infinite if there is
+        none."""
         ranks = range(len(held))
         self.clocks, self.busy, self.holds = [0.0 for _ in ranks], [0.0 for _ in ranks], [0 for _ in ranks]
 
@@ -108,7 +113,7 @@ class _Play:
         upcoming[first] = 0.0
         chosen = [0] * len(clocks)  # by every rank
         chosen[rank_of[0]] = first
-        starts = [inf] * len(clocks)  # of what it has chosen; endless where there is nothing
+        starts = [inf] * len(clocks)  # of the chosen slot; infinite without one
         starts[rank_of[0]] = 0.0
         for _ in range(3 * stages * micro_batches):
             start = min(starts)
@@ -126,7 +131,7 @@ class _Play:
             if wants_intervals:
                 kind, stage = divmod(slot, stages)
                 intervals.append(Interval(rank, Operation(_KINDS[kind], stage, index), start, seconds))
-            # What this is the input of, and on which rank.
+            # The slot that takes this output as its input, and its rank.
             target = rank
             if slot >= weights:
                 holds[rank] -= 1
@@ -151,7 +156,7 @@ class _Play:
                     arrivals[fed].append(arrives)
                     if upcoming[fed] == inf:
                         upcoming[fed] = arrives
-            while True:  # both choose anew
+            while True:  # both ranks choose again
                 clock, held, best = clocks[rank], holds[rank], inf
                 for slot, room in slots[rank]:
                     at = upcoming[slot]

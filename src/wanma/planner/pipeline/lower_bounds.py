@@ -1,7 +1,8 @@
-"""What a pipeline takes at least, without playing its schedule: the longest of some paths through it.
+"""Lower bounds of a pipeline's time without simulating its schedule: longest of several paths through it.
 
-Each bound is the length of a chain of operations of which every one waits for the one before, so that no
-pipeline is faster (`pipeline_seconds` plays them all). Many variants of one schedule at once, as arrays.
+Each bound is the length of a chain of operations in which each one waits for the one before, so that no
+pipeline is faster (`pipeline_seconds` simulates all). Many variants of one schedule are computed at once, as
+arrays.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from wanma.planner.pipeline.simulation import usual_in_flight
 
 Array = npt.NDArray[np.float64]
 Number = float | npt.NDArray[np.float64] | npt.NDArray[np.int64]
-"""One for all variants, or one for each, (variants, 1)."""
+"""Number for all variants, or one for each of shape (variants, 1)."""
 
 
 def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: Number) -> Array:
-    """Seconds in which each rank computes, (variants, ranks).
+    """Return the seconds in which each rank computes, of shape (variants, ranks).
 
     Args:
-        costs: of one micro-batch in every stage, (variants, stages).
+        costs: seconds of one micro-batch in every stage, of shape (variants, stages).
     """
     if schedule in ("zbv", "dualpipev"):
         busy: Array = costs[:, :pp] + costs[:, : -pp - 1 : -1]
@@ -40,11 +41,12 @@ def least_seconds(
     micro_batches: Number,
     send_seconds: Number,
 ) -> Array:
-    """Of every variant, (variants,).
+    """Return the lower bound of every variant in seconds, of shape (variants,).
 
     Args:
-        forward: of one micro-batch in every stage, (variants, stages); backward and weights likewise, the
-            latter where the schedule computes the weights' gradients on their own.
+        forward: seconds of one micro-batch in every stage, of shape (variants, stages).
+        backward: the same for backward.
+        weights: the same for weight gradients, where the schedule splits backward.
     """
     both = forward + backward
     busy: Array = busy_seconds(schedule, both if weights is None else both + weights, pp, micro_batches)
@@ -91,8 +93,8 @@ def _split(
     stages = forward.shape[1]
     begins = np.zeros_like(busy)
     np.cumsum(forward[:, : pp - 1] + send_seconds, axis=1, out=begins[:, 1:])
-    # The first backward of rank r comes when all stages have been gone through, and back to its last one;
-    # until then it may run as many forwards as it can keep.
+    # The first backward of rank r comes after all forwards and the backwards down to its last stage; until
+    # then it may run as many forwards as it can hold.
     v_shaped = schedule in ("zbv", "dualpipev")
     hops = (stages - 2 if v_shaped else stages - 1) * send_seconds
     down = forward.sum(axis=1, keepdims=True) + hops

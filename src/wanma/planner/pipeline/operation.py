@@ -1,4 +1,4 @@
-"""What a pipeline runs: one micro-batch's forward, backward or weights' gradients in one stage."""
+"""Pipeline operation: forward, backward or weight gradients of one micro-batch in one pipeline stage."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ Kind = Literal["forward", "backward", "weights"]
 
 
 class Operation(NamedTuple):
+    """One operation: its kind, its stage and its micro-batch, both counted from 0."""
+
     kind: Kind
     stage: int
     micro_batch: int
 
 
 class Interval(NamedTuple):
-    """One operation as it is played."""
+    """One simulated operation with its start and duration."""
 
     rank: int
     operation: Operation
     start: float
-    """Seconds from the pipeline's begin."""
+    """Seconds since the start of the pipeline."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of one micro-batch in one stage."""
+    """Seconds of one micro-batch in one stage, by operation."""
 
     forward: float
     backward: float
-    """With what runs again; of a schedule that takes backward apart, for the inputs' gradients alone."""
+    """Seconds of backward with recompute; with split backward, of the input gradients alone."""
     weights: float = 0.0
-    """For the weights' gradients, where a schedule computes them on their own."""
+    """Seconds of the weight gradients, where a schedule splits backward."""
 
     @property
     def seconds(self) -> float:

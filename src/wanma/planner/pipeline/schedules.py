@@ -1,6 +1,6 @@
-"""Pipelines before anything starts: where a model is cut, what its schedules admit, what their bubbles cost.
+"""Pipeline partition and schedules: stage cuts, allowed micro-batches, bubbles, micro-batches in flight.
 
-Pure functions, without torch. Which schedule puts which stage on which rank is `Plan.stages_of`.
+Pure functions, without torch. `Plan.stages_of` gives the stages of each rank.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ VIRTUAL_STAGES: dict[Schedule, int] = {
     "zbv": 2,
     "dualpipev": 2,
 }
-"""Stages per rank where the job does not say; all but the interleaved schedules allow no other number."""
+"""Default number of stages per rank; all but the interleaved schedules allow no other number."""
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""They compute the gradients of a stage's inputs first and those of its weights later, in the bubble."""
+"""Schedules with split backward: they compute a stage's input gradients first and its weight gradients later,
+in the bubble."""
 
 SELECTIVE_COST = 0.5
-"""What running a block again selectively costs, next to running all of it again: every second product."""
+"""Cost of selective recompute over full recompute: every second product."""
 
 _EVENNESS = 1 << 20
-"""Steps into which the largest stage's cost is divided when equally good cuts are told apart."""
+"""Steps into which the largest stage's cost is divided to compare equally good cuts."""
 
 
 def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[int, ...]:
-    """Cut a model of `blocks` blocks between two ends by the FLOPs of its layers.
+    """Return the cuts of a model with `blocks` blocks and two end layers, balanced by FLOPs.
 
     Args:
-        workload: its first layer is what comes before the blocks, its last what comes after them. Where
-            it does not show as many blocks, or is not known, all are taken to cost the same.
+        workload: layers of the model: before the blocks, the blocks, after them. Where their number of blocks
+            differs, or it is None, all blocks count the same.
 
     Returns:
-        as `Plan.stage_cuts`; empty where there is not enough for every stage to hold something.
+        Cuts as in `Plan.stage_cuts`; empty where there are too few layers for all stages.
     """
     if plan.stages > blocks + 2:
         return ()
@@ -59,25 +60,25 @@ def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[in
 
 
 def run_again(plan: Plan) -> float:
-    """Forwards that recompute adds to each block, on average over them."""
+    """Return the forwards that recompute adds to each block, averaged over the blocks."""
     return {"none": 0.0, "selective": SELECTIVE_COST, "full": 1.0}[plan.recompute] * plan.recompute_share
 
 
 def balanced_cuts(
     costs: Sequence[float], stages: int, first_cost: float | None, last_cost: float | None
 ) -> tuple[int, ...]:
-    """Cut a row of blocks into stages so that the dearest stage is as cheap as can be: it sets the pace.
+    """Return the cuts of a row of blocks into stages with the cheapest largest stage, which sets the pace.
 
     Among the best cuts the most even one is taken, by the sum of squares; among those, the one that gives
-    earlier stages fewer blocks, for they keep the activations of more micro-batches.
+    earlier stages fewer blocks, because they save the activations of more micro-batches.
 
     Args:
-        costs: of each block, not negative.
-        first_cost: of what the first stage holds beside its blocks. None: nothing, so it needs a block.
-        last_cost: likewise of the last stage.
+        costs: cost of each block, not negative.
+        first_cost: cost of the first stage's layers beside its blocks. None: it has none, and needs a block.
+        last_cost: the same for the last stage.
 
     Returns:
-        first block of each stage but the first.
+        First block of each stage but the first.
 
     Raises:
         ValueError: there are more stages than blocks and ends to fill them.
@@ -96,11 +97,11 @@ def balanced_cuts(
 
     @cache
     def cost(end: float | None) -> npt.NDArray[np.float64]:
-        """Of a stage, by its first block and the next stage's; endless where it would hold nothing."""
+        """Return the cost of a stage, by its first block and the next stage's; infinite where it is empty."""
         seconds: npt.NDArray[np.float64] = np.where(is_run, held + (end or 0.0), np.inf)
         return np.where(is_empty, np.inf, seconds) if end is None else seconds
 
-    # limits[start]: of the stages from `stage` on, which hold the blocks from `start` on, the dearest's cost.
+    # limits[start]: largest cost of the stages from `stage` on, if they hold the blocks from `start` on.
     limits = cost(ends[-1])[:, blocks]
     for stage in range(stages - 2, -1, -1):
         limits = np.maximum(cost(ends[stage]), limits).min(axis=1)
@@ -125,11 +126,11 @@ def balanced_cuts(
 
 
 def wrong_cuts(cuts: Sequence[int], blocks: int, stages: int, first: bool, last: bool) -> str | None:
-    """What is wrong with the cuts of a model of `blocks` blocks; None when they are right.
+    """Return the fault of the cuts of a model of `blocks` blocks; None when they are right.
 
     Args:
-        first: whether the first stage holds something beside blocks, and so needs none.
-        last: likewise the last stage.
+        first: the first stage holds a layer beside blocks, and so needs none.
+        last: the same for the last stage.
     """
     if stages > blocks + first + last:
         return f"{blocks} blocks cannot be cut into {stages} stages"
@@ -147,7 +148,7 @@ def wrong_cuts(cuts: Sequence[int], blocks: int, stages: int, first: bool, last:
 
 
 def wrong_stages(schedule: Schedule, virtual_stages: int) -> str | None:
-    """Why `schedule` cannot have so many stages per rank; None when it can."""
+    """Return the reason that `schedule` cannot have so many stages per rank; None when it can."""
     needed = VIRTUAL_STAGES[schedule]
     if schedule in INTERLEAVED or virtual_stages == needed:
         return None
@@ -155,10 +156,10 @@ def wrong_stages(schedule: Schedule, virtual_stages: int) -> str | None:
 
 
 def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
-    """Why `schedule` cannot run so many micro-batches on `pp` ranks; None when it can.
+    """Return the reason that `schedule` cannot run so many micro-batches on `pp` ranks; None when it can.
 
-    The rules of torch's own classes, 2.11 to 2.13. Those that are not asked before a run raise in one
-    rank or another, or leave ranks waiting for each other.
+    The rules are those of torch's own classes, 2.11 to 2.13. Violations that are not refused before a run
+    raise in one rank or another, or make ranks wait for each other.
     """
     if runs_micro_batches(schedule, pp, micro_batches):
         return None
@@ -173,7 +174,7 @@ def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str 
 
 
 def runs_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
-    """Whether nothing is wrong with them (`wrong_micro_batches`)."""
+    """Return whether `schedule` can run so many micro-batches on `pp` ranks."""
     if schedule == "1f1b":
         return micro_batches >= pp
     if schedule == "dualpipev":
@@ -182,11 +183,12 @@ def runs_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
 
 
 def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
-    """Share of a step's time in which a rank waits, between the first forward and the last backward.
+    """Return the pipeline bubble: share of a step in which a rank waits, 0 .. 1.
 
-    For equal stages, free communication, and a backward that takes twice the forward, one half for the
-    inputs' and one for the weights' gradients. In units of one stage's forward, with p ranks, v stages
-    each and m micro-batches, a rank works 3·v·m and waits
+    It counts from the first forward to the last backward, and holds for equal stages, free communication, and
+    a backward that takes twice the forward, one half for the input gradients and one for the weight
+    gradients. In units of one stage's forward, with p ranks, v stages each and m micro-batches, a rank works
+    3·v·m and waits
 
         gpipe, 1f1b               3 (p − 1)   Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
         interleaved_1f1b          3 (p − 1)   Narayanan et al. 2021 (section 2.2.2)
@@ -202,11 +204,11 @@ def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches
 
 
 def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> int:
-    """Forwards of one stage whose activations the fullest rank keeps at once.
+    """Return the most forwards whose activations one rank holds at once, in micro-batches of one stage.
 
-    All of them under GPipe (Huang et al. 2019), as many as stages under 1F1B (Narayanan et al. 2021,
-    section 2.2.1); the others by the warm-up of torch's own schedules. A schedule that takes a backward
-    apart keeps them until the weights' gradients are there.
+    They are all of them under GPipe (Huang et al. 2019), as many as stages under 1F1B (Narayanan et al. 2021,
+    section 2.2.1); for the others the warm-up of torch's own schedules. With split backward they are held
+    until the weight gradients are computed.
     """
     everything = virtual_stages * micro_batches
     in_round = micro_batches // max(micro_batches // pp, 1)
@@ -225,9 +227,9 @@ def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_bat
 def kept_forwards(
     schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[int, ...]:
-    """As `stages_in_flight`, of one pipeline rank and each of its stages, in the model's order.
+    """Return the in-flight micro-batches of each stage of one pipeline rank, in the order of the model.
 
-    A looped schedule has gone through its first stages more often than through its last ones.
+    A looped schedule has run its first stages more often than its last ones.
     """
     if schedule in ("zbv", "dualpipev"):
         down = 2 * pp - rank - (schedule == "zbv")
@@ -244,7 +246,10 @@ def kept_forwards(
 
 
 def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
-    """Blocks of each stage: by the plan's cuts, else as even as can be, with fewer where the ends are."""
+    """Return the number of blocks of each stage: by the plan's cuts, else evenly.
+
+    The first and the last stage then have fewer, because of the end layers.
+    """
     if plan.stage_cuts:
         return [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
     stages = plan.stages
@@ -261,7 +266,7 @@ def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
 
 
 def fullest_share(plan: Plan, blocks: int) -> float:
-    """Share of a model's blocks that the rank with the most of them holds."""
+    """Return the share of a model's blocks on the rank with most of them, 0 .. 1."""
     if plan.pp == 1 or not plan.stage_cuts or blocks == 0:
         return 1 / plan.pp
     sizes = [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]

@@ -1,6 +1,6 @@
-"""How long a pipeline takes: its schedule played through, stage by stage, with what each stage costs.
+"""Time of a pipeline: simulation of its schedule, operation by operation, with the cost of each stage.
 
-Stages may cost differently and sending takes time; the published bubbles (`stages.bubble_share`) are the
+Stages may cost differently and sending takes time; the published bubbles (`schedules.bubble_share`) are the
 special case of equal stages and free links. Pure functions, without torch.
 """
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Pipelined(NamedTuple):
-    """Of the step's pipelined part."""
+    """Result of simulating the pipelined part of a step."""
 
     seconds: float
     busy: tuple[float, ...]
@@ -35,12 +35,12 @@ class Pipelined(NamedTuple):
 
     @property
     def bubble_seconds(self) -> float:
-        """In which the busiest rank waits."""
+        """Return the seconds in which the busiest rank waits."""
         return self.seconds - max(self.busy)
 
 
 Play = Callable[[Schedule, Sequence[StageCost], int, int, float, int | None], Pipelined]
-"""`pipeline_seconds`, or what gives the same without playing again what it has played."""
+"""Type of `pipeline_seconds`, and of functions that cache its results."""
 
 
 def pipeline_seconds(
@@ -51,14 +51,14 @@ def pipeline_seconds(
     send_seconds: float = 0.0,
     in_flight: int | None = None,
 ) -> Pipelined:
-    """Play `schedule` through.
+    """Return the simulated time of `schedule`.
 
-    From a few rounds of micro-batches on it repeats itself, so that more of them are not played but added.
+    After a few rounds of micro-batches a schedule repeats itself; further rounds are not simulated but added.
 
     Args:
-        costs: of every stage in the model's order; `pp` ranks hold them as `Plan.stages_of` says.
-        send_seconds: from the end of a stage to the start of the next one on another rank.
-        in_flight: of a schedule that takes backward apart: most stages' activations that a rank may hold.
+        costs: costs of every stage in the order of the model; `pp` ranks hold them as `Plan.stages_of` says.
+        send_seconds: seconds from the end of a stage to the start of the next one on another rank.
+        in_flight: largest number of stages' activations on a rank, for a schedule with split backward.
 
     Raises:
         ValueError: the stages are not a multiple of the ranks, or there is no micro-batch.
@@ -74,7 +74,7 @@ def pipeline_seconds(
         return result
     more = _play(schedule, costs, pp, played + pp, send_seconds, in_flight)
     rounds = [later - sooner for later, sooner in zip(more.busy, result.busy, strict=True)]
-    # Where stages cost nearly the same, those that wait for the slowest may take longer to show it.
+    # With nearly equal stages, more rounds may pass before the slowest one sets the pace.
     grown = max(more.seconds - result.seconds, *rounds)
     busy = tuple(sooner + rest * each for sooner, each in zip(result.busy, rounds, strict=True))
     return Pipelined(result.seconds + rest * grown, busy)
@@ -88,7 +88,7 @@ def pipeline_intervals(
     send_seconds: float = 0.0,
     in_flight: int | None = None,
 ) -> list[Interval]:
-    """Every operation of `pipeline_seconds`, with all micro-batches played; of each rank in order.
+    """Return every operation of `pipeline_seconds`, with all micro-batches simulated; each rank's in order.
 
     Raises:
         ValueError: as `pipeline_seconds`.
@@ -101,11 +101,11 @@ def pipeline_intervals(
 
 
 _ROUNDS = 4
-"""Rounds of `pp` micro-batches that are played before the rest is added."""
+"""Rounds of `pp` micro-batches that are simulated before further ones are added."""
 
 
 def stages_on(schedule: Schedule, pp: int, rank: int, stages: int) -> list[int]:
-    """As `Plan.stages_of`."""
+    """Return the stages of a pipeline rank, as `Plan.stages_of` does."""
     if schedule in ("zbv", "dualpipev"):
         return [rank, 2 * pp - 1 - rank]
     return list(range(rank, stages, pp))
@@ -120,7 +120,7 @@ def _play(
     in_flight: int | None,
     intervals: list[Interval] | None = None,
 ) -> Pipelined:
-    """Where `intervals` is given, it gains every operation."""
+    """Simulate a schedule; append every operation to `intervals`, if it is given."""
     if schedule in SPLIT_BACKWARD:
         limit = in_flight or usual_in_flight(schedule, pp, len(costs) // pp)
         held = [stages_on(schedule, pp, rank, len(costs)) for rank in range(pp)]
@@ -139,5 +139,5 @@ def _play(
 
 
 def usual_in_flight(schedule: Schedule, pp: int, virtual: int) -> int:
-    """Stages' activations that a rank holds: of a whole pipeline where each has one stage (ZB-H1)."""
+    """Return the default number of stages' activations that a rank may hold: ZB-H1's or more."""
     return {"zbv": 2 * pp, "dualpipev": 2 * pp + 1}.get(schedule, (virtual - 1) * pp + pp)

@@ -1,6 +1,8 @@
-"""A pipeline whose ranks each run their operations in a given order, as soon as its input is there.
+"""Static pipeline schedule: simulation of ranks that run their operations in a fixed order.
 
-Searches play this often, so that it is written for speed: an operation is a number, which counts stages'
+Each operation starts as soon as its input is there and its rank is free.
+
+Searches simulate often, so that the code is written for speed: an operation is a number, which counts stages'
 forwards and then their backwards, micro-batch by micro-batch. Pure functions, without torch.
 """
 
@@ -15,14 +17,14 @@ from wanma.planner.pipeline.operation import Interval, Operation, StageCost
 
 
 class Size(NamedTuple):
-    """Of a pipeline."""
+    """Size of a pipeline: ranks, stages and micro-batches."""
 
     pp: int
     stages: int
     micro_batches: int
 
     def forwards(self, stage: int, indices: range) -> range:
-        """Numbers of a stage's forwards of these micro-batches; `backwards` likewise."""
+        """Return the numbers of a stage's forwards of these micro-batches; see also `backwards`."""
         first = stage * self.micro_batches
         return range(first + indices.start, first + indices.stop)
 
@@ -37,7 +39,7 @@ class Size(NamedTuple):
 
 
 def orders_of(schedule: Schedule, size: Size) -> list[list[int]]:
-    """What each rank runs, in its order."""
+    """Return the operations of each rank, in its order."""
     return [_ORDERS[schedule](rank, size) for rank in range(size.pp)]
 
 
@@ -48,16 +50,18 @@ def play_in_order(
     send_seconds: float,
     intervals: list[Interval] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """
+    """Simulate a static schedule.
+
     Args:
-        intervals: gains every operation, where it is given.
+        orders: numbers of the operations of each rank, in its order.
+        intervals: list to which every operation is appended, if it is given.
 
     Returns:
-        when each rank is done, and the seconds in which it computes.
+        Time at which each rank is done, and the seconds in which it computes.
     """
     pp, stages, micro_batches = size
-    # By stage, first of forwards, then of backwards: how long it takes, how many numbers before it its input
-    # has, and what that takes to arrive.
+    # By stage, first of forwards, then of backwards: seconds, distance to the number of its input, and
+    # seconds until that input arrives.
     seconds = [cost.forward for cost in costs] + [cost.backward for cost in costs]
     back = [micro_batches] * stages + [-micro_batches] * stages
     back[0], back[-1] = 0, stages * micro_batches
@@ -104,7 +108,7 @@ def _gpipe(rank: int, size: Size) -> list[int]:
 
 
 def _one_forward_one_backward(rank: int, size: Size) -> list[int]:
-    """Narayanan et al. 2021, section 2.2.1."""
+    """Return the order of 1F1B on one rank (Narayanan et al. 2021, section 2.2.1)."""
     every = range(size.micro_batches)
     return _alternating(
         list(size.forwards(rank, every)), list(size.backwards(rank, every)), size.pp - 1 - rank
@@ -112,10 +116,10 @@ def _one_forward_one_backward(rank: int, size: Size) -> list[int]:
 
 
 def _interleaved(rank: int, size: Size) -> list[int]:
-    """Narayanan et al. 2021, section 2.2.2: rounds of micro-batches pass one of a rank's stages each.
+    """Return the order of interleaved 1F1B on one rank (Narayanan et al. 2021, section 2.2.2).
 
-    As in torch, there are as many rounds as have at least `pp` each. Where they cannot be equal, which torch
-    refuses, the first ones are longer.
+    Rounds of micro-batches pass each of a rank's stages in turn. As in torch, there are as many rounds as
+    have at least `pp` each. Where they cannot be equal, which torch refuses, the first ones are longer.
     """
     pp, micro_batches = size.pp, size.micro_batches
     virtual, rounds = size.stages // pp, max(micro_batches // pp, 1)
