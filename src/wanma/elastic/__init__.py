@@ -1,8 +1,8 @@
-"""The supervisor of one node: starts the ranks of a run, watches them and ends them together.
+"""Supervision of a run's nodes: start, watch, restart and stop of the ranks, and their coordination.
 
-Front doors: `supervisor.run_node` (everything), `supervisor.Node.start` (the fork server, as early
-as possible), `launch.Launch` and `launch.Outcome` (what goes in and what comes out). One node or
-many follow the same road: a supervisor joins a coordinator, which lives in the same process when
-there is one machine and behind TCP when there are several. Nothing here imports torch except the
-worker processes themselves; what a rank computes belongs to the training room.
+Entry points: `supervisor.supervisor.run_node` (everything), `workers.fork_server_handle.Node.start` (the fork
+server, as early as possible), `launch_config.Launch` and `launch_config.Outcome` (input and output). One node
+and many work alike: a supervisor joins a coordinator, which lives in the same process with one node and
+behind TCP with several. Nothing here imports torch except the worker processes themselves; what a rank
+computes belongs to `wanma.training`.
 """

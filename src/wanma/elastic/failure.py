@@ -1,4 +1,4 @@
-"""Why a run ended: one rank's failure as data, and the one text that the user sees."""
+"""Failure of a rank or node as data, and its one message for the user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, ScriptExitErr
 from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
-"""Characters of a traceback that travel; the log of the rank has all of it."""
+"""Most characters of a traceback in a message; the log of the rank has all of it."""
 BRIEF_LIMIT, _BRIEF_LINES, _BRIEF_WIDTH = 4000, 6, 300
-"""Characters of an exception's message that are shown whole; of a longer one: so many lines, so wide."""
+"""Characters of an exception's message that are shown whole; of a longer one, lines and their width."""
 FAILURE_LIMIT = 2000
-"""Characters of a failure that a new generation is told of."""
+"""Most characters of a failure in the message to a new generation."""
 
 LESS_MEMORY = "use a smaller parallel.micro_batch, fewer ranks per machine, or shard more (parallel.shard)"
 
@@ -36,10 +36,10 @@ _COLLECTIVE_WORDS = (
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the run."""
+    """Cause of the end of a generation or run."""
 
     cause: str
-    """One line, e.g. 'ValueError: no such column'."""
+    """Cause in one line, e.g. 'ValueError: no such column'."""
     rank: int | None = None
     node: int | None = None
     host: str = ""
@@ -48,27 +48,27 @@ class Failure:
     hint: str = ""
     exit_code: int = EXIT_FAILED
     consequence: bool = False
-    """It looks like the echo of another rank's death, so any other failure explains more."""
+    """True if it looks like a secondary failure, caused by another rank's death: any other explains more."""
     retry_step: int | None = None
-    """A recovery is to make this optimizer step again."""
+    """Optimizer step that a recovery is to repeat; None: no particular one."""
     odd: tuple[str, ...] = ()
-    """Ranks whose state differed from all others', in words; counted, for hardware may be the cause."""
+    """Ranks whose state differed from all others', in words; counted, as the hardware may be the cause."""
     left_with: int = 0
     """Exit code with which a user's script ended the rank; 0: it ended in another way."""
     unfit: bool = False
-    """The node has failed a health check, and is to be set aside."""
+    """True if the node failed a health check, and is to be excluded."""
     raised: bool = False
-    """An exception of the rank's own, which says what is wrong: no death, no hang, no echo of another's."""
+    """True if it is an exception of the rank's own that names the fault: no death, no hang, no echo."""
 
     @property
     def headline(self) -> str:
-        """Who and why."""
+        """Rank and node that failed, and the cause, in one line."""
         place = f" (node {self.node}, {self.host})" if self.node is not None else ""
         return f"rank {self.rank}{place} failed: {self.cause}" if self.rank is not None else self.cause
 
     def text(self) -> str:
-        """The one message: who, why, where it happened, where to read on, what to do."""
-        if self.exit_code == EXIT_USAGE:  # the job is wrong: which rank was the first to say so tells nothing
+        """Format the message for the user: rank, cause, traceback, log and remedy."""
+        if self.exit_code == EXIT_USAGE:  # the job is wrong, on all ranks alike
             return f"{self.cause}\n  {self.hint}" if self.hint else self.cause
         lines = [self.headline]
         if self.traceback:
@@ -81,9 +81,9 @@ class Failure:
 
 
 def failure_of_exception(error: BaseException, rank: int, node: int, host: str, log: str) -> Failure:
-    """An exception that left a rank's entry function.
+    """Return the failure for an exception that left a rank's entry function.
 
-    A `WanmaError` already says what to do, so it travels without its traceback (the log keeps it).
+    A `WanmaError` already names the remedy, so it comes without its traceback (the log keeps it).
     """
     if isinstance(error, AgreedError):
         return Failure(
@@ -121,11 +121,15 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
 
 
 def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed: str) -> Failure:
-    """A rank's process that ended without a word.
+    """Return the failure for a rank's process that ended without a message.
 
     Args:
-        code: as `subprocess` has it: negative for a signal.
-        killed: what to say of a SIGKILL; see `killed_hint`.
+        code: exit code as `subprocess` has it: negative for a signal.
+        rank: rank of the process.
+        node: node rank.
+        host: name of the node's host.
+        log: path of the rank's log.
+        killed: hint for a SIGKILL; see `killed_hint`.
     """
     hint = ""
     if code >= 0:
@@ -136,7 +140,7 @@ def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed
             hint = killed
         elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
             hint = "a crash in native code: the end of the log shows where Python stood"
-    # Gloo may abort a process whose peer has gone; SIGTERM comes to all processes of a job at once.
+    # Gloo may abort a process whose peer is gone; SIGTERM reaches all processes of a job at once.
     return Failure(
         cause,
         rank=rank,
@@ -150,7 +154,7 @@ def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed
 
 
 def killed_hint(kills_before: int | None) -> str:
-    """Where a SIGKILL that the supervisor did not send comes from, and the way out.
+    """Return the probable origin of a SIGKILL that the supervisor did not send, and the remedy.
 
     Args:
         kills_before: `memory_kills()` when the process lived.
@@ -159,7 +163,7 @@ def killed_hint(kills_before: int | None) -> str:
 
 
 def sigkill_text(kills_before: int | None, kills_now: int | None, usable_bytes: int) -> str:
-    """`killed_hint` from its facts: what the kernel counted, and the memory that processes here may use."""
+    """Return `killed_hint` from its facts: the kernel's out-of-memory kills, and usable memory in bytes."""
     if kills_before is None or kills_now is None:
         cause = "probably the kernel's out-of-memory killer (`dmesg` of that machine tells)"
     elif kills_now > kills_before:
@@ -174,7 +178,7 @@ def sigkill_text(kills_before: int | None, kills_now: int | None, usable_bytes: 
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the exception, or what it was raised from, is what a collective raises when a peer died."""
+    """Return True if the exception, or its cause, is one that a collective raises when a peer has died."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -190,8 +194,10 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def brief(message: str) -> str:
-    """A message of bearable length: of a longer one, a compiler's with its command and its source, the first
-    lines and those that speak of an error. The log of the rank has all of it."""
+    """Shorten a long message to its first lines and those with the word "error".
+
+    Such a message may be a compiler's, with its command and its source. The log of the rank has all of it.
+    """
     if len(message) <= BRIEF_LIMIT:
         return message
     lines = [line for line in message.splitlines() if line.strip()]
@@ -213,7 +219,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
-    """`text`, or its beginning and end when it is too long to travel."""
+    """Return `text`, or its beginning and end if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -221,7 +227,7 @@ def clip(text: str, limit: int = TEXT_LIMIT) -> str:
 
 
 def signal_name(number: int) -> str:
-    """'SIGKILL' for 9; a plain number for one without a name (real-time signals)."""
+    """Return 'SIGKILL' for 9; a plain number for a signal without a name (real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a supervisor is asked to run, and how that ended."""
+"""Launch configuration of a run for one supervisor, and the outcome of the run."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Event
 
 OnEvent = Callable[[Event], str | None]
-"""Function that gets a run's events; a text that it returns asks for an orderly end."""
+"""Function that gets a run's events; a text that it returns requests an orderly end."""
 
 
 class Replanner(Protocol):
-    """What a launch brings with it for a run whose number of machines may change; can be pickled."""
+    """Planner interface of a run whose number of nodes may change; it can be pickled."""
 
     def decide(self, situation: Situation) -> Decision:
-        """The plan to go on with; runs beside the supervisor's loop, in a thread.
+        """Return the plan to continue with; it runs in a thread beside the supervisor's loop.
 
-        `plan` is that of `running` on as many machines where nothing is to change.
+        It is the plan of `running` on as many nodes if nothing is to change.
         """
 
     def launch(self, before: Launch, plan: Plan, nodes: int) -> Launch:
-        """What this machine starts for its part of `plan` on so many machines."""
+        """Return the launch configuration of this node for its part of `plan` on `nodes` nodes."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One run as one node's supervisor sees it. The same on every node, but for `node_rank`, `interface` and
-    `position`."""
+    """Launch configuration of a run, as one node's supervisor gets it.
+
+    It is the same on every node, but for `node_rank`, `interface` and `position`.
+    """
 
     run_directory: Path
     entry: str
-    """'package.module:function', called in every rank as `function(worker, payload)`."""
+    """Entry function 'package.module:function', called in every rank as `function(worker, payload)`."""
     payload: bytes = b""
-    """Handed to every local rank through inherited memory; never written to a file."""
+    """Argument of the entry function, passed to every local rank in inherited memory; never in a file."""
     preload: tuple[str, ...] = ("torch",)
     """Modules that the fork server imports once, before it forks the ranks."""
     ranks_per_node: int = 1
@@ -47,41 +49,44 @@ class Launch:
     nodes: int = 1
     node_rank: int | None = None
     rendezvous: str | None = None
-    """HOST:PORT where the supervisors meet; needed when `nodes` > 1."""
+    """Endpoint HOST:PORT where the supervisors meet; needed if `nodes` > 1."""
     interface: str | None = None
     """Network interface of the collectives; None: loopback on one node, else by route to the rendezvous."""
     position: str = ""
-    """Where this machine is in the network, as `hardware.position` says it; empty where nobody knows."""
+    """Topology address of this node, as `hardware.position` gives it; empty if unknown."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of the fork server and the ranks; see `environment.worker_environment`."""
+    """Additions to the environment of the fork server and the ranks; see `environment.worker_environment`."""
     start_seconds: float = 300.0
-    """Longest silence (no rank reports progress) before the first step; also how long machines wait."""
+    """Longest silence of all ranks, in seconds, before the first step; nodes also wait so long."""
     hang_seconds: float = 300.0
-    """Longest silence after the first step."""
+    """Longest silence, in seconds, after the first step."""
     lost_seconds: float = 20.0
-    """A machine that sends no heartbeat for so long is given up."""
+    """Time, in seconds, without a heartbeat after which a node counts as lost."""
     job_hash: str = ""
-    """Machines whose jobs differ refuse to work together."""
+    """Hash of the job; nodes whose jobs differ refuse to work together."""
     retries: int = 0
-    """How often the ranks are started again after a failure, without a new step between; 0: never."""
+    """Most restarts of the ranks after failures without a new step between; 0: none."""
     is_script: bool = False
-    """The ranks run a user's script, which may never speak to the supervisor: it is then not judged by steps,
-    finds its peers by the variables of torchrun, and its output is shown."""
+    """True if the ranks run a user's script, which may never report to the supervisor.
+
+    Hangs are then not judged by steps; the script finds its peers by torchrun's variables, and its output is
+    shown.
+    """
     silent_retries: int = 0
-    """Most new starts of ranks that have never finished a step; at most `retries`."""
+    """Most restarts of ranks that have never finished a step; at most `retries`."""
     replanner: Replanner | None = None
-    """Plans for however many machines there are, from `min_nodes` to `nodes`; None: it is always `nodes`."""
+    """Planner for the nodes present, from `min_nodes` to `nodes`; None: the run always has `nodes`."""
     min_nodes: int = 0
     join_seconds: float = 30.0
-    """How long the first start waits for more machines than those."""
+    """Last call: time, in seconds, that the first start waits for more than `min_nodes` nodes."""
     grace_seconds: float = 30.0
-    """From a SIGTERM to the SIGKILL that follows it."""
+    """Grace period, in seconds, from a SIGTERM to the SIGKILL that follows it."""
     requeue_code: int = 143
     """Exit code of a run that SIGTERM, SIGUSR1 or SIGHUP stopped."""
     slow_factor: float = 1.5
-    """A rank that takes so many times its peers' time is told."""
+    """Ratio to its peers' work time from which a rank counts as a straggler."""
     upload: str | None = None
-    """URL where a copy of each checkpoint goes."""
+    """URL that a copy of each checkpoint is uploaded to; None: no upload."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
@@ -94,20 +99,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended on this node."""
+    """End of the run on this node."""
 
     exit_code: int
-    """0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM, SIGUSR1 or
-    SIGHUP; else a failure's."""
+    """Exit code of the run.
+
+    0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM, SIGUSR1 or
+    SIGHUP; else a failure's.
+    """
     failure: Failure | None = None
-    """The one cause, the same on every node; None when nothing failed."""
+    """Cause, the same on every node; None if nothing failed."""
 
     @property
     def message(self) -> str:
-        """The one message for the user; empty when nothing failed."""
+        """Message for the user; empty if nothing failed."""
         return self.failure.text() if self.failure is not None else ""
 
 
 def host_name() -> str:
-    """This machine's name as messages show it."""
+    """Return this node's name as messages show it."""
     return socket.gethostname()

@@ -1,4 +1,4 @@
-"""Is the node still moving? Reads the board; knows the limits of silence."""
+"""Hang detector of one node: silence of its progress board against the timeouts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from wanma.elastic.workers.progress_board import Board, Position
 
 
 class Watch:
-    """A sign of life is any report of any rank, whatever its step: a long validation is no hang.
+    """Hang detector of one node, by the silence of all its ranks.
 
-    A user's script is not judged while none of its ranks has a session open: it may do what it likes.
+    Any report of any rank ends the silence, whatever its step: a long validation is no hang. A user's script
+    is not judged while none of its ranks has a session open: it may do what it likes.
     """
 
     def __init__(self, board: Board, launch: Launch, now: float) -> None:
@@ -19,12 +20,12 @@ class Watch:
         self._stepping = False
         self._born = now
         self._first: Position | None = None
-        """Of the first rank, when it was first seen to have finished a step."""
+        """Report of the first rank when it was first seen to have finished a step."""
         self.silent = False
         self.period = min(1.0, launch.start_seconds / 10, launch.hang_seconds / 10)
 
     def look(self, now: float) -> tuple[float, str] | None:
-        """(seconds of silence, the limit in words) when no rank has reported for too long."""
+        """Return (seconds of silence, the limit in words) if no rank has reported for too long."""
         positions = [self._board.read(local_rank) for local_rank in range(len(self._calls))]
         if self._launch.is_script and all(position.is_outside for position in positions):
             self._last_sign = now
@@ -44,7 +45,7 @@ class Watch:
         return (silence, f"cluster.{key} = {limit:g}") if self.silent else None
 
     def pace(self) -> tuple[float, float] | None:
-        """(seconds of a step, seconds from the ranks' birth to their first finished one), so far.
+        """Return (seconds of a step, seconds from the ranks' birth to their first finished step), so far.
 
         None while there is nothing to measure; the first ranks' imports are counted as start.
         """

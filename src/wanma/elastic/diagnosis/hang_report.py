@@ -1,4 +1,4 @@
-"""The hang report: who stands where, who is the odd one out. Pure: standings in, text out."""
+"""Hang report: status of all ranks as text, with the outlier first; pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _INNER_MODULES = (
     *("/threading.py", "/selectors.py", "/socket.py", "/ssl.py", "/queue.py"),
 )
 _DOING = {"waiting for data": "data loading"}
-"""What a rank is in, where its phase is not named so."""
+"""Activity of a rank in words, for phases with another name."""
 REPORT_LIMIT = 256 * 1024
-"""Characters of a hang report that travel."""
+"""Most characters of a hang report in a message."""
 _NAMED = 3
-"""Groups of odd ranks that the first line tells."""
+"""Most outlier groups named in the first line."""
 
 
 def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tuple[str, str]:
-    """(summary of a few lines, whole report) of ranks of which none has moved for `seconds`.
+    """Format the hang of ranks of which none has reported for `seconds`: (summary of a few lines, report).
 
-    Ranks that stand in the same place form a group. The smallest groups come first: in a hang most
-    ranks wait in a collective for the one that does not come.
+    Ranks with the same stack, phase and collective form a group. The smallest groups come first: in a hang
+    most ranks wait in a collective for the one that does not come.
     """
     groups = sorted(_groups(standings), key=lambda group: (len(group), bool(group[0].collective)))
     several = len({standing.node for standing in standings}) > 1
@@ -53,14 +53,14 @@ def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tu
 
 
 def main_thread_stack(dump: str, main_thread: int) -> tuple[str, ...]:
-    """The frames of one thread in faulthandler's `dump` of all, innermost first, as 'file:line in function'.
+    """Return the frames of one thread in faulthandler's `dump` of all threads, innermost first.
+
+    A frame is 'file:line in function'. If that thread waits for one that loads data, the frames of the latter
+    come first, as if it had called it: the hang is in the thread that loads.
 
     Args:
         dump: the text; of several dumps the last counts.
         main_thread: identity of the wanted thread; 0: the one that answered the signal.
-
-    Where that thread waits for one that loads data, the frames of the latter come first, as if it had called
-    it: who hangs there is not the thread that waits.
     """
     stacks: dict[int, list[str]] = {}
     current = 0
@@ -82,7 +82,7 @@ def main_thread_stack(dump: str, main_thread: int) -> tuple[str, ...]:
 
 
 def _loading(found: Sequence[str], stacks: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
-    """The frames of a thread for which `found` waits; of several that load at once, of any."""
+    """Return the frames of a data-loading thread for which `found` waits; of several threads, any."""
     if not any(_is_loader(frame, "__next__") for frame in found):
         return ()
     for stack in stacks.values():
@@ -104,7 +104,7 @@ def _groups(standings: Sequence[Standing]) -> list[list[Standing]]:
 
 
 def _is_odd(group: list[Standing], most: list[Standing]) -> bool:
-    """Fewer than the largest group, or outside of the collective in which as many wait."""
+    """Return True for a group smaller than the largest, or outside of that one's collective."""
     mine, theirs = group[0].collective, most[0].collective
     if mine and mine == theirs:
         return False
@@ -112,7 +112,7 @@ def _is_odd(group: list[Standing], most: list[Standing]) -> bool:
 
 
 def _sentence(odd: list[list[Standing]], groups: list[list[Standing]]) -> str:
-    """': rank 5 is in data loading (dataset.py:81) while 7 others wait in all_reduce #1042', if so."""
+    """Format outliers: ': rank 5 is in data loading (dataset.py:81) while 7 others wait in all_reduce'."""
     if not odd:
         return ""
     told = [_briefly(group) for group in odd[:_NAMED]]
@@ -149,7 +149,7 @@ def _before(one: Standing) -> str:
 
 
 def _describe(group: list[Standing], odd: bool, several: bool) -> str:
-    """One line; names the nodes where there are `several`."""
+    """Describe a group in one line; name its nodes if the ranks are on `several`."""
     first = group[0]
     silence = max(one.silent_seconds for one in group)
     be = "is" if len(group) == 1 else "are"
@@ -169,7 +169,7 @@ def _describe(group: list[Standing], odd: bool, several: bool) -> str:
 
 
 def _place(stack: tuple[str, ...]) -> str:
-    """The innermost frame that is the user's business: not inside torch or a waiting primitive."""
+    """Return the innermost frame of the user's code: not inside torch or a waiting primitive."""
     for frame in stack:
         if not any(inner in frame for inner in _INNER_MODULES) and not frame.startswith("<frozen"):
             return frame
@@ -177,12 +177,12 @@ def _place(stack: tuple[str, ...]) -> str:
 
 
 def _ranks(group: list[Standing]) -> str:
-    """'rank 3', 'ranks 0-2, 5'."""
+    """Format ranks: 'rank 3', 'ranks 0-2, 5'."""
     return f"rank{'s' if len(group) > 1 else ''} {_joined([one.rank for one in group])}"
 
 
 def _nodes(group: list[Standing]) -> str:
-    """' (node 1, HOST)', ' (nodes 0-2, 5)'."""
+    """Format nodes: ' (node 1, HOST)', ' (nodes 0-2, 5)'."""
     hosts = {one.node: one.host for one in group}
     if len(hosts) == 1:
         return "".join(f" (node {node}, {host})" for node, host in hosts.items())
@@ -190,7 +190,7 @@ def _nodes(group: list[Standing]) -> str:
 
 
 def _joined(numbers: list[int]) -> str:
-    """'0-2, 5' for 0, 1, 2, 5: runs are joined, so that thousands of ranks stay readable."""
+    """Format numbers as ranges, readable for thousands of ranks: '0-2, 5' for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -201,19 +201,19 @@ def _joined(numbers: list[int]) -> str:
 
 
 class Inquiry:
-    """Where the ranks of all nodes stand, as it comes in."""
+    """Collection of the status of all nodes' ranks in a hang."""
 
     def __init__(self, hang: Hung) -> None:
         self._hang = hang
         self._standings: dict[int, tuple[Standing, ...]] = {}
 
     def hear(self, node: int, standings: tuple[Standing, ...]) -> int:
-        """What a node, by whatever name, says of its ranks; returns how many nodes have answered."""
+        """Add the status of a node's ranks, and return the number of nodes that have answered."""
         self._standings[node] = standings
         return len(self._standings)
 
     def conclusion(self) -> tuple[Failure, str]:
-        """The failure, and the report of it, by what has come in."""
+        """Return the failure, and its report, from the status collected so far."""
         standings = [one for node in self._standings.values() for one in node]
         summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
         hint = "the stacks are in logs/hang-report.txt of the run directory"

@@ -1,9 +1,9 @@
-"""Which ranks are slow: what each took for itself, beside its peers and its own best. Pure.
+"""Straggler detector: work time of each rank against its peers' median and its own best; pure.
 
-Where ranks wait for each other all steps are equally long, and the slow rank is the one that waits least. So
-ranks tell the time of their own work (`board.Work`): waiting for data, forward and backward, without
-what they wait in collectives. It is looked at in windows; a rank is slow after some windows in a row in
-which it took `factor` times its peers' median, and no longer slow after as many below a lower bar.
+Ranks that wait for each other all have equally long steps, and the straggler is the one that waits least. So
+ranks report their work time (`progress_board.Work`): data loading, forward and backward, without their waits
+in collectives. It is judged in windows; a rank becomes a straggler after some windows in a row in which it
+took `factor` times its peers' median, and stops being one after as many below a lower bar.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from statistics import median
 from wanma.elastic.protocol.messages import RankWork, Slow
 
 WINDOW_STEPS, WINDOW_SECONDS = 10, 2.0
-"""A window has at least so many steps, and is at least so long."""
+"""Least steps, and least seconds, of a window."""
 WINDOWS = 3
-"""In a row, to become slow or to be so no longer."""
+"""Number of windows in a row that make a rank a straggler, or end that."""
 SHARE_OF_STEP = 0.05
-"""What a slow rank loses is at least so much of a step: of little work, twice as long is little."""
+"""Least loss of a straggler, as a share of the step: twice a little work is little."""
 
 
 @dataclass(frozen=True)
 class Took:
-    """Of one rank, in one window."""
+    """Work time of one rank in one window."""
 
     data_seconds: float
-    """Per step, as is the next."""
+    """Data loading time per step, in seconds."""
     compute_seconds: float
 
     @property
@@ -36,22 +36,22 @@ class Took:
 
 
 class Stragglers:
-    """Judges the ranks of one generation.
+    """Straggler detector of one generation.
 
     Args:
-        factor: times its peers' median; above 1.
+        factor: ratio to its peers' median from which a rank is a straggler; above 1.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._newest: dict[int, RankWork] = {}
         self._window: dict[int, RankWork] = {}
-        """As it was when the window began."""
+        """Work times at the start of the window."""
         self._began = 0.0
         self._ranks: dict[int, _Rank] = {}
 
     def hear(self, works: Iterable[RankWork], world_size: int, now: float) -> list[Slow]:
-        """Take note of what ranks have done so far; whom to tell about, where a window has ended by it."""
+        """Add the ranks' work times so far; return the changes to report if they complete a window."""
         for work in works:
             self._newest[work.rank] = work
         if len(self._newest) < world_size:
@@ -90,17 +90,17 @@ class Stragglers:
 
 
 class _Rank:
-    """What is remembered of one."""
+    """History of one rank."""
 
     def __init__(self) -> None:
         self.is_slow = False
         self.best_seconds = float("inf")
         self.steps = 0
-        """Of the windows in a row that speak for a change, or have brought the last one."""
+        """Steps of the windows in a row that speak for a change, or have brought the last one."""
         self._windows = 0
 
     def note(self, took: Took, above: bool, steps: int) -> bool:
-        """A window has ended; returns whether the rank is slow now and was not, or the other way round."""
+        """Add a finished window; return True if the rank has become, or has stopped being, a straggler."""
         self.best_seconds = min(self.best_seconds, took.seconds)
         if above == self.is_slow:
             self._windows = self.steps = 0
@@ -121,7 +121,7 @@ def _took(before: RankWork, after: RankWork, steps: int) -> Took:
 
 
 def _worst_phase(mine: Took, peers: Iterable[Took]) -> str:
-    """Where most of what it takes longer goes."""
+    """Return the phase in which a rank loses most against its peers."""
     others = list(peers)
     data = mine.data_seconds - median(peer.data_seconds for peer in others)
     compute = mine.compute_seconds - median(peer.compute_seconds for peer in others)

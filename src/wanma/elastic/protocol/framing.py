@@ -1,8 +1,8 @@
-"""The one protocol of the elastic room: newline-delimited JSON, versioned, limited, typed.
+"""Framing of the elastic protocol: newline-delimited JSON, versioned, limited, typed and signed.
 
 A message of `messages` or `local_messages` is one line `{"v": version, "g": generation, "kind": name,
-...fields}`. Here are framing and keys only, pure: bytes in, messages out. Whatever is malformed raises
-`ProtocolError`, and whoever holds the connection ends it.
+...fields}`. This module holds framing and keys only, pure: bytes in, messages out. Malformed input raises
+`ProtocolError`, and the owner of the connection ends it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ KINDS: dict[str, type[Message]] = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
 }
-"""By name."""
+"""Message types by name."""
 LINE_LIMIT = 1 << 20
-"""Bytes of one message; longer ones end the connection."""
+"""Most bytes of one message; a longer one ends the connection."""
 _MAC_LENGTH = 64
 
 
 class ProtocolError(Exception):
-    """The other side sent something that is no message of this protocol."""
+    """Error for input that is no message of this protocol."""
 
 
 class VersionError(ProtocolError):
-    """The other side speaks another version of this protocol."""
+    """Error for a message of another version of this protocol."""
 
 
 # Framing -------------------------------------------------------------------------------------------
 
 
 def encode(message: Message, generation: int = 0) -> bytes:
-    """One line. Raises `ProtocolError` when it would be longer than `LINE_LIMIT` or is no JSON."""
+    """Encode a message as one line.
+
+    Raises:
+        ProtocolError: the line would be longer than `LINE_LIMIT`, or a value is no JSON.
+    """
     value = {"v": VERSION, "g": generation, "kind": type(message).__name__, **_to_json(message)}
     try:
         line = json.dumps(value, separators=(",", ":"), allow_nan=True).encode() + b"\n"
@@ -59,7 +63,11 @@ def encode(message: Message, generation: int = 0) -> bytes:
 
 
 def decode(line: bytes) -> tuple[int, Message]:
-    """(generation, message) of one line. Raises `ProtocolError` for anything else."""
+    """Decode one line to (generation, message).
+
+    Raises:
+        ProtocolError: the line is no message of this protocol.
+    """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -80,17 +88,17 @@ def decode(line: bytes) -> tuple[int, Message]:
 
 
 class Framer:
-    """Bytes to messages and back for one connection; pure, knows no socket.
+    """Framer of one connection: bytes to messages and back; pure, without a socket.
 
-    After `sign`, every line carries an HMAC over a counter and its text, so that nobody on the path
-    can forge, drop, repeat or reorder lines unnoticed.
+    After `sign`, every line carries an HMAC over a counter and its text, so that nobody on the path can
+    forge, drop, repeat or reorder lines unnoticed.
     """
 
     def __init__(self) -> None:
         self.generation = 0
-        """Scoped messages of another generation are dropped; the holder sets it."""
+        """Current generation, set by the owner; scoped messages of another one are dropped."""
         self.counted = 0
-        """Messages taken in, those that were dropped included, that are `Message.counted`."""
+        """Number of received messages with `Message.counted`, dropped ones included."""
         self._buffer = bytearray()
         self._keys: tuple[bytes, bytes] | None = None
         self._sent = self._received = 0
@@ -100,7 +108,7 @@ class Framer:
         self._keys = (send_key, receive_key)
 
     def frame(self, message: Message, generation: int | None = None) -> bytes:
-        """One line; `generation`: that the message belongs to, where it is not the current one."""
+        """Return a message as one line; `generation`: its own, if it is not the current one."""
         generation = self.generation if generation is None else generation
         line = encode(message, generation if message.scoped else 0)
         if self._keys is None:
@@ -110,15 +118,19 @@ class Framer:
         return mac + b" " + line
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes. Raises `ProtocolError` when a line grows past the limit."""
+        """Add received bytes.
+
+        Raises:
+            ProtocolError: a line grows past the limit.
+        """
         self._buffer += data
         if len(self._buffer) > LINE_LIMIT and self._buffer.find(b"\n", 0, LINE_LIMIT) < 0:
             raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
 
     def next(self) -> Message | None:
-        """The next whole message of the current generation; None when more bytes are needed.
+        """Return the next whole message of the current generation; None if more bytes are needed.
 
-        One at a time, because a message may change what follows (`sign`, `generation`).
+        Messages come one at a time, because one may change what follows (`sign`, `generation`).
         """
         while (end := self._buffer.find(b"\n")) >= 0:
             if end >= LINE_LIMIT:
@@ -153,7 +165,7 @@ def new_nonce() -> str:
 
 
 def proof(secret: bytes, role: str, challenge: Challenge, nonce: str) -> str:
-    """What only a holder of the secret can say to these two nonces; the secret itself never travels."""
+    """Return the proof that the caller has the secret, for two nonces; the secret itself is never sent."""
     return hmac.new(secret, f"{role} {challenge.nonce} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -162,7 +174,7 @@ def proof_holds(given: str, secret: bytes, role: str, challenge: Challenge, nonc
 
 
 def line_keys(secret: bytes, challenge: Challenge, nonce: str) -> tuple[bytes, bytes]:
-    """(supervisor's, coordinator's) signing key of this connection."""
+    """Return the signing keys of this connection: (supervisor's, coordinator's)."""
     return (
         proof(secret, "lines from supervisor", challenge, nonce).encode(),
         proof(secret, "lines from coordinator", challenge, nonce).encode(),
@@ -182,13 +194,13 @@ def _to_json(value: Any) -> Any:
 
 @functools.cache
 def _field_hints(kind: type) -> dict[str, Any]:
-    """Types by field name; kept, because resolving them takes longer than reading a message."""
+    """Return types by field name; cached, because resolving them takes longer than reading a message."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _from_json(hint: Any, value: Any, where: str) -> Any:
-    """`value` as `hint` demands: dataclasses, tuples, dicts, unions with None and plain types."""
+    """Convert `value` to the type of `hint`: dataclass, tuple, dict, union with None, or plain type."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
         wanted = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]

@@ -1,4 +1,4 @@
-"""What a supervisor, its fork server and its workers tell each other, on one machine."""
+"""Messages between supervisor, fork server and workers of one node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from wanma.job.run.worker import Restart
 
 @dataclass(frozen=True)
 class Happened(Message):
-    """An event of rank 0 for the console."""
+    """Event of rank 0 for the console, sent by a worker."""
 
     event: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Whereabouts(Message):
-    """A worker's answer to `Inspect`: the collective it is in, or nothing, and the last ones before."""
+    """Collectives of a worker, its answer to `Inspect`: the present one or empty, and the last before."""
 
     collective: str
     recent: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Whereabouts(Message):
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """Import these modules, found on this `sys.path`."""
+    """Command to the fork server: import these modules, found on this `sys.path`."""
 
     scoped: ClassVar[bool] = False
     modules: tuple[str, ...]
@@ -40,7 +40,7 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """Imported; `notes` tell what could not be."""
+    """Report of the fork server that it has imported; `notes` name the modules that failed."""
 
     scoped: ClassVar[bool] = False
     notes: tuple[str, ...]
@@ -48,7 +48,7 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """All that a worker process needs to know; its files travel beside it as descriptors."""
+    """Configuration of a worker process; its files are passed beside it as descriptors."""
 
     rank: int
     local_rank: int
@@ -63,23 +63,23 @@ class WorkerSpec:
     store_port: int
     environment: dict[str, str]
     images: tuple[str, ...] = ()
-    """Two files in memory for copies of the state, to be written in turn; none: nobody would keep them."""
+    """Two files in memory for in-memory checkpoints, written in turn; empty: no in-memory checkpoints."""
     found: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Rank of an earlier generation → its images on this node that are to be restored from."""
+    """Rank of an earlier generation → its in-memory checkpoints on this node to restore from."""
     restore_step: int | None = None
     guests: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Rank of another node whose images this one takes -> two files for them, to be written in turn."""
+    """Rank of another node whose in-memory checkpoints this one keeps → two files, written in turn."""
     ranks_by_node: tuple[int, ...] = ()
     restart: Restart | None = None
     claimed: bool = False
-    """The generation has a claim in the run directory."""
+    """True if the generation has a claim in the run directory."""
 
 
 @dataclass(frozen=True)
 class Fork(Message):
-    """Start a worker.
+    """Command to the fork server: start a worker.
 
-    Descriptors with it: channel, board, payload, stacks and, for rank 0, the store's listener.
+    Descriptors come with it: channel, board, payload, stacks and, for rank 0, the store's listener.
     """
 
     scoped: ClassVar[bool] = False
@@ -88,9 +88,9 @@ class Fork(Message):
 
 @dataclass(frozen=True)
 class KeepStore(Message):
-    """Serve the rendezvous store of a new generation in a process of its own, instead of the one before.
+    """Command to the fork server: serve a new generation's rendezvous store in a process of its own.
 
-    Its listening socket comes with it.
+    It replaces the store before. Its listening socket comes with the message.
     """
 
     scoped: ClassVar[bool] = False
@@ -100,7 +100,7 @@ class KeepStore(Message):
 
 @dataclass(frozen=True)
 class Spawn(Message):
-    """What a worker started by exec reads first."""
+    """Configuration that a worker started by exec reads first."""
 
     scoped: ClassVar[bool] = False
     spec: WorkerSpec
@@ -110,7 +110,7 @@ class Spawn(Message):
 
 @dataclass(frozen=True)
 class Started(Message):
-    """A worker process exists. `obstacle`: why it had to be spawned instead of forked."""
+    """Report of the fork server that a worker process exists; `obstacle`: reason for exec instead of fork."""
 
     scoped: ClassVar[bool] = False
     rank: int
@@ -120,7 +120,7 @@ class Started(Message):
 
 @dataclass(frozen=True)
 class Signal(Message):
-    """Send a signal to a worker, or to its whole process group."""
+    """Command to the fork server: send a signal to a worker, or to its whole process group."""
 
     scoped: ClassVar[bool] = False
     rank: int
@@ -130,7 +130,7 @@ class Signal(Message):
 
 @dataclass(frozen=True)
 class Exited(Message):
-    """A worker process ended and was reaped; `code` is negative for a signal."""
+    """Report of the fork server that a worker process ended; `code` is negative for a signal."""
 
     scoped: ClassVar[bool] = False
     rank: int

@@ -1,7 +1,6 @@
-"""The messages of the elastic room's protocol: frozen dataclasses, each with one meaning.
+"""Messages between coordinator and supervisors: frozen dataclasses, sent over TCP, authenticated and signed.
 
-Of coordinator and supervisors here (TCP, authenticated and signed); those of one machine, over inherited
-socket pairs, are in `local_messages`. `protocol` puts them on the wire.
+Messages within a node, over inherited socket pairs, are in `local_messages`. `framing` puts them on the wire.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ class Message:
     """Base of all messages."""
 
     scoped: ClassVar[bool] = True
-    """Belongs to one generation; receivers drop it when that is not the current one."""
+    """True if the message belongs to one generation; receivers drop it in another."""
     counted: ClassVar[bool] = True
-    """Part of the conversation that outlives its connection: sent again when that was lost on the way."""
+    """True if the message is acknowledged, and sent again when its connection was lost."""
 
 
 # Coordinator and supervisor: first contact ---------------------------------------------------------
@@ -27,7 +26,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Challenge(Message):
-    """Coordinator's first word."""
+    """Coordinator's first message: the nonce that the supervisor has to sign."""
 
     scoped: ClassVar[bool] = False
     counted: ClassVar[bool] = False
@@ -36,7 +35,7 @@ class Challenge(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """Supervisor's proof that it knows the secret, and its own challenge."""
+    """Supervisor's proof that it has the secret, and its own nonce."""
 
     scoped: ClassVar[bool] = False
     counted: ClassVar[bool] = False
@@ -55,31 +54,31 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Attach(Message):
-    """Supervisor's first signed word on every connection: which conversation it belongs to."""
+    """Supervisor's first signed message on every connection: the session that the connection belongs to."""
 
     scoped: ClassVar[bool] = False
     counted: ClassVar[bool] = False
     session: str
     received: int
-    """Messages of it that have arrived; those after them are sent again."""
+    """Number of the session's messages that have arrived; those after them are sent again."""
 
 
 @dataclass(frozen=True)
 class Attached(Message):
-    """Coordinator's answer."""
+    """Coordinator's answer to `Attach`."""
 
     scoped: ClassVar[bool] = False
     counted: ClassVar[bool] = False
     coordinator: str
-    """A name that no other process has."""
+    """Unique name of the coordinator."""
     known: bool
-    """False: the conversation begins; one of that name, if there was any, has been given up."""
+    """True if the session continues; False: it starts, and an earlier one of that name was given up."""
     received: int
 
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """Coordinator will not work with this supervisor."""
+    """Coordinator's refusal to work with this supervisor."""
 
     scoped: ClassVar[bool] = False
     reason: str
@@ -88,7 +87,10 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Join(Message):
-    """A node offers its ranks. `store_port` listens on `address`, in case this node becomes node 0."""
+    """Request of a node to join, with its ranks.
+
+    `store_port` listens on `address`, in case this node becomes node 0.
+    """
 
     scoped: ClassVar[bool] = False
     job_hash: str
@@ -98,20 +100,20 @@ class Join(Message):
     store_port: int
     node_rank: int | None = None
     is_warm: bool = False
-    """As `Warm` says it."""
+    """True if the fork server has imported, as `Warm` reports."""
     presence_port: int = 0
-    """Listens as long as the supervisor lives, on the address that it is connected from."""
+    """Port, on the address the node connects from, that listens as long as the supervisor lives."""
     hosts: bool = False
-    """The coordinator lives in this supervisor."""
+    """True if the coordinator lives in this supervisor."""
     was: Was | None = None
-    """What it was when it lost its coordinator."""
+    """Node's part in the generation whose coordinator it lost; None: it was in none."""
     position: str = ""
-    """Where it is in the network, as `hardware.position` says it; empty where nobody knows."""
+    """Topology address of the node, as `hardware.position` gives it; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Was:
-    """A node whose ranks have been ended, but whose copies of the state are there."""
+    """Node whose ranks have been ended, but whose in-memory checkpoints exist."""
 
     generation: int
     node: int
@@ -120,7 +122,7 @@ class Was:
 
 @dataclass(frozen=True)
 class Warm(Message):
-    """This node's fork server has imported what ranks need: here they start at once."""
+    """Report that this node's fork server has imported what ranks need: ranks start at once here."""
 
     scoped: ClassVar[bool] = False
 
@@ -130,7 +132,7 @@ class Warm(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """I am here, and have taken in so many of your messages."""
+    """Heartbeat, with the number of messages received so far."""
 
     scoped: ClassVar[bool] = False
     counted: ClassVar[bool] = False
@@ -139,27 +141,27 @@ class Beat(Message):
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a new generation takes up, and why there is one."""
+    """State that a new generation resumes from, and the reason for it."""
 
     failure: str
-    """Of the generation before, in words."""
+    """Failure of the generation before, in words."""
     reached_step: int
     """Newest step that any generation finished; 0: none."""
     attempt: int
-    """Counts from 1 the recoveries since the last new step."""
+    """Number of this recovery since the last new step, from 1."""
     image: Image | None
-    """Which images to restore from; None: none, start from disk."""
+    """Identity of the in-memory checkpoint to restore; None: restore from disk."""
     retried_steps: tuple[int, ...] = ()
-    """As `Restart` has it."""
+    """Steps that failures asked to repeat, as in `Restart`."""
     change: Change | None = None
-    """As `Restart` has it."""
+    """Change of plan, as in `Restart`."""
     kept_step: int | None = None
-    """As `Restart` has it."""
+    """Step of an in-memory checkpoint that is not restored, as in `Restart`."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """Of which moment a copy of the state in memory is: two generations may both have been at a step."""
+    """Identity of an in-memory checkpoint: generation and step, as two generations may both reach a step."""
 
     generation: int
     step: int
@@ -167,17 +169,17 @@ class Image:
 
 @dataclass(frozen=True)
 class HeldImage:
-    """A whole image that a node holds."""
+    """Complete in-memory checkpoint of one rank that a node holds."""
 
     rank: int
     image: Image
     world_size: int | None = None
-    """Of the generation that left it; None: of the newest."""
+    """World size of the generation that left it; None: that of the newest."""
 
 
 @dataclass(frozen=True)
 class Start(Message):
-    """All have come: start your ranks. Opens `generation`."""
+    """Command to start the ranks of `generation`, as all nodes have joined."""
 
     scoped: ClassVar[bool] = False
     generation: int
@@ -187,22 +189,22 @@ class Start(Message):
     store_host: str
     store_port: int
     recovery: Recovery | None = None
-    """None: the first generation."""
+    """Recovery that this start makes; None: the first generation."""
     ranks_by_node: tuple[int, ...] = ()
-    """How many ranks each node has."""
+    """Number of ranks of each node."""
     plan: dict[str, Any] | None = None
-    """What all are to run, as `Plan.to_json`; None: what the command that started them has planned."""
+    """Plan of the run, as `Plan.to_json`; None: the plan of the command that started the nodes."""
     forecast: dict[str, Any] | None = None
-    """Of that plan, as `Forecast.to_json`."""
+    """Forecast of that plan, as `Forecast.to_json`."""
     host_node: int = -1
-    """The node that the coordinator lives on; negative: it has no ranks."""
+    """Node that hosts the coordinator; negative: it has no ranks."""
     failed_at: float = 0.0
-    """When the generation before failed, in unix seconds; 0: it did not, or nobody knows."""
+    """Time of the failure before, in unix seconds; 0: none, or unknown."""
 
 
 @dataclass(frozen=True)
 class Moved(Message):
-    """Another coordinator has claimed a newer generation: end your ranks, and join it."""
+    """Command to end the ranks and join another coordinator, which has claimed a newer generation."""
 
     scoped: ClassVar[bool] = False
     generation: int
@@ -214,40 +216,43 @@ class Moved(Message):
 
 @dataclass(frozen=True)
 class Locate(Message):
-    """Tell how far your ranks are."""
+    """Command to report how far the ranks are."""
 
 
 @dataclass(frozen=True)
 class Reached(Message):
-    """A node's answer to `Locate`, as far as it knows yet."""
+    """Progress of a node's ranks, its answer to `Locate`, as far as it is known."""
 
     step: int | None
-    """The newest that its ranks finished."""
+    """Newest step that its ranks finished."""
     step_seconds: float | None
     start_seconds: float | None
-    """From the ranks' birth to their first finished step."""
+    """Time from the ranks' birth to their first finished step."""
 
 
 @dataclass(frozen=True)
 class Pause(Message):
-    """Ask your ranks to leave after this step with a copy of their state, so that others go on from it."""
+    """Command to suspend: the ranks leave after this step with an in-memory checkpoint, for a resize."""
 
 
 @dataclass(frozen=True)
 class Paused(Message):
-    """All ranks of this node have left so. Also from a worker that is about to."""
+    """Report that all ranks of this node are suspended; a worker sends it before it leaves."""
 
 
 @dataclass(frozen=True)
 class Halt(Message):
-    """End your ranks at once, keep their images, and answer `Halted`; `report` as in `Abort`."""
+    """Command to terminate: end the ranks at once, keep their in-memory checkpoints, and answer `Halted`.
+
+    `report` as in `Abort`.
+    """
 
     report: str = ""
 
 
 @dataclass(frozen=True)
 class Halted(Message):
-    """No rank of this node lives any more.
+    """Report that no rank of this node lives.
 
     `store_port` listens anew, as in `Join`; `reached_step` is the newest that its ranks finished.
     """
@@ -256,14 +261,14 @@ class Halted(Message):
     reached_step: int | None
     images: tuple[HeldImage, ...]
     failed_at: float = 0.0
-    """As `Start` says it."""
+    """Time of the failure, as in `Start`."""
     stood_at: int = 0
-    """Steps that were finished where its ranks stood, whoever finished them; 0: also before the first."""
+    """Finished steps at the ranks' position, whoever finished them; 0: also before the first."""
 
 
 @dataclass(frozen=True)
 class Waiting(Message):
-    """The run waits for machines, or this machine for its turn; `text` tells the user."""
+    """Notice for the user that the run waits for nodes, or this node for its turn."""
 
     scoped: ClassVar[bool] = False
     text: str
@@ -271,19 +276,19 @@ class Waiting(Message):
 
 @dataclass(frozen=True)
 class StopRequest(Message):
-    """A user or engine asked this node to stop in order; the run will exit with `exit_code`."""
+    """Request of a user or engine for an orderly stop; the run will exit with `exit_code`."""
 
     scoped: ClassVar[bool] = False
     exit_code: int
     seconds: float | None = None
-    """Until everything here will be killed; None: nobody will."""
+    """Time, in seconds, until everything here is killed; None: no kill follows."""
     what: str = ""
-    """What asked for it, in words."""
+    """Origin of the request, in words."""
 
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Ask your ranks to finish their step and leave. Fields as of `StopRequest`."""
+    """Command to drain: the ranks finish their step and leave. Fields as in `StopRequest`."""
 
     scoped: ClassVar[bool] = False
     exit_code: int
@@ -293,48 +298,48 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class Late(Message):
-    """The ranks will not have finished their step in the time that `Stop` leaves."""
+    """Report that the ranks will not finish their step in the time that `Stop` leaves."""
 
 
 @dataclass(frozen=True)
 class Rescue(Message):
-    """Order to make a checkpoint of what memory holds of the dead ranks, together with the other nodes.
+    """Command to flush in-memory checkpoints of the dead ranks to disk, together with the other nodes.
 
-    Answered by `Rescued`.
+    It is answered by `Rescued`.
     """
 
     image: Image
     ranks: tuple[int, ...]
-    """Whose images this node writes."""
+    """Ranks whose in-memory checkpoints this node writes."""
     world_size: int
-    """Of the ranks that left the images."""
+    """World size of the generation that left the in-memory checkpoints."""
     seconds: float
-    """Until everything will be killed, or the order is given up."""
+    """Time, in seconds, until everything is killed, or the flush is given up."""
     is_last_word: bool = False
-    """The run has failed and is not started again; nobody kills anything."""
+    """True if the run has failed and is not started again; no kill follows."""
     attempt: int = 1
-    """Number of this order; what the one before has begun is given up."""
+    """Number of this attempt, from 1; what the one before has written is given up."""
     is_apart: bool = False
-    """Each node keeps its part in a place of its own, because the run directory takes no checkpoint."""
+    """True if each node keeps its part in a place of its own, as the run directory takes no checkpoint."""
 
 
 @dataclass(frozen=True)
 class Rescued(Message):
-    """What has become of `Rescue` on this node."""
+    """Report on the flush of this node."""
 
     text: str
-    """What was saved and where; of the node that commits, and of each that keeps a part."""
+    """Description of what was saved and where; from the node that commits, and each that keeps a part."""
     error: str = ""
-    """Why nothing was."""
+    """Reason why nothing was saved; empty otherwise."""
     remedy: str = ""
-    """Order that may do better: 'again', or 'apart' as of `Rescue.is_apart`; empty: none."""
+    """Attempt that may do better: 'again', or 'apart' as in `Rescue.is_apart`; empty: none."""
     attempt: int = 1
-    """Of the order."""
+    """Number of the attempt, from 1."""
 
 
 @dataclass(frozen=True)
 class Leave(Message):
-    """A user asked twice: end the run now."""
+    """Request of a user who asked twice: end the run now."""
 
     scoped: ClassVar[bool] = False
     exit_code: int
@@ -342,19 +347,19 @@ class Leave(Message):
 
 @dataclass(frozen=True)
 class Failed(Message):
-    """A rank (or a node's supervisor) failed. Also from worker to supervisor."""
+    """Report that a rank, or a node's supervisor, failed; a worker sends it, too."""
 
     failure: Failure
 
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """All ranks of this node, or this worker, ended normally."""
+    """Report that all ranks of this node, or this worker, ended normally."""
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank has taken for itself since its process began; see `board.Work`."""
+    """Work time of one rank since its process began, in seconds, as in `progress_board.Work`."""
 
     rank: int
     steps: int
@@ -365,97 +370,97 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Works(Message):
-    """What the ranks of this node have done so far; told every few seconds."""
+    """Work time of this node's ranks so far; sent every few seconds."""
 
     works: tuple[RankWork, ...]
 
 
 @dataclass(frozen=True)
 class Slow(Message):
-    """A rank is slow beside its peers, or is so no longer."""
+    """Notice that a rank has become, or is no longer, a straggler."""
 
     rank: int
     is_slow: bool
     phase: str
-    """In which it loses most."""
+    """Phase in which it loses most."""
     ratio: float
-    """Its seconds to its peers'."""
+    """Ratio of its work time to its peers'."""
     seconds: float
-    """Per step, of its own work, in the newest window; so are the next two."""
+    """Work time per step, in the newest window, in seconds."""
     peers_seconds: float
-    """Median."""
+    """Median of the peers' work time per step, in seconds."""
     best_seconds: float
-    """The least it took in any window."""
+    """Least work time per step in any window, in seconds."""
     steps: int
-    """For how many this has been so."""
+    """Number of steps for which this has been so."""
     node: int = 0
     host: str = ""
     local_rank: int = 0
-    """On that node; of GPUs, the number of the device."""
+    """Local rank on that node; with GPUs, the number of the device."""
 
 
 @dataclass(frozen=True)
 class Hung(Message):
-    """No rank of this node has moved for so long."""
+    """Report that no rank of this node has made progress for `seconds`."""
 
     seconds: float
     limit: str
-    """Which setting says that this is too long."""
+    """Setting that limits the silence, with its value."""
 
 
 @dataclass(frozen=True)
 class Moving(Message):
-    """Takes `Hung` back."""
+    """Report that the ranks of this node make progress again; it cancels `Hung`."""
 
 
 @dataclass(frozen=True)
 class Inspect(Message):
-    """Tell where your ranks stand. Also from supervisor to worker."""
+    """Command to report the status of the ranks; the supervisor passes it to the workers."""
 
 
 @dataclass(frozen=True)
 class Standing(Message):
-    """Where one rank stands, for the hang report."""
+    """Status of one rank, for the hang report."""
 
     rank: int
     node: int
     host: str
     step: int | None
-    """None: it never reported."""
+    """Step of the rank; None: it never reported."""
     phase: str
     silent_seconds: float
     state: str
     """Process state from the kernel, in words; empty when it simply runs or sleeps."""
     stack: tuple[str, ...]
-    """Innermost frame first, 'file:line in function'; empty when the process did not answer."""
+    """Stack as 'file:line in function', innermost frame first; empty when the process did not answer."""
     collective: str = ""
-    """The collective it is in, e.g. 'all_reduce #17 of group default_pg'; empty when unknown or none."""
+    """Present collective, e.g. 'all_reduce #17 of group default_pg'; empty when unknown or none."""
     recent: tuple[str, ...] = ()
-    """The last collectives that it has finished, oldest first."""
+    """Last finished collectives, oldest first."""
 
 
 @dataclass(frozen=True)
 class Standings(Message):
-    """A node's answer to `Inspect`."""
+    """Status of a node's ranks, its answer to `Inspect`."""
 
     standings: tuple[Standing, ...]
 
 
 @dataclass(frozen=True)
 class Abort(Message):
-    """End your ranks now; `report` is the whole hang report, where there is one."""
+    """Command to abort: end the ranks now; `report` is the whole hang report, if there is one."""
 
     scoped: ClassVar[bool] = False
     exit_code: int
     failure: Failure | None = None
     report: str = ""
     note: str = ""
-    """Report on the copies in memory: what was saved of them, or why nothing was."""
+    """Notice on the in-memory checkpoints: what was saved of them, or why nothing was."""
 
 
 @dataclass(frozen=True)
 class Over(Message):
-    """Every node finished."""
+    """Notice that every node finished."""
 
     scoped: ClassVar[bool] = False
     exit_code: int

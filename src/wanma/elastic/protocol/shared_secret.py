@@ -1,4 +1,4 @@
-"""The secret that the machines of a run share: from the environment, or a private file within one machine."""
+"""Shared secret of a run: from the environment, or from a private file within one node."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _LEAST_CHARACTERS = 16
 
 
 def meeting_secret(loopback: bool, environment: Mapping[str, str]) -> bytes:
-    """What the supervisors of a run prove to each other.
+    """Return the secret by which the supervisors of a run authenticate.
 
     Args:
-        loopback: the rendezvous is reachable from this machine only. Then, without `WANMA_SECRET`, a file
-            that only this user can read serves: it is made at first use and kept.
+        loopback: True if the rendezvous is reachable from this node only. Without `WANMA_SECRET`, a file that
+            only this user can read then serves: it is made at first use and kept.
+        environment: environment variables of the supervisor.
 
     Raises:
         WanmaError: there is no secret, it is too short, or the file is open to others.

@@ -1,10 +1,10 @@
-"""What still fits between an order to stop and the kill that follows it. Pure: times in, times out.
+"""Time budget between a stop command and the kill that follows it; pure functions.
 
     |<------------------------------ cluster.grace_seconds ------------------------------>|
-    SIGTERM      step under way ends, its checkpoint is written        leave              SIGKILL
-                 or, from the last moment on, the copy in memory is
+    SIGTERM      current step ends, its checkpoint is written          leave              SIGKILL
+                 or, at the latest start, the in-memory checkpoint is
 
-All times are of one clock that only goes forward.
+All times are of one monotonic clock, in seconds.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from wanma.elastic.recovery.restart_policy import newest_whole
 from wanma.elastic.workers.progress_board import Position
 
 LEAVE_SECONDS = 2.0
-"""Before the kill: to end the ranks, tell the other nodes and leave with the exit code."""
+"""Time before the kill, in seconds, to end the ranks, tell the other nodes and exit."""
 BEGIN_SECONDS = 2.0
-"""To kill the ranks and start the process that writes what memory holds, on a busy machine."""
+"""Time, in seconds, to kill the ranks and start the flush process, on a busy node."""
 BYTES_PER_SECOND = 100e6
-"""At which a node surely writes: to a shared disk that many write to at once."""
+"""Rate at which a node surely writes, in bytes per second: to a disk that many nodes write to at once."""
 
 
 def leave_at(until: float) -> float:
-    """When nothing may be under way any more."""
+    """Return the time at which nothing may be in progress any more."""
     return until - LEAVE_SECONDS
 
 
 def last_moment(until: float, copy_bytes: int, places: int = 1) -> float:
-    """When writing `copy_bytes` of this node has to begin at the latest.
+    """Return the latest time at which this node has to start to write `copy_bytes`.
 
     Args:
-        places: where they are written to, one after the other: the disk, and a URL.
+        until: time of the kill.
+        copy_bytes: size of the node's in-memory checkpoints.
+        places: number of destinations, written one after the other: the disk, and a URL.
     """
     return leave_at(until) - places * (BEGIN_SECONDS + copy_bytes / BYTES_PER_SECOND)
 
@@ -45,13 +47,18 @@ def give_up_at(
     step_seconds: float | None,
     places: int = 1,
 ) -> float:
-    """When the step under way is to be given up for the copy in memory.
+    """Return the time at which to give up the current step for the in-memory checkpoint.
 
-    A step that will not have ended by the last moment is given up at once: what is left is better spent
-    on writing. Its checkpoint has as many bytes as the copy, and so needs the same time.
+    A step that will not have ended by the latest start of a flush is given up at once: the rest is better
+    spent on writing. Its checkpoint has as many bytes as the in-memory one, and so needs the same time.
 
     Args:
-        step_seconds: as measured before; None: unknown, so the last moment decides.
+        now: present time.
+        until: time of the kill.
+        copy_bytes: size of the node's in-memory checkpoints.
+        step_began: start of the current step.
+        step_seconds: measured time of a step; None: unknown, so the latest start decides.
+        places: number of destinations.
     """
     latest = last_moment(until, copy_bytes, places)
     if latest <= now or (step_seconds is not None and step_began + step_seconds > latest):
@@ -60,17 +67,17 @@ def give_up_at(
 
 
 class StepPace:
-    """How long steps take, as seen on the board every now and then."""
+    """Estimate of the time of a step, from samples of the progress board."""
 
     def __init__(self) -> None:
         self.step_seconds: float | None = None
-        """None: not two steps have been seen to end yet."""
+        """Time of a step, in seconds; None: fewer than two steps have been seen to end."""
         self.began = 0.0
-        """When the step under way began, about; 0: none has ended yet."""
+        """Approximate start of the current step; 0: none has ended yet."""
         self._done: int | None = None
 
     def see(self, positions: Iterable[Position]) -> None:
-        """Take note of where the ranks stand."""
+        """Update the estimate from the ranks' reports."""
         newest = max(
             ((position.done, position.done_seconds) for position in positions if position.done is not None),
             default=None,
@@ -89,17 +96,16 @@ def share_images(
     *,
     by_step: bool = False,
 ) -> tuple[Image, int, dict[int, tuple[int, ...]]] | None:
-    """What to write when all nodes' ranks are gone: the newest moment that they hold together, and who what.
+    """Choose the in-memory checkpoint to flush when all nodes' ranks are gone, and each node's share of it.
 
     Args:
         world_size: of the newest generation.
-        nodes: those that are still here, by a name: their own ranks, and all images that they hold.
-        by_step: as of `newest_whole`.
+        nodes: remaining nodes, by name: their own ranks, and all in-memory checkpoints that they hold.
+        by_step: as in `newest_whole`.
 
     Returns:
-        the moment; how many ranks then were; and by node the ranks whose images it writes: its own where it
-        can, else any node's that holds a copy; only of nodes that write any. None: they hold no moment of
-        all ranks.
+        The newest complete in-memory checkpoint; its number of ranks; and for each node that writes any, the
+        ranks it writes: its own if it can, else those whose copies it holds. None: no checkpoint is complete.
     """
     everything = [image for _, held in nodes.values() for image in held]
     moment = newest_whole(everything, world_size, by_step=by_step)

@@ -1,6 +1,6 @@
-"""A process of its own in which a node writes the copies in memory of its dead ranks as a checkpoint.
+"""Process in which a node flushes in-memory checkpoints of its dead ranks to disk.
 
-`Rescuer` is the supervisor's end of it, `main` what runs there: the supervisor itself never waits for disks.
+`Rescuer` is the supervisor's handle of it, `main` runs there: the supervisor itself never waits for disks.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from wanma.observe.units import bytes_text, duration_text
 
 @dataclass(frozen=True)
 class Order:
-    """What one node's process is to do."""
+    """Command to one node's flush process."""
 
     run_directory: str
     images: Mapping[str, str]
     """Rank → path; keys are text, as JSON has them."""
     world_size: int
     name: str
-    """Of this save, the same on all nodes."""
+    """Name of this save, the same on all nodes."""
     deadline: float
-    """On the monotonic clock, for all of it."""
+    """Deadline of the flush, on the monotonic clock."""
     upload: str | None = None
-    """URL where a copy of each checkpoint goes."""
+    """URL that a copy of each checkpoint is uploaded to; None: no upload."""
     is_last_word: bool = False
-    """The run has failed, and its end is recorded by others; it is not killed."""
+    """True if the run has failed, and its end is recorded by others; no kill follows."""
     given_up: tuple[str, ...] = ()
-    """Names of the attempts before, whose processes are gone."""
+    """Names of earlier attempts, whose processes are gone."""
     is_apart: bool = False
-    """This node's part goes to a place of its own."""
+    """True if this node's part goes to a place of its own."""
 
 
 class Rescuer:
-    """The process, until it has answered."""
+    """Handle of the flush process, until it has answered."""
 
     def __init__(self, order: Order, loop: Loop, on_end: Callable[[Rescued], None]) -> None:
         self._loop, self._on_end = loop, on_end
@@ -95,10 +95,10 @@ class Rescuer:
         printed = os.pread(self._output, 4096, max(0, os.fstat(self._output).st_size - 4096))
         how = f"the process that writes it {_ending(code)}"
         text = f"{how}\n{printed.decode(errors='replace')}".strip()
-        self._on_end(Rescued("", text, remedy="again"))  # the copies are still there
+        self._on_end(Rescued("", text, remedy="again"))  # the in-memory checkpoints are still there
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """End the process, if it has not ended."""
         self._loop.forget(self._socket)
         self._socket.close()
         if self._process.poll() is None:
@@ -108,7 +108,7 @@ class Rescuer:
 
 
 def carry_out(order: Order) -> Rescued:
-    """Write this node's part; where the checkpoint is committed also upload it, and record the end."""
+    """Write this node's part; the node that commits the checkpoint also uploads it and records the end."""
     run = RunDirectory(Path(order.run_directory))
     images = {int(rank): path for rank, path in order.images.items()}
     began = time.monotonic()
@@ -123,13 +123,13 @@ def carry_out(order: Order) -> Rescued:
             return Rescued("")
         manifest = read_manifest(path)
     except WanmaError as error:
-        # Of several nodes each may only have heard that another one failed: all are asked for their parts.
+        # Each of several nodes may only know that another one failed: all are asked for their parts.
         is_shared = len(images) < order.world_size and not order.is_apart
         return Rescued("", f"{error}", "apart" if is_shared else "")
     except OSError as error:
         return Rescued("", f"{run.path}: {error.strerror or error}")
     seconds = time.monotonic() - began
-    with contextlib.suppress(OSError):  # the checkpoint is there, whatever becomes of the record
+    with contextlib.suppress(OSError):  # the checkpoint counts without the record
         restore_steps(run, manifest.step)
         append_event(run, "checkpoint", step=manifest.step, bytes=manifest.bytes, write_seconds=seconds)
         if not order.is_last_word:
@@ -143,14 +143,14 @@ def carry_out(order: Order) -> Rescued:
 
 
 def _keep_apart(run: RunDirectory, images: Mapping[int, str]) -> str:
-    """Write this node's part where it has room; says where."""
+    """Write this node's part where it has room, and return a description."""
     part = write_part(run.checkpoints, images)
     size = sum(path.stat().st_size for path in part.iterdir())
     return f"{ranks_text(sorted(images))} in {part} on {socket.gethostname()} ({bytes_text(size)})"
 
 
 def _ending(code: int) -> str:
-    """End of a process in words."""
+    """Return the end of a process in words."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):
@@ -159,14 +159,14 @@ def _ending(code: int) -> str:
 
 
 def _upload(url: str, path: Path, step: int, deadline: float) -> str:
-    """Says what has become of it."""
+    """Upload the checkpoint until the deadline, and return the result in words."""
     outcome: list[str] = []
 
     def send() -> None:
         try:
             Remote(Storage(url)).upload(path, step)
             outcome.append(f"uploaded to {url}")
-        except Exception as error:  # a thread has nobody to raise to
+        except Exception as error:  # the thread has no caller
             outcome.append(f"not uploaded to {url}: {error}")
 
     thread = threading.Thread(target=send, name="checkpoint-upload", daemon=True)
@@ -176,7 +176,7 @@ def _upload(url: str, path: Path, step: int, deadline: float) -> str:
 
 
 def main() -> None:
-    """The process: descriptor of the answer, its parent, and the order."""
+    """Run the process: arguments are the descriptor for the answer, the parent, and the command."""
     descriptor, parent, order = sys.argv[1:]
     die_with_parent(int(parent))
     answer = socket.socket(fileno=int(descriptor))

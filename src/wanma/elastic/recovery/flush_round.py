@@ -1,4 +1,4 @@
-"""The copies in memory, as they are written when no rank lives and none will be started any more."""
+"""Flush round: write of in-memory checkpoints by all nodes when no rank lives and none will be started."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from wanma.elastic.protocol.messages import Abort, HeldImage, Image, Rescue, Res
 from wanma.elastic.recovery.flush_deadline import share_images
 
 GIVE_UP_SECONDS = 600.0
-"""Seconds that the nodes of a failed run may take to write their copies."""
+"""Time, in seconds, that the nodes of a failed run may take to flush."""
 
 
 class LastCopy:
-    """The share-out of the copies among the machines, and their answers.
+    """Flush round: assignment of in-memory checkpoints to nodes, and the nodes' answers.
 
-    As long as the copies are there, nothing is lost: they are shared out anew, once each, when a process that
-    writes has died, and when the run directory takes no checkpoint; and whenever a machine is lost.
+    As long as the in-memory checkpoints exist, nothing is lost: they are assigned anew, once each, when a
+    flush process has died, and when the run directory takes no checkpoint; and whenever a node is lost.
 
     Args:
         world_size: of the newest generation.
-        nodes: by a name, their own ranks, and all images that they hold.
-        ending: of the run, once the copies are written.
-        why: the ranks had to be killed; empty where `ending` tells it.
-        until: when everything will be killed, or the order is given up.
+        nodes: by name, their own ranks, and all in-memory checkpoints that they hold.
+        ending: end of the run after the flush.
+        why: reason why the ranks had to be killed; empty if `ending` has it.
+        until: time at which everything is killed, or the flush is given up.
     """
 
     def __init__(
@@ -37,24 +37,24 @@ class LastCopy:
     ) -> None:
         self.until = until
         self.error = ""
-        """Why there will be no checkpoint."""
+        """Reason why there will be no checkpoint; empty otherwise."""
         self._ending, self._why = ending, why
         self._world_size, self._nodes = world_size, dict(nodes)
         self._attempt = 0
         self._shared: tuple[Image, int, dict[int, tuple[int, ...]]] | None = None
-        """Result of `share_images`, of the newest attempt that has one."""
+        """Result of `share_images` for the newest attempt that has one."""
         self._is_due = False
-        """Its orders are not sent yet."""
+        """True if the commands of the attempt are not sent yet."""
         self._remedies = {"again", "apart"}
-        """Those that have not been tried."""
+        """Attempts that have not been tried."""
         self._is_apart = False
         self._reasons: list[str] = []
-        """Why the attempts before have failed."""
+        """Reasons why earlier attempts have failed."""
         self._answers: dict[int, Rescued] = {}
         self._share("the machines hold no whole copy in memory")
 
     def orders(self, now: float) -> dict[int, Rescue]:
-        """Orders by the name of the node, each once."""
+        """Return the commands by the name of the node, each once."""
         if self._shared is None or not self._is_due:
             return {}
         self._is_due = False
@@ -83,7 +83,7 @@ class LastCopy:
             self._fail(answer.error)
 
     def lost(self, name: int, cause: str) -> None:
-        """A machine has gone: the others write what they hold between them."""
+        """Assign a lost node's checkpoints to the other nodes, as far as they hold them."""
         self._nodes.pop(name, None)
         if not self.ended and self._shared is not None and name in self._shared[2].keys() - self._answers:
             self._reasons.append(cause)
@@ -91,12 +91,12 @@ class LastCopy:
 
     @property
     def ended(self) -> bool:
-        """All have written their shares, or one could not."""
+        """True if all nodes have written their shares, or one could not."""
         return bool(self.error) or (self._shared is not None and len(self._answers) == len(self._shared[2]))
 
     @property
     def ending(self) -> Abort:
-        """The run's last word, with a note on the copies."""
+        """End of the run, with a note on the in-memory checkpoints."""
         texts = " ".join(answer.text for answer in self._answers.values() if answer.text)
         if self._is_apart and self._shared is not None and not self.error:
             texts = (
@@ -114,7 +114,7 @@ class LastCopy:
         return replace(self._ending, note=note)
 
     def _share(self, otherwise: str) -> None:
-        """Begin an attempt; where no copy of all ranks is left, `otherwise` is the error."""
+        """Begin an attempt; `otherwise` is the error if no complete in-memory checkpoint is left."""
         self._attempt += 1
         self._answers.clear()
         by_step = self._ending.failure is not None

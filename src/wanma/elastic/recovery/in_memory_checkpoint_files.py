@@ -1,7 +1,7 @@
-"""Files in memory where the ranks of a node leave copies of their state; they outlive the ranks.
+"""Files in memory that hold the in-memory checkpoints of a node's ranks; they outlive the ranks.
 
-On several nodes also those of another node's ranks, which send them here (`checkpoint.ring`). What is in
-them is the checkpoint room's affair (`checkpoint.image`): here only their heads are read.
+With several nodes they also hold those of another node's ranks, which send them here (`checkpoint.ring`).
+Their content is defined by the checkpoint room (`checkpoint.image`): here only their headers are read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from wanma.job.errors import WanmaError
 
 
 class ImageFiles:
-    """Pairs of files, held by this node's supervisor: in each pair there is always one that is whole.
+    """Pairs of files, held by this node's supervisor; one of each pair is always complete.
 
-    One pair for each rank, as many more as there are guests, and those that are still restored from.
+    There is one pair for each rank, one for each rank of another node that is kept here, and the pairs to
+    restore from.
 
     Args:
-        ranks: of this node, at first.
+        ranks: number of this node's ranks at first.
 
     Raises:
         WanmaError: the system allows fewer open files.
@@ -44,14 +45,15 @@ class ImageFiles:
                 "start fewer ranks, or raise the limit: `ulimit -n`",
             ) from None
         self._guests: dict[int, int] = {}
-        """By rank: which pair."""
+        """Index of the pair of each rank of another node."""
 
     def arrange(self, ranks: int, guests: Sequence[int], restore: Image | None) -> None:
-        """Have a pair for each of so many ranks of this node and for each guest, and none that nobody needs.
+        """Provide a pair for each rank of this node and each guest, and drop the pairs that are not needed.
 
         Args:
-            guests: ranks of another node whose images this one takes.
-            restore: what the new ranks start from, which stays wherever it is.
+            ranks: number of this node's ranks.
+            guests: ranks of another node whose in-memory checkpoints this one keeps.
+            restore: in-memory checkpoint that the new ranks restore, which stays wherever it is.
         """
         needed = ranks + len(guests)
         while len(self._pairs) < needed:
@@ -63,25 +65,25 @@ class ImageFiles:
         self._guests = {guest: ranks + index for index, guest in enumerate(guests)}
 
     def held(self) -> tuple[HeldImage, ...]:
-        """The whole images, of this node's ranks and of guests."""
+        """Return the complete in-memory checkpoints, of this node's ranks and of guests."""
         heads = map(_whole, self._all())
         return tuple(
             HeldImage(head.rank, _moment(head), head.world_size) for head in heads if head is not None
         )
 
     def to_write(self, local_rank: int, restore: Image | None) -> tuple[str, ...]:
-        """Paths in the order in which a rank is to write them: last the one that is still restored from."""
+        """Return the paths in the order in which a rank writes them; the one to restore from is last."""
         return _in_turn(self._pairs[local_rank], restore)
 
     def for_guests(
         self, rank: int, ranks_by_node: Sequence[int], restore: Image | None
     ) -> dict[str, tuple[str, ...]]:
-        """Ranks of another node whose images `rank` takes → paths as in `to_write`."""
+        """Return the guests of `rank` → their paths, in the order of `to_write`."""
         guests = guests_of(rank, ranks_by_node)
         return {str(guest): _in_turn(self._pairs[self._guests[guest]], restore) for guest in guests}
 
     def found(self, restore: Image | None) -> dict[str, tuple[str, ...]]:
-        """Rank → paths of its images of that moment."""
+        """Return rank → paths of its files of that in-memory checkpoint."""
         found: dict[str, tuple[str, ...]] = {}
         for descriptor in self._all():
             head = _whole(descriptor)
@@ -90,7 +92,7 @@ class ImageFiles:
         return found
 
     def copy_bytes(self) -> int:
-        """Of one copy of the state of this node's ranks; 0: there is none of some rank yet."""
+        """Return the bytes of one in-memory checkpoint of this node; 0: some rank has none yet."""
         pairs = [
             [head.content_bytes for head in map(_whole, pair) if head is not None] for pair in self._pairs
         ]
@@ -132,5 +134,5 @@ def _is_of(descriptor: int, moment: Image | None) -> bool:
 
 
 def _path(descriptor: int) -> str:
-    """As other processes of this user open it."""
+    """Return the path by which other processes of this user open the file."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,7 +1,7 @@
-"""On how many machines a run goes on, and under which plan: what is asked, and what is answered.
+"""Re-plan of a run whose number of nodes has changed: request and decision, as pure data.
 
-The answer is the planner's, of which this room knows nothing: whoever launches a run that may shrink and grow
-gives a `Replanner` with it (`launch`). Pure data, and the choice of the machines that take part.
+The planner decides, of which this room knows nothing: a run that may shrink and grow brings a `Replanner`
+with its launch configuration. The choice of the nodes that take part is here, too.
 """
 
 from __future__ import annotations
@@ -16,45 +16,46 @@ from wanma.elastic.recovery.restart_policy import newest_whole
 from wanma.job.plan.plan import Plan
 
 _TRIED = 1000
-"""Sets of machines, at most, of which one is to hold all of the newest state."""
+"""Most sets of nodes that are tried to find one with a complete newest in-memory checkpoint."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the coordinator asks about."""
+    """Request for a plan: facts that the coordinator knows."""
 
     machines: int
-    """That are here."""
+    """Number of nodes that are present."""
     running: Plan | None = None
-    """Of the newest generation; None: nothing has run yet."""
+    """Plan of the newest generation; None: nothing has run yet."""
     nodes: int = 0
-    """Machines that it used."""
+    """Number of nodes that it used."""
     step: int = 0
-    """Newest step that was finished."""
+    """Newest finished step."""
     step_seconds: float | None = None
-    """Under that plan, where anybody has measured it."""
+    """Measured time of a step under that plan, in seconds; None: unknown."""
     start_seconds: float | None = None
-    """That a start of ranks has taken up to their first step, likewise."""
+    """Measured time from a start of the ranks to their first finished step, in seconds; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How the run goes on."""
+    """Decision of the planner."""
 
     plan: Plan | None
-    """None: there is none for the machines that are here."""
+    """Plan of the next generation; None: there is none for the nodes that are present."""
     nodes: int
-    """Machines that it uses; the others stand by."""
+    """Number of nodes that it uses; the others stand by."""
     reason: str
     forecast: dict[str, Any] | None = None
-    """As `Forecast.to_json`."""
+    """Forecast of the plan, as `Forecast.to_json`."""
 
 
 def choose_nodes(held: Mapping[int, Iterable[HeldImage]], count: int, world_size: int) -> tuple[int, ...]:
-    """`count` of the machines, such that together they hold a whole copy of the newest state there is.
+    """Choose `count` nodes that together hold a complete copy of the newest in-memory checkpoint there is.
 
     Args:
-        held: machine -> images that are there, in the order in which machines are preferred.
+        held: node → its in-memory checkpoints, in the order in which nodes are preferred.
+        count: number of nodes to choose.
         world_size: of the newest generation.
     """
     everything = newest_whole([one for images in held.values() for one in images], world_size)
@@ -69,6 +70,6 @@ def choose_nodes(held: Mapping[int, Iterable[HeldImage]], count: int, world_size
 
 
 def spare_text(here: int, most: int, used: int, decision: Decision) -> str:
-    """What all machines are told where some stand by."""
+    """Return the notice to all nodes when some stand by."""
     spare = "1 machine stands" if here - used == 1 else f"{here - used} machines stand"
     return f"the run uses {used} of {here} machines (at most {most}), and {spare} by\n  {decision.reason}"

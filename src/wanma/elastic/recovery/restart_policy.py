@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again, and from what. Pure: what the nodes tell in, decisions out."""
+"""Restart policy: decision whether a failed run starts again, and from which state; pure."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from wanma.job.errors import EXIT_USAGE
 
 
 class Retries:
-    """Counts recoveries between new steps: the same mistake must not be repeated for ever.
+    """Restart policy: counts recoveries without a new step, so that a failure is not repeated for ever.
 
-    Only a step beyond all that were finished before is new, so steps that are repeated do not count. A
-    run that never finished a step is not tried again: it would most likely fail in the same way.
+    Only a step beyond all that were finished before is new, so repeated steps do not count. A run that never
+    finished a step is not tried again: it would most likely fail in the same way.
 
     Args:
-        limit: recoveries without a new step between them; 0: none at all.
-        silent_limit: recoveries of a run that never finished a step, for a script that tells of none.
+        limit: most recoveries without a new step between them; 0: none at all.
+        silent_limit: most recoveries of a run that never finished a step, for a script that reports none.
     """
 
     def __init__(self, limit: int, silent_limit: int = 0) -> None:
         self.reached_step: int | None = None
-        """Newest step that was finished."""
+        """Newest finished step; None: none."""
         self.attempt = 0
-        """Recoveries since then."""
+        """Number of recoveries since the newest step."""
         self.retried_steps: tuple[int, ...] = ()
-        """Steps that failures have asked to be made again, in that order."""
+        """Steps that failures have asked to repeat, in that order."""
         self._limit, self._silent_limit = limit, silent_limit
         self._odd: Counter[str] = Counter()
         self._error: tuple[str, int] | None = None
-        """The newest failure that was an error: its cause, without numbers, and the step it came at."""
+        """Newest failure that was an error: its cause, without numbers, and the step it came at."""
 
     def take_up(self, recovery: Recovery | None) -> None:
-        """Count on from what another coordinator said last; None: it had not counted any."""
+        """Continue the counts of another coordinator's last recovery; None: it had not counted any."""
         if recovery is not None:
             self.reached_step, self.attempt = recovery.reached_step, recovery.attempt
             self.retried_steps = recovery.retried_steps
 
     def may_help(self, failure: Failure) -> bool:
-        """Whether a recovery is worth considering at all."""
+        """Return True if a recovery from the failure is possible at all."""
         return self._limit > 0 and failure.exit_code != EXIT_USAGE
 
     def reached(self, step: int | None) -> None:
-        """Take note of the newest step of the generation that has failed."""
+        """Update the newest step from the generation that has failed."""
         if step is not None and (self.reached_step is None or step > self.reached_step):
             self.reached_step, self.attempt = step, 0
 
     def noted(self, failure: Failure) -> Failure:
-        """Remember what the failure of a generation says of steps and ranks.
+        """Record the steps and ranks that the failure of a generation names.
 
         Returns:
-            the failure; if one of its ranks has been the odd one out before, it says so.
+            The failure; if one of its ranks has differed from the others before, it says so.
         """
         if failure.retry_step is not None and failure.retry_step not in self.retried_steps:
             self.retried_steps += (failure.retry_step,)
@@ -66,12 +66,13 @@ class Retries:
         return replace(failure, cause=f"{failure.cause}; {', '.join(again)}: suspect the hardware there")
 
     def objection(self, failure: Failure, stood_at: int = 0) -> Failure | None:
-        """`failure` as it ends the run; None when another attempt is due, which then counts.
+        """Return `failure` if it ends the run; None if another attempt is due, which is then counted.
 
         An error that comes again with the same cause at the same step is no accident: it ends the run.
 
         Args:
-            stood_at: steps that were finished where the ranks stood; 0: they had not come to one.
+            failure: failure of the generation.
+            stood_at: finished steps at the ranks' position; 0: they had not come to one.
         """
         if not self.may_help(failure):
             return failure
@@ -92,11 +93,11 @@ class Retries:
         return None
 
     def recovery(self, cause: Failure | None, restore: Image | None) -> Recovery:
-        """The word to the next generation.
+        """Return the recovery that the next generation makes.
 
         Args:
-            cause: why the one before ended; None: to grow.
-            restore: the newest moment of which the nodes hold all images.
+            cause: failure of the generation before; None: it was resized.
+            restore: newest in-memory checkpoint that the nodes hold completely.
         """
         trusts = cause is None or self.trusts_memory
         return Recovery(
@@ -110,14 +111,17 @@ class Retries:
 
     @property
     def trusts_memory(self) -> bool:
-        """The last of several attempts starts from disk: perhaps the copies in memory are what is wrong."""
+        """True if in-memory checkpoints are used: the last of several attempts starts from disk.
+
+        The in-memory checkpoints may be the cause of the failures.
+        """
         return self.attempt == 1 or self.attempt < self._limit
 
 
 def _signature(failure: Failure, stood_at: int) -> tuple[str, int] | None:
-    """Equal for errors that are the same; None for accidents, and for steps that are to be made again.
+    """Return a value that is equal for equal errors; None for accidents, and for steps to be repeated.
 
-    Numbers do not count: causes name files of one attempt, or whichever rank was the first to say so.
+    Numbers do not count: causes name files of one attempt, or the rank that was first to fail.
     """
     if not failure.raised or not stood_at or failure.odd or failure.retry_step is not None:
         return None
@@ -129,7 +133,7 @@ def _with_hint(failure: Failure, text: str) -> Failure:
 
 
 def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | None:
-    """The newest moment of which every one of `ranks` has an image; a later generation's counts as newer."""
+    """Return the newest in-memory checkpoint that all of `ranks` have; later generations are newer."""
     moments: dict[int, set[Image]] = {rank: set() for rank in ranks}
     for one in held:
         if one.rank in moments:
@@ -139,11 +143,12 @@ def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | No
 
 
 def newest_whole(held: Iterable[HeldImage], world_size: int, *, by_step: bool = False) -> Image | None:
-    """The newest moment of which there is an image of every rank that then was.
+    """Return the newest complete in-memory checkpoint: one with the shards of all its ranks.
 
     Args:
+        held: in-memory checkpoints of single ranks.
         world_size: of the newest generation.
-        by_step: whether the latest step counts as the newest; else that of the newest generation.
+        by_step: True if the latest step is the newest; else the latest generation is.
     """
     owners: dict[tuple[Image, int], set[int]] = {}
     for one in held:

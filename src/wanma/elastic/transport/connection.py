@@ -1,4 +1,4 @@
-"""One side of a conversation in the loop: a non-blocking socket, framed messages, one closing word."""
+"""Connection in the event loop: non-blocking socket and framed messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from wanma.elastic.transport.event_loop import Loop
 logger = logging.getLogger("wanma.elastic")
 
 SEND_LIMIT = 16 << 20
-"""Bytes that may wait for a slow reader before the connection counts as broken."""
+"""Most bytes that may wait for a slow reader before the connection counts as broken."""
 
 
 class Connection:
-    """Messages out by `send`, in by `on_message`.
+    """Connection that sends by `send` and receives by `on_message`.
 
     `on_closed(reason)` is called exactly once, unless `close` was called before.
     """
@@ -34,7 +34,7 @@ class Connection:
         self.framer = Framer()
         self.closed = False
         self.nonsense = False
-        """It ended because the other side does not speak this protocol."""
+        """True if it ended because the other side does not speak this protocol."""
         self._loop, self._socket, self._name = loop, sock, name
         self._on_message, self._on_closed = on_message, on_closed
         self._outgoing = bytearray()
@@ -42,14 +42,14 @@ class Connection:
         loop.watch(sock, self._ready, selectors.EVENT_READ)
 
     def send(self, message: Message, generation: int | None = None) -> None:
-        """`generation`: that the message belongs to, where it is not the framer's."""
+        """Send a message; `generation`: its own, if it is not the framer's."""
         if self.closed:
             return
         self._outgoing += self.framer.frame(message, generation)
         self._write()
 
     def read(self) -> None:
-        """Take in everything that has arrived; needed only to read to the end out of turn."""
+        """Read everything that has arrived; needed only to read to the end out of turn."""
         while not self.closed:
             try:
                 data = self._socket.recv(1 << 16)
@@ -64,7 +64,7 @@ class Connection:
             self._take(data)
 
     def close(self) -> None:
-        """Let go without a callback. Bytes that wait for a slow reader are lost."""
+        """Close without a callback; bytes that wait for a slow reader are lost."""
         if not self.closed:
             self.closed = True
             self._loop.forget(self._socket)
@@ -72,7 +72,7 @@ class Connection:
 
     @property
     def drained(self) -> bool:
-        """Everything sent has been handed to the kernel."""
+        """True if the kernel has taken everything that was sent."""
         return self.closed or not self._outgoing
 
     def _ready(self, events: int) -> None:
@@ -101,7 +101,7 @@ class Connection:
                 self._end("it does not read what it is sent")
                 return
         except OSError as error:
-            # What the other side said before it left may still wait to be read, and tells more.
+            # Unread messages of the other side may still explain why it left.
             self._outgoing.clear()
             logger.info("%s: %s", self._name, error)
         if self.closed:

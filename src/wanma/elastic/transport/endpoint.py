@@ -1,4 +1,4 @@
-"""Where supervisors meet: addresses resolved, and sockets that listen there."""
+"""Endpoints of a run: resolved addresses, and sockets that listen there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 
 @dataclass(frozen=True)
 class Place:
-    """Where supervisors meet: HOST:PORT as given, and resolved."""
+    """Endpoint at which supervisors meet: HOST:PORT as given, and resolved."""
 
     text: str
     family: int
@@ -25,7 +25,7 @@ class Place:
 
 
 def resolve(rendezvous: str) -> Place:
-    """HOST:PORT's address; of this machine's own name one that others reach, if it has any.
+    """Resolve HOST:PORT; a node's own name resolves to an address that other nodes reach, if it has any.
 
     Raises:
         WanmaError: the host has no address, or it is 'every address'.
@@ -56,14 +56,14 @@ def resolve(rendezvous: str) -> Place:
 
 
 def place_at(host: str, port: int) -> Place:
-    """A place from an address and a port."""
+    """Return the endpoint of an address and a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     text = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
     return Place(text, family, (host, port))
 
 
 def listen_at(place: Place) -> socket.socket | None:
-    """A listening socket; None when the address is another machine's, or another process has it.
+    """Return a socket that listens; None if the address is another node's, or another process has it.
 
     Raises:
         WanmaError: the system forbids it.
@@ -86,7 +86,7 @@ def listen_at(place: Place) -> socket.socket | None:
 
 
 def listen_anywhere(address: str) -> socket.socket:
-    """A listening socket on a free port of `address`."""
+    """Return a socket that listens on a free port of `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.bind((address, 0))

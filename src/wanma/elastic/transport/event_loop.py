@@ -1,4 +1,4 @@
-"""One thread that waits for sockets, timers and signals at once: the supervisor's heart."""
+"""Single-threaded event loop of a supervisor for sockets, timers and signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Timer:
-    """A call in the future."""
+    """Handle of a call in the future."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
@@ -25,7 +25,7 @@ class Timer:
 
 
 class Loop:
-    """Callbacks for readable and writable sockets, for points in time, and for signals."""
+    """Event loop: callbacks for readable and writable sockets, for points in time, and for signals."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -36,7 +36,7 @@ class Loop:
         self._old_wakeup = -1
 
     def run_until(self, done: Callable[[], bool], deadline: float = float("inf")) -> bool:
-        """Serve callbacks until `done()`; false when `deadline` (monotonic) came first."""
+        """Run callbacks until `done()`; return False if `deadline` (monotonic) comes first."""
         while not done():
             now = time.monotonic()
             if now >= deadline:
@@ -75,9 +75,9 @@ class Loop:
         return sock.fileno() >= 0 and sock in self._selector.get_map()
 
     def catch(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
-        """Turn these signals into callbacks; only the main thread can, elsewhere they stay as they are.
+        """Turn these signals into callbacks; in a thread other than the main one, do nothing.
 
-        A SIGHUP that is ignored stays so: that is what `nohup` asks for.
+        A SIGHUP that is ignored stays so: `nohup` asks for that.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -88,7 +88,7 @@ class Loop:
         self._old_wakeup = signal.set_wakeup_fd(writer.fileno())
 
         def nothing(_number: int, _frame: FrameType | None) -> None:
-            """The wake-up byte carries the signal; this only replaces the default action."""
+            """Replace the signal's default action; the wake-up byte carries the signal."""
 
         for number in numbers:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -103,7 +103,7 @@ class Loop:
         self.watch(reader, received, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """Give the signals back and let go of everything watched."""
+        """Restore the signal handlers and stop watching everything."""
         for number, handler in self._signals.items():
             signal.signal(number, handler)
         if self._wakeup is not None:

@@ -1,4 +1,4 @@
-"""One attempt to reach a coordinator: connect, prove both sides to each other, sign from then on, attach."""
+"""Authenticated connection attempt to a coordinator: connect, prove both sides, sign, attach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wanma.elastic.transport.event_loop import Loop
 
 CONNECT_SECONDS = 5.0
 GREETING_SECONDS = 10.0
-"""How long either side may take to prove itself."""
+"""Time, in seconds, that either side may take to prove itself."""
 
 
 MissKind = Literal["refused", "silent", "mute", "stranger", "denied"]
@@ -25,23 +25,32 @@ MissKind = Literal["refused", "silent", "mute", "stranger", "denied"]
 
 @dataclass(frozen=True)
 class Miss:
-    """Why an attempt came to nothing."""
+    """Reason why a connection attempt failed."""
 
     kind: MissKind
-    """Refused: nothing listens there, so whatever did has ended. Silent: this says nothing about the other
-    side. Mute: something listens but says nothing, as a stopped process would. Stranger: something listens
-    that is no coordinator of this run. Denied: a coordinator says that the secrets differ."""
+    """Kind of the failure.
+
+    Refused: nothing listens there, so whatever did has ended. Silent: this says nothing about the other side.
+    Mute: something listens but says nothing, as a stopped process would. Stranger: something listens that is
+    no coordinator of this run. Denied: a coordinator says that the secrets differ.
+    """
     reason: str
     hint: str = ""
 
 
 class Dial:
-    """Calls back exactly once, with a signed connection or a miss, unless cancelled before.
+    """Connection attempt that calls back exactly once, unless cancelled: with a signed connection or a miss.
 
     Args:
-        attach: asked for when it is due; other connections of the conversation are closed by then.
-        on_message, on_closed: of the connection, once it is attached.
-
+        loop: event loop.
+        place: endpoint of the coordinator.
+        secret: shared secret of the run.
+        attach: returns the message to attach with, when it is due; other connections of the session are
+            closed by then.
+        on_open: gets the connection, this node's address on it, and the coordinator's answer.
+        on_miss: gets the reason of the failure.
+        on_message: gets the messages of the connection, once it is attached.
+        on_closed: gets the reason why the connection ended, once it was attached.
     """
 
     def __init__(
@@ -67,7 +76,7 @@ class Dial:
         self._connecting: Connecting | None = Connecting(loop, place, self._connected)
 
     def cancel(self) -> None:
-        """Before it has called back; afterwards nothing happens."""
+        """Cancel the attempt; after it has called back, do nothing."""
         self._over = True
         self._timer.cancel()
         if self._connecting is not None:
@@ -131,7 +140,7 @@ class Dial:
 
 
 class Connecting:
-    """A TCP connection on its way; calls back once, unless cancelled."""
+    """TCP connection in progress; calls back once, unless cancelled."""
 
     def __init__(
         self, loop: Loop, place: Place, on_end: Callable[[socket.socket | None, Miss | None], None]

@@ -1,4 +1,7 @@
-"""Whether the process behind a lost connection still lives: as long as it does, its kernel accepts others."""
+"""Liveness probe of a process whose connection is lost, and the port that answers it.
+
+As long as the process lives, its kernel accepts connections.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from wanma.elastic.transport.handshake import CONNECT_SECONDS, Connecting, Miss
 
 
 class Probe:
-    """Calls `on_dead` once when nothing listens at `place` any more; else goes on asking until `close`."""
+    """Liveness probe: calls `on_dead` once nothing listens at `place`; until then, or `close`, it repeats."""
 
     def __init__(self, loop: Loop, place: Place, on_dead: Callable[[], None]) -> None:
         self._loop, self._place, self._on_dead = loop, place, on_dead
@@ -50,7 +53,7 @@ class Probe:
 
 
 class Presence:
-    """The other side: a port that listens as long as this process lives."""
+    """Listening port that lasts as long as this process, for the probes of others."""
 
     def __init__(self, listener: socket.socket, loop: Loop) -> None:
         self._listener, self._loop = listener, loop
@@ -68,6 +71,6 @@ class Presence:
     def _accept(self, _events: int) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # whoever asked has its answer and is gone
+        except OSError:  # the prober has its answer and is gone
             return
         sock.close()

@@ -1,4 +1,4 @@
-"""The environment of the worker processes: what must be set before a process starts."""
+"""Environment variables of worker processes, which must be set before a process starts."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ TUNED_ALLOCATOR = {
     f":glibc.malloc.trim_threshold=17179869184:{NO_SMALL_CACHES}",
     "MKL_DISABLE_FAST_MM": "1",
 }
-"""glibc (2.35 and later) keeps freed tensors instead of returning their pages, asks for huge pages, and lets
-no small object live in what it cuts off a tensor's place (`heap`).
+"""Allocator settings for ranks on CPUs: glibc (2.35 and later) keeps freed tensors, in huge pages.
+
+It does not return their pages, and puts no small object into the rest of a tensor's block (`malloc_reserve`).
 
 MKL would keep the buffers of its products from one to the next. It takes them between the first step's
-tensors, where they stay: with 44 MiB of them in the way, a decoder's logits of 256 MiB found no place any
-more where they had been, and the heap grew by as much. glibc, which returns no pages, gives MKL a buffer as
-fast.
+tensors, where they stay: with 44 MiB of them in the way, a decoder's logits of 256 MiB no longer fitted where
+they had been, and the heap grew by as much. glibc, which returns no pages, gives MKL a buffer as fast.
 
-torch's own THP_MEM_ALLOC_ENABLE gains as much time, but together with the thresholds its aligned blocks
-leave holes: a rank grew to twice its memory within a hundred steps.
+torch's own THP_MEM_ALLOC_ENABLE gains as much time, but together with the thresholds its aligned blocks leave
+holes: a rank grew to twice its memory within a hundred steps.
 """
 
 WAITING_THREADS = {"GOMP_SPINCOUNT": "1000"}
-"""Rounds that a thread of GNU OpenMP spins for its next work before it sleeps; libgomp's own for more threads
-than cores, and 300,000 otherwise. With those, two threads on two cores that other programs use too took 30
-times as long for a small step: each spins where another has work to do."""
+"""Rounds that a thread of GNU OpenMP spins for its next work before it sleeps.
+
+It is libgomp's own value for more threads than cores; otherwise that is 300,000. With those, two threads on
+two cores that other programs use too took 30 times as long for a small step: each spins where another has
+work to do.
+"""
 _WAIT_POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
-    """Variables for the fork server and its workers.
+    """Return the variables for the fork server and its workers.
 
-    The allocator settings are for ranks that compute on the CPU: on a GPU host memory is staging
-    space, and keeping it would only make the process larger.
+    The allocator settings are for ranks that compute on the CPU: on a GPU host memory is staging space, and
+    keeping it would only make the process larger.
     """
     threads = {"OMP_NUM_THREADS": str(plan.threads_per_rank)}
     if plan.threads_per_rank > 1 and not any(name in os.environ for name in _WAIT_POLICIES):

@@ -1,4 +1,4 @@
-"""Which collectives a rank is in and was in, by torch's flight recorder and ours; for the hang report."""
+"""Current and recent collectives of a rank, from torch's flight recorder and ours; for the hang report."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from wanma.elastic.protocol.local_messages import Whereabouts
 
 RECORDED = "128"
-"""Entries that the recorder keeps; for TORCH_FR_BUFFER_SIZE."""
+"""Number of entries that torch's recorder keeps; for TORCH_FR_BUFFER_SIZE."""
 _RECENT = 4
 
 
 def whereabouts() -> Whereabouts:
-    """Of this process; empty without torch, and where its recorder is off.
+    """Return the collectives of this process; empty without torch, or if its recorder is off.
 
-    Of several collectives under way the oldest one counts: those behind it only wait for their turn. What is
-    sent from rank to rank (pipeline stages) is not in Gloo's record.
+    Of several collectives in flight the oldest one counts: those behind it only wait for their turn.
+    Point-to-point messages (pipeline stages) are not in Gloo's record.
     """
     ended, under_way = _over_shared_memory()
     native = sys.modules.get("torch._C._distributed_c10d")
@@ -34,21 +34,21 @@ def whereabouts() -> Whereabouts:
 def read(
     entries: list[dict[str, Any]], shared_ended: Sequence[_Told] = (), shared_under_way: Sequence[_Told] = ()
 ) -> Whereabouts:
-    """From the recorder's entries, oldest first, and what went over shared memory."""
+    """Merge the recorder's entries, oldest first, with the collectives over shared memory."""
     under_way = [_told(entry) for entry in entries if not entry["retired"]]
     done = [_told(entry) for entry in entries if entry["retired"]]
-    # In order of when they were asked for; sorting keeps the order of what has no time.
+    # Sorting by start time is stable: entries without a time keep their order.
     under_way = sorted([*under_way, *shared_under_way], key=itemgetter(0))
     done = sorted([*done, *shared_ended], key=itemgetter(0))
     return Whereabouts(under_way[0][1] if under_way else "", tuple(text for _, text in done[-_RECENT:]))
 
 
 _Told = tuple[int, str]
-"""(nanoseconds since 1970, text) of a collective."""
+"""Collective as (nanoseconds since 1970, text)."""
 
 
 def _over_shared_memory() -> tuple[list[_Told], list[_Told]]:
-    """(ended, under way) in this process's groups over shared memory."""
+    """Return (ended, in flight) collectives of this process's groups over shared memory."""
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     groups = sys.modules.get("wanma.collectives.shared_memory.process_group")
     if distributed is None or groups is None:
@@ -67,7 +67,7 @@ def _told(entry: dict[str, Any]) -> _Told:
 
 
 def _name(entry: dict[str, Any]) -> str:
-    """'all_reduce #17 of group default_pg'."""
+    """Format a collective: 'all_reduce #17 of group default_pg'."""
     what = str(entry["profiling_name"]).rpartition(":")[2]
     number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
     described, words = entry["process_group"][-1], entry["process_group"][0]

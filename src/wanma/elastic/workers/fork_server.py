@@ -1,9 +1,9 @@
-"""The process that imports torch once and then forks the ranks.
+"""Fork server: process that imports torch once and forks the workers of a node.
 
-Its supervisor starts it by exec, with the job's allocator and thread settings in the environment,
-before anything else, so that the imports overlap whatever the command still has to do. It is the
-parent of the ranks: it reaps them and reports how they ended. When its supervisor goes, the
-kernel kills it, and with it the ranks. When a fork would be unsafe, it starts the same worker by exec.
+Its supervisor starts it by exec, with the job's allocator and thread settings in the environment, before
+anything else, so that the imports overlap the command's other work. It is the parent of the ranks: it reaps
+them and reports how they ended. When its supervisor ends, the kernel kills it, and with it the ranks. When a
+fork would be unsafe, it starts the same worker by exec.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ MAX_DESCRIPTORS = 8
 
 
 class ForkServer:
-    """Single-threaded: packets of the supervisor and the deaths of workers, one after the other."""
+    """Single-threaded server of the supervisor's commands, which also reaps workers."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._keeper: int | None = None
-        """Process that keeps the newest generation's store."""
+        """Process that serves the newest generation's store."""
         self._wake_read, self._wake_write = os.pipe()
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
 
     def serve(self) -> None:
-        """Until the supervisor closes its end; then no worker is left."""
+        """Serve until the supervisor closes its end, then kill all workers."""
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
@@ -128,7 +128,7 @@ class ForkServer:
         return pid
 
     def _child(self) -> int:
-        """Fork; in the child, where this returns 0, nothing of the server is left."""
+        """Fork; in the child, which gets 0, close everything of the server."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -142,7 +142,7 @@ class ForkServer:
         return pid
 
     def _keep(self, order: KeepStore, descriptors: list[int]) -> None:
-        """Start the store's process; what it is for ends with the generation, so the one before goes."""
+        """Start the process of a generation's store, and end that of the generation before."""
         self._end_keeper()
         if fork_obstacle({self._control.fileno(), *descriptors}):
             module = "wanma.elastic.workers.store_server"
@@ -156,7 +156,7 @@ class ForkServer:
             self._keeper = pid
 
     def _end_keeper(self) -> None:
-        """Its process is reaped with the ranks'; when this one ends, by the kernel."""
+        """Kill the store's process; it is reaped with the ranks', or by the kernel when this process ends."""
         if self._keeper is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._keeper, signal.SIGKILL)
@@ -187,7 +187,7 @@ class ForkServer:
             else:
                 os.kill(pid, number)
         except ProcessLookupError:
-            # It has not yet made its own group: it is alone, and it cannot be reaped behind our back.
+            # It has not yet made its own group: it is alone, and it cannot be reaped meanwhile.
             os.kill(pid, number)
 
     def _reap(self, options: int) -> None:
@@ -222,8 +222,8 @@ def main() -> None:
     ForkServer(socket.socket(fileno=descriptor)).serve()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    # What ran did so in ranks, which end as an interpreter does. This process has only imported, and Python
-    # would take its 3,000 modules apart for 0.3 s, for which the command waits.
+    # Ranks end as an interpreter does. This process has only imported, and Python would take its 3,000
+    # modules apart for 0.3 s, for which the command waits.
     os._exit(0)
 
 

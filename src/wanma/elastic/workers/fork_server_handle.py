@@ -1,4 +1,4 @@
-"""The supervisor's handle on its fork server: start it early, send it orders, end it for certain."""
+"""Supervisor's handle of its fork server: early start, commands, certain end."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from wanma.elastic.workers.linux_processes import require_linux
 from wanma.hardware.discovery.resource_limits import memory_kills
 
 END_SECONDS = 10.0
-"""How long the fork server may take to end its workers before the kernel does it."""
+"""Time, in seconds, that the fork server may take to end its workers before the kernel does it."""
 
 
 class Node:
-    """This machine's fork server.
+    """Fork server of this node.
 
-    `Node.start` returns at once; importing goes on in the other process while the command does whatever
-    else it has to do. Call it from a thread that lives as long as the node: the kernel ends the
-    ranks with that thread.
+    `Node.start` returns at once; the other process imports while the command continues. Call it from a thread
+    that lives as long as the node: the kernel ends the ranks with that thread.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, output: int) -> None:
@@ -44,11 +43,12 @@ class Node:
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None) -> Node:
-        """Start the fork server and let it import `preload`.
+        """Start the fork server, which imports `preload`.
 
         Args:
-            environment: added to this process's; what must be set before a process starts
-                (`environment.worker_environment`) belongs here.
+            preload: modules to import.
+            environment: added to this process's; variables that must be set before a process starts
+                (`environment.worker_environment`) belong here.
 
         Raises:
             WanmaError: this is not Linux.
@@ -81,7 +81,7 @@ class Node:
         return node
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """One packet. A fork server that has gone is noticed by `receive`; a closed one is deaf."""
+        """Send one packet; `receive` notices a fork server that has ended, a closed one gets nothing."""
         if self._closed:
             return
         self._forked = self._forked or isinstance(message, Fork)
@@ -89,10 +89,10 @@ class Node:
             socket.send_fds(self.control, [encode(message)], descriptors)
 
     def receive(self) -> Message | None:
-        """The next packet that has arrived. None: nothing now.
+        """Return the next packet that has arrived; None if there is none now.
 
         Raises:
-            EOFError: the fork server has gone.
+            EOFError: the fork server has ended.
         """
         try:
             packet = self.control.recv(LINE_LIMIT, socket.MSG_DONTWAIT)
@@ -107,7 +107,7 @@ class Node:
         return framer.next()
 
     def last_words(self) -> tuple[str, str]:
-        """(how the fork server ended and the end of what it printed, what to do about it)."""
+        """Return the end of the fork server with the end of its output, and a hint."""
         code = self._process.wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         size = os.fstat(self._output).st_size
@@ -116,7 +116,7 @@ class Node:
         return f"{how}\n{printed}" if printed else how, hint
 
     def killed_hint(self) -> str:
-        """What to say of a process of this node that was killed by SIGKILL."""
+        """Return the hint for a process of this node that was killed by SIGKILL."""
         return killed_hint(self._kills)
 
     def __enter__(self) -> Node:
@@ -126,13 +126,13 @@ class Node:
         self.close()
 
     def close(self) -> None:
-        """End the fork server and every worker; returns when they are gone. Again: nothing."""
+        """End the fork server and every worker, and return when they are gone; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         self.control.close()
         if not self._forked:
-            self._process.kill()  # nobody's parent yet, and perhaps busy importing
+            self._process.kill()  # without children yet, and perhaps busy importing
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -146,7 +146,7 @@ def remove_empty_cache(environment: Mapping[str, str]) -> None:
     """Remove the folder of the compiler's cache if it is empty: torch makes it as soon as it is imported.
 
     Args:
-        environment: names another place, or the user whose name torch's default has.
+        environment: variables that may name another folder.
     """
     with contextlib.suppress(KeyError, OSError):  # nameless, not there, or in use
         name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())

@@ -1,4 +1,4 @@
-"""What the kernel knows and does about processes: dying with a parent, states, obstacles to a fork."""
+"""Linux functions for processes: death with the parent, name, state, safety of a fork."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wanma.job.errors import WanmaError
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NAME_BYTES = 15
-"""Of a process's name, what the kernel keeps."""
+"""Most bytes of a process's name in the kernel."""
 _STATES = {
     "T": "stopped (SIGSTOP?)",
     "t": "held by a debugger",
@@ -24,7 +24,11 @@ _STATES = {
 
 
 def require_linux() -> None:
-    """Raises `WanmaError` elsewhere: without the kernel's help an orphan could survive its supervisor."""
+    """Check that this is Linux: elsewhere an orphan could survive its supervisor.
+
+    Raises:
+        WanmaError: it is not.
+    """
     if sys.platform != "linux":
         raise WanmaError(
             f"supervised ranks need Linux; this is {sys.platform}",
@@ -33,7 +37,7 @@ def require_linux() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to SIGKILL this process when `parent` ends; leave at once if it already has."""
+    """Ask the kernel to SIGKILL this process when `parent` ends; exit at once if it already has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -42,14 +46,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def be_called(*names: str) -> None:
-    """Take the first of `names` that is short enough as this process's, by which `ps -e`, `top` and `pgrep`
-    list it: the ranks of a run have one and the same command line."""
+    """Name this process by the first of `names` that is short enough, or else the last.
+
+    `ps -e`, `top` and `pgrep` list it: the ranks of a run have one and the same command line.
+    """
     name = next((name for name in names if len(name.encode()) <= _NAME_BYTES), names[-1])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def process_state(pid: int) -> str:
-    """What is special about the process in words; empty when it simply runs or sleeps."""
+    """Return the process's state in words; empty when it simply runs or sleeps."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -58,10 +64,10 @@ def process_state(pid: int) -> str:
 
 
 def fork_obstacle(own_sockets: Collection[int]) -> str:
-    """Why this process must not be forked now; empty when it may be.
+    """Return the reason why this process must not be forked now; empty if it may be.
 
-    A forked child has only the thread that forked: locks held by others stay locked, thread pools
-    have no threads, a CUDA context does not work, and a shared socket has two readers.
+    A forked child has only the thread that forked: locks held by others stay locked, thread pools have no
+    threads, a CUDA context does not work, and a shared socket has two readers.
     """
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]

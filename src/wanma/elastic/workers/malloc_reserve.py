@@ -1,12 +1,12 @@
-"""Room for small things in glibc's heap, apart from the tensors'.
+"""Reserve of small blocks in glibc's heap, apart from the tensors', against fragmentation.
 
-A tensor's place is aligned: glibc cuts slivers of 32 to 96 bytes off its ends. Where they go back to its
-caches of small pieces, the next small object (a tensor's own record, a node of autograd's graph) lives in
-one, between two tensors. The place that a tensor leaves is then too small for the next one of the very same
-size, by those bytes, and the heap grows by all of it: a pipeline's rank held 336 MiB of such holes beside
-763 in use, and 51 without them. So the tuned allocator has no such caches, which lets slivers join the
-place they were cut from; and small objects find what is set aside here, since glibc takes the piece that
-was freed first. A worker that is started by exec goes without.
+A tensor's block is aligned: glibc cuts slivers of 32 to 96 bytes off its ends. If they go back to its caches
+of small blocks, the next small object (a tensor's own record, a node of autograd's graph) lives in one,
+between two tensors. The block that a tensor leaves is then too small for the next one of the very same size,
+by those bytes, and the heap grows by all of it: a pipeline's rank held 336 MiB of such holes beside 763 in
+use, and 51 without them. So the tuned allocator has no such caches, which lets slivers join the block they
+were cut from; and small objects use the reserve made here, since glibc takes the block that was freed first.
+A worker that is started by exec has no reserve.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from __future__ import annotations
 import ctypes
 
 NO_SMALL_CACHES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-"""Of GLIBC_TUNABLES: what is freed joins its free neighbours at once."""
+"""Settings for GLIBC_TUNABLES by which freed blocks join their free neighbours at once."""
 
 SMALL_BYTES = range(24, 105, 16)
-"""What is asked for where glibc gives 32, 48 and so on to 112 bytes: all sizes of slivers."""
+"""Sizes to request, in bytes, for which glibc gives 32, 48 and so on to 112: all sizes of slivers."""
 PIECES = 5000
-"""Of each size: what a rank makes of them between two tensors is much less. 3 MiB in all."""
+"""Number of blocks of each size, much more than a rank makes between two tensors; 3 MiB in all."""
 _APART_BYTES = 24
-"""The least that keeps two free pieces from becoming one."""
+"""Smallest block, in bytes, that keeps two free blocks from becoming one."""
 
 
 def set_small_places_aside(tunables: str) -> int:
-    """Free pieces of every small size, each between two that stay; once, before any tensor is made.
+    """Reserve free blocks of every small size, each between two used ones; once, before any tensor is made.
 
     Args:
         tunables: GLIBC_TUNABLES of this process. Without `NO_SMALL_CACHES` in it, nothing is done.
 
     Returns:
-        Pieces set aside.
+        Number of reserved blocks.
     """
     if NO_SMALL_CACHES not in tunables:
         return 0

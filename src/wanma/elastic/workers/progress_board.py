@@ -1,7 +1,7 @@
-"""Where every rank of a node stands: a page of shared memory that ranks write and the supervisor reads.
+"""Progress board of a node: page of shared memory that ranks write and the supervisor reads.
 
-Writing costs about a microsecond and no system call beyond the clock, so the loop may report as
-often as it likes. The same page carries the supervisor's request to stop, or to pause.
+Writing costs about a microsecond and no system call beyond the clock, so the loop may report as often as it
+likes. The same page carries the supervisor's request to drain, or to suspend.
 """
 
 from __future__ import annotations
@@ -18,60 +18,63 @@ from wanma.job.run.worker import OUTSIDE
 _HEAD_BYTES = 64
 _SLOT_BYTES = 192
 _SLOT = struct.Struct("<QqQqQQQ?48sQ")
-"""calls, step, changes of step, step done, when it was done and time in nanoseconds, main thread, whether it
-is leaving, phase, calls again: a reader that sees the two counts differ has caught a write half-way and
-reads again."""
+"""Layout of a rank's slot.
+
+Calls, step, changes of step, finished step, its time and the time of the report in nanoseconds, main thread,
+whether it is leaving, phase, calls again: a reader that sees the two counts differ has read during a write
+and reads again.
+"""
 _WORK = struct.Struct("<QqddQ")
-"""steps, group, seconds of waiting for data and of computing in all of them, steps again."""
+"""Layout of a rank's work time: steps, group, seconds of data loading and of computation, steps again."""
 _WORK_OFFSET = 128
-"""In a slot."""
+"""Offset of the work time in a slot."""
 _UNTIL = struct.Struct("<d")
 _UNTIL_OFFSET = 8
-"""In the head, of the time until which ranks that stop have to be gone; 0: no such time."""
+"""Offset, in the head, of the deadline for ranks that stop; the value 0 means none."""
 _NO_STEP = -1
 _PHASE_BYTES = 48
 
 
 @dataclass(frozen=True)
 class Position:
-    """One rank's last report."""
+    """Last report of one rank."""
 
     calls: int
-    """Reports so far; 0: none yet, and then the other fields mean nothing."""
+    """Number of reports so far; 0: none yet, and then the other fields mean nothing."""
     step: int
     step_changes: int
-    """How often the step was another than in the report before."""
+    """Number of reports whose step differed from that of the report before."""
     done: int | None
-    """The newest step that this process finished; None: none yet."""
+    """Newest step that this process finished; None: none yet."""
     done_seconds: float
-    """When that was, as `seconds`; 0: never."""
+    """Time at which it finished, as `seconds`; 0: never."""
     leaving: bool
-    """All ranks have agreed to stop: it saves, and ends."""
+    """True if all ranks have agreed to stop: the rank saves, and ends."""
     phase: str
     seconds: float
-    """When, on this machine's monotonic clock."""
+    """Time of the report on this node's monotonic clock."""
     main_thread: int
     """Identity of the thread that reported."""
 
     @property
     def is_outside(self) -> bool:
-        """It has no session open: it never spoke, or has closed the one that it had."""
+        """True if the rank has no session open: it never reported, or has closed its session."""
         return self.calls == 0 or self.phase == OUTSIDE
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank has taken for itself since its process began, without waiting for other ranks."""
+    """Work time of one rank since its process began, without waits for other ranks."""
 
     steps: int
     group: int
-    """Ranks of the same number have the same to do."""
+    """Number of the rank's peer group: ranks of the same group have equal work."""
     data_seconds: float
     compute_seconds: float
 
 
 class Board:
-    """The page; made by the supervisor, opened by each worker from the inherited descriptor."""
+    """Progress board; made by the supervisor, opened by each worker from the inherited descriptor."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
@@ -84,10 +87,10 @@ class Board:
         return cls(descriptor, ranks)
 
     def request_stop(self, until: float | None = None) -> None:
-        """Ask the ranks to stop in order.
+        """Request an orderly stop of the ranks.
 
         Args:
-            until: when they have to be gone, on the monotonic clock.
+            until: deadline for the ranks, on the monotonic clock.
         """
         _UNTIL.pack_into(self._memory, _UNTIL_OFFSET, until or 0.0)
         self._memory[0] = 1
@@ -102,7 +105,7 @@ class Board:
         return self._memory[1] == 1
 
     def stop_until(self) -> float | None:
-        """When the ranks have to be gone, as in `request_stop`; None: nobody has said so."""
+        """Return the deadline for the ranks, as in `request_stop`; None: there is none."""
         return float(_UNTIL.unpack_from(self._memory, _UNTIL_OFFSET)[0]) or None
 
     def writer(self, local_rank: int) -> BoardWriter:
@@ -121,7 +124,7 @@ class Board:
         return Position(calls, step, changes, finished, done_at / 1e9, leaving, name, at / 1e9, thread)
 
     def work(self, local_rank: int) -> Work:
-        """What a rank has done so far."""
+        """Return the work time of a rank so far."""
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES + _WORK_OFFSET
         for _ in range(100):
             steps, group, data_seconds, compute_seconds, check = _WORK.unpack_from(self._memory, offset)
@@ -135,7 +138,7 @@ class Board:
 
 
 class BoardWriter:
-    """One rank's line on the board."""
+    """Writer of one rank's slot on the board."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
@@ -148,7 +151,7 @@ class BoardWriter:
         self._data_seconds = self._compute_seconds = 0.0
 
     def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
-        """Add what a step took."""
+        """Add the time of a step to the rank's work time."""
         self._steps += 1
         self._data_seconds += data_seconds
         self._compute_seconds += compute_seconds

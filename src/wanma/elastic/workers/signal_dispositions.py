@@ -1,8 +1,8 @@
-"""First steps of a rank's process, and what it does with the signals that ask for an end.
+"""Signal dispositions of a rank's process, and its first steps.
 
-A rank of wanma's own is deaf to them: batch systems send SIGTERM to every process of a job, a terminal its
-Ctrl-C, and what to do about it is the supervisor's decision. A user's script outside of a session hears them
-as any Python program does.
+A rank of wanma's own ignores requests to end: batch systems send SIGTERM to every process of a job, a
+terminal its Ctrl-C, and the supervisor decides what follows. A user's script outside of a session reacts to
+them as any Python program does.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from wanma.elastic.workers.linux_processes import die_with_parent
 
 
 def in_child(parent: int) -> None:
-    """First steps of a process that the fork server has started: bound to its parent's life, in its own
-    session, deaf to Ctrl-C and SIGTERM."""
+    """Set up a process that the fork server has started.
+
+    It ends with its parent, has its own session, and ignores Ctrl-C and SIGTERM.
+    """
     die_with_parent(parent)
     os.setsid()
     turn_deaf()
@@ -31,7 +33,7 @@ def in_child(parent: int) -> None:
 def turn_deaf() -> None:
     """Ignore Ctrl-C and SIGTERM.
 
-    SIGTERM by a handler, since an ignored signal would be ignored by whatever this process starts, too.
+    SIGTERM by a handler, since an ignored signal would be ignored by every child of this process, too.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _nothing)
@@ -39,14 +41,14 @@ def turn_deaf() -> None:
 
 
 def hear() -> None:
-    """Restore what Python does: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process."""
+    """Restore Python's dispositions: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Deaf inside, as before afterwards; a script's own handlers stay."""
+    """Ignore Ctrl-C and SIGTERM inside the context; a script's own handlers stay."""
     if threading.current_thread() is not threading.main_thread() or not _hears():
         yield
         return
@@ -64,7 +66,7 @@ def _hears() -> bool:
 
 
 def _let_children_hear() -> None:
-    """A forked child ends by SIGTERM, unless the script says otherwise."""
+    """Let a forked child end by SIGTERM, unless the script says otherwise."""
     if signal.getsignal(signal.SIGTERM) is _nothing:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""The process that serves a generation's rendezvous store where no rank may: all ranks run a user's script.
+"""Process that serves a generation's rendezvous store when all ranks run a user's script.
 
 The store outlives each of them, as torchrun's does, and no rank imports torch before its script does. Forked
 by the fork server (`keep_store`), or started by exec when a fork would be unsafe (`python -m ... PARENT
@@ -30,14 +30,14 @@ def keep_store(listener: int, host: str, port: int) -> NoReturn:
 
 
 def serve_store(listener: int, host: str, port: int) -> Any:
-    """A store on a socket that listens already."""
+    """Return a store on a socket that listens already."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it so
 
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
 
 
 def main() -> None:
-    """A keeper started by exec."""
+    """Serve a store in a process started by exec."""
     parent, listener, host, port = sys.argv[1:]
     in_child(int(parent))
     keep_store(int(listener), host, int(port))

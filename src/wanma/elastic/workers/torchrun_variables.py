@@ -1,4 +1,4 @@
-"""Variables by which torchrun and its kin tell a process its place: written for scripts, read from launchers.
+"""Environment variables of torchrun: rank and endpoint of a process, for scripts and from launchers.
 
 The names and values are those of `torch.distributed.elastic` (`local_elastic_agent.py` in torch).
 """
@@ -18,14 +18,16 @@ _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def set_variables(
     environment: MutableMapping[str, str], worker: Worker, run_id: str, most_restarts: int
 ) -> None:
-    """Tell a script its place, as torchrun does.
+    """Set the variables of a worker for its script, as torchrun does.
 
-    The store at MASTER_ADDR:MASTER_PORT is served by a process beside the ranks, anew for each start of
-    them, so every rank is its client.
+    The store at MASTER_ADDR:MASTER_PORT is served by a process beside the ranks, anew for each start of them,
+    so every rank is its client.
 
     Args:
+        environment: variables to write to.
+        worker: rank that runs the script.
         run_id: the same for all ranks and all their starts.
-        most_restarts: how often the ranks may be started again.
+        most_restarts: most restarts of the ranks.
     """
     rank, world_size = str(worker.rank), str(worker.world_size)
     restarts = worker.restart.attempt if worker.restart is not None else 0
@@ -51,7 +53,7 @@ def set_variables(
 
 @dataclass(frozen=True)
 class Place:
-    """A process's place among those that another launcher has started."""
+    """Rank of a process among those that another launcher has started, and their store."""
 
     rank: int
     world_size: int
@@ -61,23 +63,23 @@ class Place:
     store_host: str
     store_port: int
     serves_store: bool
-    """Rank 0 serves the store, because the launcher does not."""
+    """True if rank 0 serves the store, because the launcher does not."""
     restarts: int
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
-        """Ranks of each machine; torchrun starts equally many on all."""
+        """Number of ranks of each node; torchrun starts equally many on all."""
         return (self.local_world_size,) * (self.world_size // self.local_world_size)
 
     @property
     def command(self) -> str:
-        """The command of ours for as many ranks on as many machines."""
+        """Command of wanma that starts as many ranks on as many nodes."""
         nodes = len(self.ranks_by_node)
         return f"wanma launch --ranks {self.local_world_size}" + (f" --nodes {nodes}" if nodes > 1 else "")
 
 
 def place_among(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of torchrun; None: no such launcher has started it, or alone."""
+    """Read this process's rank from torchrun's variables; None: no such launcher, or a single process."""
     if any(not environment.get(name) for name in _PLACE):
         return None
     rank, world_size, local_rank = (int(environment[name]) for name in _PLACE[:3])

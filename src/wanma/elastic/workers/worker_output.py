@@ -1,7 +1,7 @@
-"""Output of ranks, on its way from their logs to the terminal.
+"""Output of ranks on its way from their logs to the terminal.
 
-The ranks write into files, so none ever waits for a reader. The supervisor reads behind them, a few times a
-second, and hands on whole lines. A progress bar that redraws itself is shown now and then.
+The ranks write into files, so none ever waits for a reader. The supervisor reads the files, a few times a
+second, and passes on whole lines. A progress bar that redraws itself is shown now and then.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OUTPUT = "output"
 """Kind of the event that carries a line of a rank: `rank` and `text`."""
 PERIOD_SECONDS = 0.1
 LINGER_SECONDS = 10.0
-"""After which a line without an end, such as a progress bar, is shown as it stands."""
+"""Time, in seconds, after which a line without an end, such as a progress bar, is shown as it is."""
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
-"""After which a line counts as one although it goes on."""
+"""Most bytes of a line; a longer one is split."""
 _BORN = re.compile(r"--- \d{4}-\d\d-\d\d [\d:]+ rank \d+ of .* ---$")
 _OURS = re.compile(
     r"step \d+/\d+  loss .*  peak memory \d+ bytes$|collectives of \d+ ranks go over shared memory$"
@@ -33,10 +33,11 @@ _OURS = re.compile(
 
 
 def born_line(spec: WorkerSpec, born: str) -> str:
-    """The line with which a rank's log begins anew.
+    """Return the line with which a rank's log begins anew.
 
     Args:
-        born: how its process came to be.
+        spec: configuration of the worker.
+        born: 'forked' or 'spawned'.
     """
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
@@ -46,15 +47,16 @@ def born_line(spec: WorkerSpec, born: str) -> str:
 
 
 def ending_line(rank: int) -> str:
-    """The line before the traceback of a rank's end: the log keeps it, and a failure tells it once."""
+    """Return the line before the traceback of a rank's end: the log keeps it, and a failure shows it once."""
     return f"--- rank {rank} ends by an exception ---"
 
 
 class Output:
-    """The lines of the ranks of one start, on this node.
+    """Reader of the output of one generation's ranks on this node.
 
     Args:
-        logs: of the ranks, by number.
+        logs: log file by rank.
+        loop: event loop.
         on_event: gets an event of kind `OUTPUT` for each line.
     """
 
@@ -67,14 +69,14 @@ class Output:
         self._read()
 
     def flush(self) -> None:
-        """Hand on all whole lines that there are now; a rank may go on to write more."""
+        """Pass on all whole lines that there are now; a rank may go on to write more."""
         for tail in self._tails:
             for _ in range(tail.chunks()):
                 tail.read()
                 self._tell(tail, tail.lines())
 
     def close(self) -> None:
-        """Hand on what is left; again: nothing."""
+        """Pass on the rest and close the logs; a second call does nothing."""
         if self._timer is None:
             return
         self._timer.cancel()
@@ -98,7 +100,7 @@ class Output:
 
 
 class _Tail:
-    """One log, from where it ends now."""
+    """Reader of one log, from its present end."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank = rank
@@ -110,22 +112,22 @@ class _Tail:
         """Time at which the pending line began, or was shown last."""
         self._shown = b""
         self._ended = False
-        """The traceback of the rank's end follows."""
+        """True if the traceback of the rank's end follows."""
 
     def chunks(self) -> int:
-        """Number of calls of `read` that take in what there is."""
+        """Return the number of calls of `read` that cover the present content."""
         left = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
         return -(-left // CHUNK_BYTES)
 
     def read(self) -> None:
-        """Take in what is new, a chunk at most."""
+        """Read new content, at most one chunk."""
         data = os.read(self._file, CHUNK_BYTES)
         if data and not self._pending:
             self._since = time.monotonic()
         self._pending += data
 
     def lines(self) -> list[str]:
-        """The whole lines that were read, without our own marks."""
+        """Return the whole lines that were read, without wanma's own marks."""
         *whole, self._pending = self._pending.split(b"\n")
         if len(self._pending) > LINE_BYTES:
             whole.append(self._pending)
@@ -135,7 +137,7 @@ class _Tail:
         return [text for line in whole if (text := self._text(line)) is not None]
 
     def rest(self) -> list[str]:
-        """A line without an end as it stands, unless it was shown so before."""
+        """Return the unfinished line, unless it was shown before."""
         self._since = time.monotonic()
         if self._pending == self._shown:
             return []
@@ -150,7 +152,7 @@ class _Tail:
         os.close(self._file)
 
     def _text(self, line: bytes) -> str | None:
-        """Text that a terminal would show of a line in the end; None: nothing of it is the script's."""
+        """Return the text that a terminal would show of a line; None: nothing of it is the script's."""
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         if _BORN.match(text):
             self._ended = False

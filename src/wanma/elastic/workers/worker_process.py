@@ -1,8 +1,8 @@
-"""What runs in each rank's process, between its birth and the entry function of the job.
+"""Worker process of one rank, from its start to the entry function of the job.
 
-Forked by the fork server (`run_worker`), or started by exec when a fork would be unsafe
-(`python -m wanma.elastic.workers.worker_process ORDER PARENT`). It leaves by `os._exit` after doing what an
-interpreter does at its end, because the forked stack below it belongs to the fork server.
+Forked by the fork server (`run_worker`), or started by exec when a fork would be unsafe (`python -m
+wanma.elastic.workers.worker_process ORDER PARENT`). It ends by `os._exit` after the interpreter's usual last
+steps, because the forked stack below it belongs to the fork server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from wanma.job.run.worker import Event, Images, Worker
 
 
 def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
-    """Run one rank to its end; the exit code is 0 only when the entry function returned."""
+    """Run one rank to its end; the exit code is 0 only if the entry function returned."""
     try:
         channel = Channel(socket.socket(fileno=descriptors[0]), spec.generation)
         code = _run(spec, descriptors[1:], born, channel)
@@ -53,7 +53,7 @@ def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
 
 
 class Channel:
-    """The worker's end of the conversation with its supervisor: blocking, safe from any thread."""
+    """Worker's channel to its supervisor: blocking, safe from any thread."""
 
     def __init__(self, sock: socket.socket, generation: int) -> None:
         self._socket = sock
@@ -67,7 +67,7 @@ class Channel:
             self._socket.sendall(line)
 
     def answer(self) -> None:
-        """Answer every `Inspect` until the supervisor hangs up; runs in a thread of its own."""
+        """Answer every `Inspect` until the supervisor closes the channel; runs in a thread of its own."""
         while data := self._socket.recv(1 << 16):
             self._framer.feed(data)
             while (message := self._framer.next()) is not None:
@@ -76,7 +76,7 @@ class Channel:
 
 
 class Supervised:
-    """The `Control` of a supervised rank."""
+    """Implementation of `Control` for a supervised rank: progress board and channel."""
 
     def __init__(self, channel: Channel, board: Board, writer: BoardWriter) -> None:
         self._channel = channel
@@ -137,7 +137,7 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
         channel.send(Failed(failure))
         sys.stdout.flush()
         return 1
-    # What an interpreter does at its end: wait for threads, call what was registered, flush.
+    # As an interpreter does at its end: wait for threads, call registered functions, flush.
     threading._shutdown()  # type: ignore[attr-defined]  # the only way that also ends idle executors
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -163,7 +163,7 @@ def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:
-    """The frames below the entry function of a script, or of whatever else runs here."""
+    """Return the frames below the entry function of a script, or of other code that runs here."""
     ours = (__file__, "/wanma/api/launch/script_worker.py", "<frozen runpy>", "/runpy.py")
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(ours):
         trace = trace.tb_next
@@ -171,7 +171,7 @@ def _below_us(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _redirect(log: Path) -> None:
-    """Standard output and error, of Python and of native code, go to the rank's log."""
+    """Redirect standard output and error, of Python and of native code, to the rank's log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -185,7 +185,7 @@ def _redirect(log: Path) -> None:
 
 
 def _settle(spec: WorkerSpec) -> None:
-    """Environment and threads, before the job's code runs and before any parallel region of torch."""
+    """Set environment and threads, before the job's code runs and before any parallel region of torch."""
     os.environ.update(spec.environment)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     if (torch := sys.modules.get("torch")) is not None:
@@ -193,7 +193,7 @@ def _settle(spec: WorkerSpec) -> None:
 
 
 def main() -> None:
-    """A worker started by exec."""
+    """Run a worker started by exec."""
     order, parent = int(sys.argv[1]), int(sys.argv[2])
     in_child(parent)
     _, message = decode(os.pread(order, os.fstat(order).st_size, 0))
