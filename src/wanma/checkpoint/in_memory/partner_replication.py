@@ -28,7 +28,7 @@ Measured on loopback with 256 MB each way (0.07 of 0.2 s).
 CHUNK_SECONDS = 0.02
 """Maximum time that training waits behind one message of an exchange that yields."""
 YIELD_SHARE = 0.01
-"""Share of the time for messages when training never leaves the link free."""
+"""Maximum share of the time for messages when training never leaves the link free."""
 LONGEST_YIELD_SECONDS = 5.0
 """Maximum pause between two messages: below the other side's timeout."""
 _POLL_SECONDS = 0.002

@@ -149,12 +149,18 @@ def accelerator(
     PCIe cards reach their host by the same lanes that join them.
 
     Args:
+        name: unique name in the catalogue.
+        driver_name: regular expression of the driver's name.
         teraflops: dense peak in 10¹² FLOP/s by precision.
         gigabytes: memory in 10⁹ bytes.
         bandwidth: memory bandwidth in 10⁹ bytes per second.
+        source: of the figures.
+        watts: maximum power draw; None: not published.
         joined: link between devices.
         comes_in: reference server.
         host: link to the host, of devices that PCIe does not join.
+        aliases: other names in use.
+        kind: class of the device.
     """
     return DeviceKind(
         name=name,

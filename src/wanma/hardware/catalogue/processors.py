@@ -31,9 +31,16 @@ def _processor(
     """Return a processor's row of the catalogue.
 
     Args:
+        name: unique name in the catalogue.
+        driver_name: regular expression of the name in /proc/cpuinfo.
+        cores: of one socket.
+        gigahertz: all-core base clock.
         operations: floating-point operations per core and cycle, by precision.
         gigabytes: usual memory of a socket, in 10⁹ bytes.
         bandwidth: memory bandwidth in 10⁹ bytes per second.
+        watts: maximum power draw of a socket.
+        source: of the figures.
+        aliases: other names in use.
     """
     rates = {precision: cores * gigahertz * 1e9 * count for precision, count in operations.items()}
     return DeviceKind(

@@ -49,7 +49,13 @@ def machines(
     """Return `count` nodes with `devices` accelerators each, or as many sockets where `kind` is a processor.
 
     Args:
+        kind: the accelerator, or a processor.
+        count: number of nodes.
+        devices: accelerators or sockets of one node; default: as in the reference server.
         cards: the network cards of one node; None: unknown.
+        cores: of one node; default: as in the reference server.
+        memory_bytes: of one node's host; default: as in the reference server.
+        name: in messages; default: the device's.
     """
     server = kind.server
     if kind.kind == "cpu":

@@ -34,6 +34,7 @@ def with_measured_processor(
     Args:
         found: the discovered cluster of this one node.
         tell: receiver of a sentence on the measurement; default: standard error.
+        environment: the environment variables, with `SWITCH`.
     """
     (node,) = found.nodes
     cpu = node.cpu
