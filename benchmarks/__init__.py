@@ -1,1 +1,1 @@
-"""Side-by-side comparisons with peers; README.md says how each is run and stated."""
+"""Side-by-side comparisons with other systems; README.md describes how each is run and reported."""

@@ -1,7 +1,6 @@
-"""What the comparisons share: running a command and watching who else used the CPU, pairs of samples
-and their statistics, the peers' environment, the file of results.
+"""Shared parts of the comparisons: commands, disturbance by other programs, pairs, statistics, results.
 
-Runs in wanma's own environment and imports no torch; the contenders are commands.
+It runs in wanma's own environment and imports no torch; the contenders are commands.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PACKAGES = ("wanma", "torch", "accelerate", "lightning", "deepspeed", "numpy")
 
 
 class BenchmarkError(Exception):
-    """A contender or the environment failed; the message says what to do."""
+    """Failure of a contender or of the environment; the message contains the way out."""
 
 
 # ---------------------------------------------------------------- commands
@@ -40,19 +39,19 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """One command that ended well, with all its descendants."""
+    """Command that ended well, with all its descendants."""
 
     started: float
-    """`time.time()` right before it was started."""
+    """Unix time in seconds right before its start."""
     seconds: float
     foreign_cpu: float
-    """CPU seconds per second, on average, of everything that was neither the command nor this process."""
+    """Mean CPU seconds per second of everything that was neither the command nor this process."""
 
 
 def run_command(
     command: Sequence[str], environment: Mapping[str, str], log: Path, timeout_seconds: float
 ) -> Finished:
-    """Run `command` in the repository's root until it and all that it started are gone.
+    """Run `command` in the repository's root until it and all that it started have ended.
 
     Raises:
         BenchmarkError: it failed, took too long, or left processes behind; with the end of its output.
@@ -92,7 +91,7 @@ def adopt_orphans() -> None:
 
 
 def _end_descendants() -> list[str]:
-    """Collect ended descendants; those that do not end within a second are killed and named."""
+    """Collect ended descendants; kill and name those that do not end within a second."""
     left = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(left, timeout=1.0)
     names = [f"{process.pid} {process.name()}" for process in alive if process.is_running()]
@@ -104,7 +103,7 @@ def _end_descendants() -> list[str]:
 
 
 def busy_cpu_seconds() -> float:
-    """Of all CPUs since boot: user, nice, system, and stolen by other virtual machines.
+    """Return the busy seconds of all CPUs since boot: user, nice, system, and stolen by other guests.
 
     Interrupts are left out: the loopback traffic of the contenders' own collectives is among them.
     """
@@ -123,15 +122,15 @@ def _own_cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """What disturbs a sample, and how often it is then repeated."""
+    """Threshold of a disturbed sample, and number of repetitions."""
 
     limit: float
-    """Foreign CPU seconds per second."""
+    """Maximum foreign CPU seconds per second of an undisturbed sample."""
     retries: int
 
 
 def take_sample(measure: Callable[[], dict[str, Any]], noise: Noise) -> dict[str, Any]:
-    """A sample of `measure`, which brings its `foreign_cpu`; repeated while others use the CPU.
+    """Take a sample of `measure`, with its `foreign_cpu`; repeat it while others use the CPU.
 
     Returns:
         the sample with `disturbed`: still true after the last repetition when it never was quiet.
@@ -155,16 +154,16 @@ def take_pairs(
     deadline: float,
     save: Callable[[], None],
 ) -> bool:
-    """Sample the contenders in turn until `piece["pairs"]` has `pairs` undisturbed rounds; saves each round.
+    """Sample the contenders in turn until `piece["pairs"]` has `pairs` undisturbed rounds; save each round.
 
-    Every other round has them the other way round, so that what slows the machine for a while, or more and
-    more, falls on all alike.
+    Every other round has the reverse order, so that a slowdown of the machine, passing or growing, affects
+    all contenders alike.
 
     Args:
-        deadline: of `time.monotonic()`; no round starts after it.
+        deadline: time of `time.monotonic()` after which no round starts.
 
     Returns:
-        whether the piece is complete.
+        True if the piece is complete.
     """
     rounds: list[dict[str, Any]] = piece.setdefault("pairs", [])
     while len(quiet := undisturbed(piece)) < pairs:
@@ -189,7 +188,7 @@ def take_pairs(
 
 
 def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rounds of a piece in which no sample was disturbed."""
+    """Return the rounds of a piece in which no sample was disturbed."""
     return [
         taken
         for taken in piece.get("pairs", [])
@@ -199,7 +198,7 @@ def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its 95 % interval."""
+    """Median and its 95 % interval."""
 
     median: float
     low: float
@@ -210,7 +209,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], draws: int = 10_000) -> Estimate:
-    """Median with the percentile bootstrap's 95 % interval (Efron 1979); the same values give the same."""
+    """Return the median with the percentile bootstrap's 95 % interval (Efron 1979); deterministic."""
     array = np.asarray(values, dtype=float)
     indices = np.random.default_rng(0).integers(len(array), size=(draws, len(array)))
     low, high = np.percentile(np.median(array[indices], axis=1), [2.5, 97.5])
@@ -221,7 +220,7 @@ def estimate(values: Sequence[float], draws: int = 10_000) -> Estimate:
 
 
 class Results:
-    """A JSON file of pieces: {"pieces": [{"settings": {...}, "pairs": [...], ...}]}."""
+    """JSON file of pieces: {"pieces": [{"settings": {...}, "pairs": [...], ...}]}."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -230,7 +229,7 @@ class Results:
             self.pieces = json.loads(path.read_text())["pieces"]
 
     def piece(self, settings: Mapping[str, Any], fresh: bool) -> dict[str, Any]:
-        """The piece measured under exactly these settings; a new one if there is none, or `fresh`."""
+        """Return the piece with exactly these settings; a new one if there is none, or if `fresh`."""
         for piece in self.pieces:
             if piece["settings"] == settings:
                 if fresh:
@@ -250,13 +249,13 @@ class Results:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def describe_environments(pieces: Sequence[dict[str, Any]]) -> str:
-    """Where, with what and when the pieces were measured, each different answer once."""
+    """Return the places, versions and dates of the pieces' measurements, each different one once."""
     lines: dict[str, None] = {}
     for piece in pieces:
         machine, versions = piece["environment"]["machine"], piece["environment"]["versions"]
@@ -281,7 +280,7 @@ def describe_environments(pieces: Sequence[dict[str, Any]]) -> str:
 
 
 def describe_environment(venv: Path) -> dict[str, Any]:
-    """Hardware and versions, for the results."""
+    """Return hardware and versions, for the results."""
     script = (
         "import importlib.metadata as m, json, sys; "
         "print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
@@ -296,7 +295,7 @@ def describe_environment(venv: Path) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Processor, cores, memory and kernel in words."""
+    """Return processor, cores, memory and kernel as text."""
     cpu = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -307,12 +306,12 @@ def machine() -> str:
 
 
 def cores() -> int:
-    """CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def commit() -> str:
-    """The repository's commit, with a mark when wanma's source differs from it."""
+    """Return the repository's commit, with a mark if wanma's source differs from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -324,7 +323,7 @@ def commit() -> str:
 
 
 def install_peers(venv: Path, pip_arguments: Sequence[str]) -> None:
-    """Make `venv` with wanma of this tree and its peers at the stated versions, beside the same torch.
+    """Create `venv` with wanma of this tree and its peers at the stated versions, beside the same torch.
 
     Raises:
         BenchmarkError: a step failed.
@@ -350,7 +349,7 @@ def carry_out(
     run: Callable[[argparse.Namespace], None],
     report: Callable[[Sequence[dict[str, Any]]], str],
 ) -> None:
-    """The command of a comparison: print its report, set up the peers, or measure with `run`."""
+    """Carry out the command of a comparison: print its report, set up the peers, or measure with `run`."""
     try:
         if options.report:
             print(report(Results(options.results).pieces))
@@ -363,7 +362,7 @@ def carry_out(
 
 
 def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
-    """A parser with the options that every comparison takes."""
+    """Return a parser with the options of every comparison."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -392,16 +391,16 @@ def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
 
 
 def ensure_peers(options: argparse.Namespace) -> None:
-    """Install the peers where they are missing; $PIP_ARGS goes to pip, as in the Makefile."""
+    """Install the peers if they are missing; $PIP_ARGS goes to pip, as in the Makefile."""
     ready = options.venv / "bin" / "wanma"
     if options.setup or not ready.exists():
         install_peers(options.venv, shlex.split(os.environ.get("PIP_ARGS", "")))
 
 
 def clean_environment(venv: Path) -> dict[str, str]:
-    """The caller's environment without what would change a contender, with `venv` first on the path.
+    """Return the environment without variables that would change a contender, with `venv` first on the path.
 
-    wanma is that of this tree, also where `venv` was made for another one.
+    wanma is that of this tree, even if `venv` was made for another one.
     """
     dropped = ("OMP_", "MKL_", "KMP_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "THP_", "PYTHON", "TORCH", "WANMA_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}

@@ -1,7 +1,7 @@
-"""A gate between two steps of a training: its ranks go on for as many steps as they are let.
+"""Gate between two steps of a training: its ranks continue for a granted number of steps.
 
-A training that follows its own clock, as shares that move do, may not be stopped within a step. All ranks
-stop after the same one, since a step begins for nobody before all have ended the last.
+A training that follows its own clock, such as one with moving shares, may not be stopped within a step. All
+ranks stop after the same step, because none begins a step before all have ended the last.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ POLL_SECONDS = 0.002
 
 
 class Gate:
-    """Steps that ranks may make and have made: a file that they and whoever lets them go map.
+    """Numbers of granted and finished steps, in a file mapped by the ranks and their controller.
 
     Args:
-        first: steps that they go at once when it opens for the first time; then one each time.
+        first: steps granted at the first opening; later ones grant one each.
     """
 
     def __init__(self, path: Path, ranks: int, first: int = 1) -> None:
@@ -28,16 +28,16 @@ class Gate:
         self._first = first
 
     def open(self) -> None:
-        """Let them go."""
+        """Grant the next steps."""
         self._numbers[0] += 1 if self._numbers[0] else self._first
 
     @property
     def is_reached(self) -> bool:
-        """All have made their steps."""
+        """Return True if all ranks have finished the granted steps."""
         return bool((self._numbers[1:] >= self._numbers[0]).all())
 
     def wait(self, rank: int, step: int) -> None:
-        """Called by a rank after its step: until the next may begin."""
+        """Wait, after a rank's step, until the next may begin."""
         self._numbers[1 + rank] = step
         while step >= self._numbers[0]:
             time.sleep(POLL_SECONDS)

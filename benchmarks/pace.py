@@ -1,6 +1,6 @@
-"""How fast this machine is just now: it may be a guest of another, with neighbours.
+"""Present speed of this machine, which may be a guest of another, with neighbours.
 
-No counter shows them, but how long the same work takes.
+No counter shows neighbours; only the time of the same work does.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 
 PRODUCT = (2048, 192, 16384)
-"""Its result is too large for any cache, so that it feels neighbours who use the memory as well."""
+"""Sizes of a product whose result exceeds any cache, so that it is sensitive to memory use by neighbours."""
 
 
 def product_seconds(times: int = 5) -> float:
-    """The least that one fixed matrix product in fp32 takes on all cores, of so many."""
+    """Return the least seconds of `times` runs of one fixed fp32 matrix product on all cores."""
     import torch
 
     rows, inner, columns = PRODUCT

@@ -1,8 +1,8 @@
-"""Contenders that live beside each other and are stopped in turn, so that each is measured every second.
+"""Contenders that exist side by side and are stopped in turn, so that each is measured every second.
 
-What disturbs a machine for longer than a turn falls on both; and of what they take, starting is no part. A
-turn may end within a step: a contender's own clock stands still until its next one. One that looks at its own
-clock is let go from step to step instead (`take_turns_by_steps`).
+A disturbance of the machine that is longer than a turn affects both, and starting is not part of the time. A
+turn may end within a step: a contender's own clock stands still until its next turn. A contender that reads
+its own clock is released from step to step instead (`take_turns_by_steps`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from benchmarks.common import ROOT, BenchmarkError, adopt_orphans, busy_cpu_seco
 from benchmarks.gate import Gate
 
 POLL_SECONDS = 0.003
-"""Between looks at whether a contender has made its step."""
+"""Seconds between checks of whether a contender has finished its step."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A contender's command."""
+    """Command of a contender."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -36,13 +36,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds since 1970 between which one contender ran and all others were stopped."""
+    """Turn of one contender, from start to end in Unix seconds, while all others were stopped."""
 
     name: str
     began: float
     ended: float
     foreign_cpu: float
-    """CPUs that anything else used meanwhile."""
+    """CPUs that other processes used meanwhile."""
 
 
 def take_turns(
@@ -83,8 +83,7 @@ def take_turns(
 def take_turns_by_steps(
     starts: Mapping[str, Start], gate: Gate, timeout_seconds: float
 ) -> list[tuple[Turn, Turn]]:
-    """Run two contenders in turns: the first one for as many steps as its gate lets it, then the second one
-    for as long as these took.
+    """Run two contenders in turns: the first for the steps that its gate grants, the second for as long.
 
     Returns:
         the turns in pairs, until the first one ended. The second one is killed then.
@@ -131,12 +130,12 @@ def _through(gate: Gate, deadline: float) -> Callable[[subprocess.Popen[bytes]],
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of so many seconds in which each contender ran, in the turns of one and the same time."""
+    """Block of so many seconds in which each contender ran, in the turns of the same time."""
 
     steps: Mapping[str, float]
-    """That each of `times` made in it; of those at its ends, the part that lies in it."""
+    """Steps that each of `times` made in it, with the parts of steps at its ends."""
     foreign_cpu: Mapping[str, float]
-    """CPUs that anything else used meanwhile, at most in a turn."""
+    """CPUs that other processes used meanwhile, at most in a turn."""
 
 
 def blocks(
@@ -146,15 +145,15 @@ def blocks(
     seconds: float,
     owners: Mapping[str, int] | None = None,
 ) -> list[Block]:
-    """What the contenders did while all were in their steps after `warmup` ones.
+    """Return the contenders' blocks while all were in their steps after `warmup` ones.
 
     Both run as often and for as long, so that the same second of their own clocks is nearly the same time.
 
     Args:
-        times: when each contender's steps ended, in seconds since 1970.
-        seconds: of a block, on each contender's own clock, which stands still while the contender does.
-        owners: whose turns the steps of each of `times` are made in: 0, the first contender's, or 1. None:
-            each has one, in order.
+        times: ends of each contender's steps, in seconds since 1970.
+        seconds: duration of a block, on each contender's own clock, which stands still while it is stopped.
+        owners: owner of the steps of each of `times`: 0, the first contender, or 1. None: each has one, in
+            order.
     """
     owners = owners or {name: which for which, name in enumerate(times)}
     ends = own_clocks(pairs, times, owners)
@@ -175,7 +174,7 @@ def blocks(
 def own_clocks(
     pairs: Sequence[tuple[Turn, Turn]], times: Mapping[str, Sequence[float]], owners: Mapping[str, int]
 ) -> dict[str, list[float]]:
-    """When steps ended, on the clock of the contender that made them; see `blocks`."""
+    """Return the ends of steps on the clock of the contender that made them; see `blocks`."""
     turns = {name: [pair[owners[name]] for pair in pairs] for name in times}
     return {
         name: [_own_seconds(turns[name], time) for time in stamps if time <= turns[name][-1].ended]
@@ -184,24 +183,23 @@ def own_clocks(
 
 
 def steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
-    """How many steps ended between, with the parts of those under way."""
+    """Return the number of steps that ended between two times, with the parts of unfinished ones."""
     done = np.interp(edges, ends, np.arange(len(ends)))
     return float(done[1] - done[0])
 
 
 def foreign_cpu(turns: Sequence[Turn], edges: tuple[float, float]) -> float:
-    """CPUs that anything else used between two times of a contender's own clock, at most in one of its
-    turns."""
+    """Return the CPUs that others used between two times of a contender's clock, at most in a turn."""
     return max(turn.foreign_cpu for turn in _within(turns, edges))
 
 
 def _own_seconds(turns: Sequence[Turn], time: float) -> float:
-    """Of a contender's own clock at a time."""
+    """Return the seconds of a contender's own clock at a time."""
     return sum(min(max(time - turn.began, 0.0), turn.ended - turn.began) for turn in turns)
 
 
 def _within(turns: Sequence[Turn], edges: tuple[float, float]) -> Iterator[Turn]:
-    """Those that lie between two times of the contender's own clock, in part at least."""
+    """Yield the turns that lie between two times of the contender's own clock, at least in part."""
     now = 0.0
     for turn in turns:
         began, now = now, now + turn.ended - turn.began
@@ -211,7 +209,7 @@ def _within(turns: Sequence[Turn], edges: tuple[float, float]) -> Iterator[Turn]
 
 @contextmanager
 def _contenders(starts: Mapping[str, Start]) -> Iterator[dict[str, _Contender]]:
-    """One of each, which begins with its first turn; whatever is left of them at the end is killed."""
+    """Create the contenders, each of which begins with its first turn; kill their rest at the end."""
     adopt_orphans()
     found: dict[str, _Contender] = {}
     for name, start in starts.items():
@@ -225,10 +223,10 @@ def _contenders(starts: Mapping[str, Start]) -> Iterator[dict[str, _Contender]]:
 
 
 class _Contender:
-    """A command and the processes that came of it.
+    """Command and the processes that it started.
 
     Args:
-        all_of_them: by name; whose processes are not this one's.
+        all_of_them: all contenders by name, whose processes are not this one's.
     """
 
     def __init__(self, name: str, start: Start, all_of_them: Mapping[str, _Contender]) -> None:
@@ -241,7 +239,7 @@ class _Contender:
         return self._process is not None and self._process.poll() is not None
 
     def turn(self, until: Callable[[subprocess.Popen[bytes]], None]) -> Turn:
-        """Let it run. What starts meanwhile is its own: all others are stopped."""
+        """Run the contender for a turn; new processes are its own, because all others are stopped."""
         process = self._process = self._process or self._begin()
         busy, own = busy_cpu_seconds(), self._cpu_seconds() + _this_process()
         began, clock = time.time(), time.monotonic()
@@ -257,7 +255,7 @@ class _Contender:
         return Turn(self._name, began, ended, max(foreign, 0.0) / taken)
 
     def end_well(self, seconds: float) -> None:
-        """Wait for its end.
+        """Wait for the end of the contender.
 
         Raises:
             BenchmarkError: it failed, or took longer.

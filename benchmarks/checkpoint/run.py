@@ -1,12 +1,12 @@
-"""What a save costs the training step, and how near it comes to the disk: wanma beside its peers.
+"""Cost of a save for the training step, and its bandwidth beside the disk's: wanma and its peers.
 
     python benchmarks/checkpoint/run.py [--megabytes 400] [--ranks 2] [--rounds 7] [--folder DIR]
 
-In every round each contender saves the same state once, one after the other, in an order that turns
-from round to round: wanma, `torch.distributed.checkpoint.save` and `.async_save`, and, as the disk's
-limit, a plain write and fsync of the same bytes by each rank. The stall is the time for which the
-slowest rank cannot go on training; the bandwidth counts from the call until all is durable. Prints
-a Markdown table of medians with what is needed to repeat it.
+In every round each contender saves the same state once, one after the other, in an order that turns from
+round to round: wanma, `torch.distributed.checkpoint.save` and `.async_save`, and, as the disk's limit, a
+plain write and fsync of the same bytes by each rank. The stall is the time for which the slowest rank cannot
+go on training; the bandwidth counts from the call until all is durable. Prints a Markdown table of medians
+with what is needed to repeat it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wanma.checkpoint.save.checkpointer import Checkpointer
 LAYERS = 12
 COPIES = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 Sample = tuple[float, float]
-"""Seconds of stall, and seconds until everything is durable; of the slowest rank."""
+"""Seconds of stall, and seconds until all data are durable; of the slowest rank."""
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def measure(rank: int, ranks: int, megabytes: int, rounds: int, folder: Path) ->
 
 
 def make_state(ranks: int, megabytes: int) -> dict[str, DTensor]:
-    """fp32 weights and two AdamW moments of `LAYERS` layers, sharded by rows over all ranks."""
+    """Return fp32 weights and two AdamW moments of `LAYERS` layers, sharded by rows over all ranks."""
     mesh = init_device_mesh("cpu", (ranks,))
     width = 1024
     rows = megabytes * 1_000_000 // (4 * width * LAYERS * len(COPIES) * ranks)
@@ -149,7 +149,7 @@ def make_contenders(
 
 
 def fresh(path: Path, rank: int) -> Path:
-    """An empty folder, the same for all ranks."""
+    """Create an empty folder, the same for all ranks."""
     if rank == 0:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()

@@ -1,0 +1,1 @@
+"""Comparison of collectives over shared memory and over Gloo, on one node."""

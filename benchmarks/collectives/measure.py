@@ -1,4 +1,4 @@
-"""One round on one machine: a collective over Gloo and over shared memory, in turns, beside a plain copy.
+"""One round on one node: a collective over Gloo and over shared memory, in turns, beside a plain copy.
 
     python -m benchmarks.collectives.measure all_reduce --ranks 2 --mebibytes 0.0625 1 16 --output FILE
 
@@ -27,9 +27,9 @@ from wanma.parallel.mesh.backend_selection import native_library
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 IN_PLACE = ("all_reduce", "all_gather", "reduce_scatter")
-"""Those that read other ranks' tensors where they are, if the group has made them."""
+"""Collectives that read other ranks' tensors in place, if the group has allocated them."""
 BLOCK_SECONDS = 0.05
-"""Of one contender, before the next has its turn."""
+"""Seconds of a contender's turn."""
 TURNS = 5
 
 
@@ -74,7 +74,7 @@ def measure(
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], gloo: dist.ProcessGroup) -> dict[str, float]:
-    """Seconds of one call of each: the median of its turns, of the slowest rank."""
+    """Return the seconds of one call of each contender: the median of its turns, of the slowest rank."""
     repeats = {}
     for name, run in contenders.items():
         run()  # connections and pages are made at the first use
@@ -103,7 +103,7 @@ def _slowest(seconds: float, gloo: dist.ProcessGroup) -> float:
 def _runner(
     collective: str, elements: int, group: dist.ProcessGroup, *, in_place: bool
 ) -> Callable[[], object]:
-    """Zeros: however often they are added up, they stay what they are."""
+    """Return a call of the collective on zeros, which stay zeros however often they are added."""
     ranks, me = group.size(), group.rank()
 
     def made(count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The table of collectives: seconds over Gloo, how many times faster over shared memory, and the copy."""
+"""Report on collectives: seconds over Gloo, speed-up over shared memory, and a plain copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = (
 
 
 def report(pieces: Sequence[dict[str, Any]]) -> str:
-    """Markdown; of undisturbed rounds."""
+    """Return the results of undisturbed rounds as Markdown."""
     measured = [piece for piece in pieces if undisturbed(piece)]
     rows = [row for piece in measured for row in _rows(piece)]
     return "\n".join(

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _sample(collective: str, ranks: int, mebibytes: Sequence[float]) -> dict[str, Any]:
-    """One round; `seconds` by size and contender."""
+    """Measure one round; return `seconds` by size and contender."""
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
         output = Path(folder) / "seconds.json"
         command = [sys.executable, "-m", "benchmarks.collectives.measure", collective]

@@ -1,0 +1,1 @@
+"""Loss of trainings with approximate gradient exchanges, beside uncompressed gradients."""

@@ -1,4 +1,4 @@
-"""What ways to exchange gradients that change the numbers make of the loss, beside whole gradients.
+"""Effect of approximate gradient exchanges on the loss, beside uncompressed gradients.
 
     python benchmarks/convergence/run.py --methods none int8 --seeds 1 --minutes 10    # some runs
     python benchmarks/convergence/run.py                                     # all that are missing
@@ -64,15 +64,15 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "stale": ("gradients of the other site a step late", ('synchronize = "stale"', "staleness = 1")),
 }
-"""Name: title, and lines of `[parallel]`. Another one is another line."""
+"""Methods by name: title, and lines of `[parallel]`. A further method is a further line."""
 
 USUAL = [name for name in METHODS if not name.endswith("_at_once")]
-"""The others show what a beginning together is good for; one seed tells."""
+"""Methods measured with several seeds; the others show the value of a synchronous start by one seed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ways have in common."""
+    """Settings shared by all methods."""
 
     steps: int
     batch: int
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def measure(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Run what is missing; the state is saved after each run."""
+    """Run all missing trainings; the state is saved after each."""
     deadline = time.monotonic() + options.minutes * 60
     setting = Setting(options.steps, options.batch, options.sequence)
     # Seed by seed, so that every way has as many when the time is over.
@@ -147,7 +147,7 @@ def measure(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def train(job: str) -> dict[str, Any]:
-    """Loss of the first step, and of the validation at the end."""
+    """Train once; return the losses of the first step and of the final validation."""
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as name:
         folder = Path(name)
         (folder / "job.toml").write_text(job)
@@ -180,7 +180,7 @@ def train(job: str) -> dict[str, Any]:
 
 
 def report(runs: list[dict[str, Any]]) -> str:
-    """All runs as Markdown."""
+    """Return all runs as Markdown."""
     whole = {_common(run): run for run in runs if run["method"] == WHOLE}
     if not whole:
         return "Nothing has been measured yet.\n"
@@ -219,7 +219,7 @@ def report(runs: list[dict[str, Any]]) -> str:
 
 
 def _common(run: dict[str, Any]) -> str:
-    """The run's job without what is its method's own."""
+    """Return the run's job without the lines of its method."""
     own = METHODS[run["method"]][1]
     return "\n".join(line for line in run["job"].splitlines() if line not in own)
 

@@ -1,0 +1,1 @@
+"""Comparison of shares of the batch on two unlike ranks with the ideal."""

@@ -1,4 +1,4 @@
-"""Each contender beside the ideal: the same training on two ranks, one of them held to a share of a core."""
+"""Contenders beside the ideal: the same training on two ranks, one of them limited to a share of a core."""
 
 from __future__ import annotations
 
@@ -26,45 +26,47 @@ from wanma.training.balancing.share_allocation import Pace, Unit, best_shares
 from wanma.training.balancing.share_rebalancer import WINDOW_STEPS
 
 Shares = tuple[int, int]
-"""Samples of a step of each rank."""
+"""Samples per step of each rank."""
 
 TIMEOUT_SECONDS = 900.0
 BLOCK_SECONDS = 10.0
-"""Of a round, on each contender's clock."""
+"""Seconds of a round, on each contender's clock."""
 NEAR_SECONDS = 2.0
-"""Before and after a step, on the ideal's clock, in which its speed is taken to set the step beside."""
+"""Seconds before and after a step, on the ideal's clock, over which its speed is averaged for comparison."""
 PLANNING_WARMUP, PLANNING_STEPS = 3, 12
-"""By which shares are planned."""
+"""Steps of warm-up, and steps from which shares are planned."""
 IDEAL = "apart"
-"""Two trainings of one rank each, side by side, which exchange nothing: their sum is the ideal."""
+"""Name of the ideal: two trainings of one rank each, side by side, without exchanges; their speeds add up."""
 CONTENDERS = ("even", "planned", "dynamic", "changed")
-"""even, planned: shares that stay, equal ones or those that `plan_shares` finds. dynamic: shares that begin
-even and follow the ranks' times. changed: likewise, but the quota is set in the middle of the run, in each
-run at another step of the window in which times are looked at."""
+"""Contenders with different shares of the batch.
+
+even, planned: constant shares, equal ones or those that `plan_shares` finds. dynamic: shares that begin even
+and follow the ranks' times. changed: the same, but the quota is set in the middle of the run, in each run at
+another step of the window over which times are observed."""
 MANY_STEPS = 100_000
-"""Of the ideal, which is ended from outside."""
+"""Steps of the ideal, which is ended from outside."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that fixes one comparison; equal settings are pooled."""
+    """Settings of one comparison; equal settings are pooled."""
 
     quota: int
-    """Per cent of a core that the second rank has."""
+    """CPU quota of the second rank, in per cent of a core."""
     steps: int
-    """Measured ones."""
+    """Measured steps."""
     settle: int
-    """Steps before them."""
+    """Steps before the measured ones."""
     layers: int
     hidden: int
     sequence: int
     batch: int
-    """Samples of a step, of all ranks."""
+    """Samples per step, of all ranks."""
     micro_batch: int
 
     @property
     def by_quota(self) -> Shares:
-        """Samples in proportion to the cores that each rank has, whatever a step takes beside its samples."""
+        """Return samples in proportion to the cores of each rank, as if steps had no fixed cost."""
         first = round(self.batch * 100 / (100 + self.quota))
         return first, self.batch - first
 
@@ -74,11 +76,11 @@ class Setting:
         return self.settle + self.steps + 1
 
     def samples(self, contender: str, planned: Shares, rank: int = 0) -> int:
-        """Of a step of a contender's run; of the ideal each rank has its own."""
+        """Return the samples per step of a contender's run; of the ideal each rank has its own."""
         return planned[rank] if contender == IDEAL else self.batch
 
     def job(self, contender: str, planned: Shares, steps: int, rank: int = 0) -> str:
-        """The job file of a contender; of the ideal each rank has its own."""
+        """Return the job file of a contender; of the ideal each rank has its own."""
         batch = self.samples(contender, planned, rank)
         shares = f"batch_shares = {list(planned)}" if contender == "planned" else ""
         balance = "on" if contender in ("dynamic", "changed") else "off"
@@ -130,10 +132,10 @@ def prepare_data(setting: Setting) -> None:
 
 
 def plan_shares(setting: Setting, venv: Path) -> Shares:
-    """Shares that make the slower rank's step the shortest, by what each takes alone under its quota.
+    """Return the shares with the shortest step of the slower rank, by each rank's speed alone.
 
-    Alone means side by side with the other, as in the ideal: a step's time is then what it takes for each
-    sample, and what it takes whatever its samples, as wanma's planner and its balance have it.
+    Alone means side by side with the other, as in the ideal: a step's time is then its time per sample, and
+    its time independent of the samples, as in wanma's planner and load balancing.
 
     Raises:
         BenchmarkError: a command failed, or the quota was never set.
@@ -155,7 +157,7 @@ def plan_shares(setting: Setting, venv: Path) -> Shares:
 
 
 def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> Pace:
-    """Of a rank whose steps of so many samples are these."""
+    """Return the pace of a rank with these steps of so many samples."""
     computing = statistics.median(line["phases"]["forward_backward"] for line in lines)
     whole = statistics.median(line["step_seconds"] for line in lines)
     return Pace(computing / samples, whole - computing)
@@ -164,12 +166,12 @@ def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> Pace:
 def measure(
     setting: Setting, contender: str, planned: Shares, venv: Path, folder: Path, number: int
 ) -> dict[str, Any]:
-    """Train as a contender and as the ideal do at once, of which one runs at a time.
+    """Train a contender and the ideal at once, of which one runs at a time.
 
-    The contender goes a step, and then the ideal for as long as that took.
+    The contender runs a step, and then the ideal for the same time.
 
     Args:
-        number: of the contender's runs before.
+        number: number of the contender's earlier runs.
 
     Returns:
         `rounds`, blocks of `BLOCK_SECONDS` with the tokens per second of both; `moves` of shares as (step,
@@ -219,8 +221,8 @@ class Stream:
 
     Attributes:
         owner: 0, the contender, or 1, the ideal, which has two runs.
-        ends: in seconds since 1970.
-        tokens: of a step.
+        ends: ends of the steps, in seconds since 1970.
+        tokens: tokens per step.
     """
 
     owner: int
@@ -231,8 +233,7 @@ class Stream:
 def rounds(
     pairs: Sequence[tuple[Turn, Turn]], streams: Mapping[str, Stream], settle: int
 ) -> list[dict[str, float]]:
-    """Of every block after the settling: tokens per second of the contender and of the ideal, and the CPUs
-    that anything else used."""
+    """Return each block after the settling: tokens per second of contender and ideal, and foreign CPUs."""
     times = {name: stream.ends for name, stream in streams.items()}
     owners = {name: stream.owner for name, stream in streams.items()}
     found = []
@@ -253,8 +254,7 @@ def rounds(
 def beside_the_ideal(
     pairs: Sequence[tuple[Turn, Turn]], streams: Mapping[str, Stream], after: int
 ) -> list[dict[str, float]]:
-    """Of the contender's steps after so many: seconds, the ideal's tokens per second near them, and the CPUs
-    that anything else used."""
+    """Return the contender's later steps: seconds, the ideal's tokens per second, and foreign CPUs."""
     clocks = own_clocks(
         pairs,
         {name: stream.ends for name, stream in streams.items()},
@@ -281,10 +281,10 @@ def beside_the_ideal(
 
 
 class Training:
-    """One contender's commands, and its runs: of the ideal two, each of one rank.
+    """Commands and runs of one contender; the ideal has two runs, each of one rank.
 
     Args:
-        folder: of its jobs and runs.
+        folder: folder of its jobs and runs.
         change: steps before the quota is set.
     """
 
@@ -311,17 +311,17 @@ class Training:
         self.command = ["sh", "-c", f"pids=''; {begin}for pid in $pids; do wait $pid || exit 1; done"]
 
     def held_back(self) -> AbstractContextManager[Held]:
-        """While inside, the slow rank has its quota, from when its process is there."""
+        """Limit the slow rank to its quota while inside, from the start of its process."""
         # Of two trainings apart the second one is the slow one, whose only rank is 0.
         rank = len(self.runs) % 2
         return held_back(self.runs[-1], rank, self._quota, after_step=self._change)
 
 
 def told(held: Held) -> float:
-    """Unix time from which a quota held.
+    """Return the Unix time from which a quota held.
 
     Raises:
-        BenchmarkError: never.
+        BenchmarkError: it never held.
     """
     if held.since is None:
         raise BenchmarkError("a quota was never set; the run was over before")

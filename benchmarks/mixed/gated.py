@@ -1,4 +1,4 @@
-"""`wanma` whose ranks wait at a gate after each step.
+"""Command `wanma` whose ranks wait at a gate after each step.
 
 GATE=FILE python -m benchmarks.mixed.gated train job.toml --run-dir FOLDER
 """
@@ -14,7 +14,7 @@ from benchmarks.gate import Gate
 from wanma.job.run.worker import Worker
 
 VARIABLE = "GATE"
-"""The environment's, that names the gate's file."""
+"""Environment variable with the path of the gate's file."""
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def train_worker(worker: Worker, payload: bytes) -> None:
-    """Entry of a rank: as of `wanma train`, where the time at the gate is no part of any step."""
+    """Run `wanma train`'s rank entry point; the time at the gate is excluded from steps."""
     from wanma.training.loop import train_worker as main
     from wanma.training.run.trainer import Trainer
     from wanma.training.step.parameter_update import Agreement

@@ -1,4 +1,4 @@
-"""A process held to a share of a core, by the kernel's own means (cgroups v1)."""
+"""CPU quota of a process, as a share of a core, set by the kernel (cgroups v1)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from wanma.job.run.run_directory import RunDirectory
 
 ROOT = Path("/sys/fs/cgroup/cpu")
 PERIOD_MICROSECONDS = 10_000
-"""In which the kernel gives out a quota: so short that a rank is slower, and not away for part of a step."""
+"""Period of the kernel's quota: so short that a rank is slow, and not stopped within a step."""
 POLL_SECONDS = 0.02
 
 
 def why_no_quotas() -> str | None:
-    """Why quotas cannot be set here; None where they can."""
+    """Return the reason why quotas cannot be set here; None if they can."""
     if not ROOT.is_dir() or not os.access(ROOT, os.W_OK):
         return f"{ROOT} is no cgroup that this user may write: run as root, on a kernel with cgroups v1"
     return None
@@ -28,7 +28,7 @@ def why_no_quotas() -> str | None:
 
 @contextlib.contextmanager
 def held_back(run: RunDirectory, rank: int, percent: int, *, after_step: int = 0) -> Iterator[Held]:
-    """While inside, hold `rank` of a run that starts meanwhile to a share of a core."""
+    """Limit `rank` of a run, which starts while inside, to a share of a core."""
     group = ROOT / f"wanma-bench-{os.getpid()}-{rank}"
     group.mkdir()
     held = Held(group, run, rank, percent, after_step)
@@ -41,7 +41,7 @@ def held_back(run: RunDirectory, rank: int, percent: int, *, after_step: int = 0
 
 
 class Held(threading.Thread):
-    """Puts the rank's process into the group as soon as its log names it, and sets the quota when it is due.
+    """Thread that moves the rank's process into the group once its log names it, and sets the quota on time.
 
     Attributes:
         since: Unix time at which the quota held; None before.
@@ -72,7 +72,7 @@ class Held(threading.Thread):
         self.join()
 
     def _process(self) -> int | None:
-        """A rank's log begins with its process."""
+        """Return the process of the rank, with which its log begins; None before."""
         try:
             found = re.search(r"process (\d+)", self._run.log(self._rank).read_text())
         except FileNotFoundError:
@@ -87,7 +87,7 @@ class Held(threading.Thread):
 
 
 def _remove(group: Path) -> None:
-    """Once its last process is gone from it."""
+    """Remove the group once its last process has left it."""
     for _ in range(200):
         try:
             group.rmdir()

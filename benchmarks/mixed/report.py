@@ -1,4 +1,4 @@
-"""The results of the comparison on unlike ranks as Markdown."""
+"""Report of the comparison on unlike ranks, as Markdown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 from benchmarks.common import describe_environments, estimate, table
 
 GOAL = 0.9
-"""Of the ideal, what planned and moving shares are to reach; and when a change counts as recovered from."""
+"""Share of the ideal that planned and moving shares should reach; also the end of a recovery."""
 RECOVERED_STEPS = 20
 MEAN_STEPS = 3
-"""Over so many steps the speed is taken that says so: a quota is given out in periods, which single steps
-feel."""
+"""Steps over which the speed of a recovery is averaged, because quota periods disturb single steps."""
 TITLES = {
     "even": "even shares",
     "planned": "planned shares",
@@ -24,7 +23,7 @@ Piece = dict[str, Any]
 
 
 def report(pieces: Sequence[Piece]) -> str:
-    """All that was measured."""
+    """Return all results as Markdown."""
     measured = [piece for piece in pieces if piece.get("turns")]
     if not measured:
         return "Nothing has been measured yet.\n"
@@ -48,7 +47,7 @@ def report(pieces: Sequence[Piece]) -> str:
 
 
 def summary(piece: Piece, contender: str) -> str:
-    """One line: a contender's part of the ideal."""
+    """Return one line with a contender's share of the ideal."""
     found = ratios(piece, contender)
     told = f"{estimate(found)} of the ideal, {len(found)} rounds" if found else "no undisturbed round yet"
     if contender == "changed":
@@ -57,7 +56,7 @@ def summary(piece: Piece, contender: str) -> str:
 
 
 def ratios(piece: Piece, contender: str) -> list[float]:
-    """Of a contender's tokens per second to the ideal's, round by round of those that nothing disturbed."""
+    """Return a contender's tokens per second over the ideal's, for each undisturbed round."""
     return [
         taken["tokens_per_second"] / taken["ideal"]
         for run in piece["turns"].get(contender, [])
@@ -67,8 +66,7 @@ def ratios(piece: Piece, contender: str) -> list[float]:
 
 
 def recoveries(piece: Piece) -> list[int | None]:
-    """Of every run with a change that nothing disturbed, steps until the speed is `GOAL` of the ideal; None:
-    never."""
+    """Return the steps until the speed is `GOAL` of the ideal, for each undisturbed change; None: never."""
     tokens = piece["settings"]["batch"] * piece["settings"]["sequence"]
     return [steps_to_recover(run["steps"], tokens) for run in _changes(piece)]
 
@@ -82,11 +80,11 @@ def _changes(piece: Piece) -> list[dict[str, Any]]:
 
 
 def steps_to_recover(steps: Sequence[dict[str, float]], tokens: int) -> int | None:
-    """Steps after a change, up to the first of `MEAN_STEPS` that together reach `GOAL` of the ideal.
+    """Return the steps from a change to the first of `MEAN_STEPS` that reach `GOAL` of the ideal.
 
     Args:
-        steps: from the one that follows the change.
-        tokens: of a step.
+        steps: steps from the one that follows the change.
+        tokens: tokens per step.
     """
     for first in range(len(steps) - MEAN_STEPS + 1):
         some = steps[first : first + MEAN_STEPS]

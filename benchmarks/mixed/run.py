@@ -1,4 +1,4 @@
-"""Two ranks, one of which has a share of a core: shares of the batch even, planned and moving, and the ideal.
+"""Comparison of even, planned and moving shares of the batch with the ideal, on two unlike ranks.
 
     python benchmarks/mixed/run.py --quota 30 --pairs 2      # a run of a contender takes some three minutes
     python benchmarks/mixed/run.py --minutes 10              # what is still missing of the default
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 def take(
     setting: Setting, name: str, planned: Shares, options: argparse.Namespace, number: int
 ) -> dict[str, Any]:
-    """One run of a contender beside the ideal; what anything else disturbed is marked."""
+    """Run a contender once beside the ideal; mark the disturbed parts."""
     taken: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),

@@ -1,1 +1,1 @@
-"""Each axis of a plan beside the plain-torch way of doing the same."""
+"""Comparison of each mesh dimension of a plan with the plain-torch way of doing the same."""

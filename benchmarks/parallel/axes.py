@@ -1,4 +1,4 @@
-"""What is compared: the axes, with wanma's layout and the recipe that does the same in plain torch."""
+"""Compared mesh dimensions: wanma's layout, and the recipe that does the same in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TITAN = "torchtitan 0.2.2: torchtitan"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a plan."""
+    """Comparison of one mesh dimension."""
 
     title: str
     layout: str
@@ -19,16 +19,16 @@ class Axis:
     recipe: str | None
     """Script in `recipes/`; None: wanma itself, unsharded, in one process with the same cores."""
     source: str
-    """Whose recipe it is."""
+    """Author of the recipe."""
     splits_samples: bool = False
-    """Ranks read different samples."""
+    """True if ranks read different samples."""
     pipelined: bool = False
     experts: bool = False
-    """The model is a mixture of experts."""
+    """True if the model is a mixture of experts."""
     context: bool = False
-    """Sequences are long and few."""
+    """True if sequences are long and few."""
     half_precision: bool = True
-    """The recipe has bf16: torchtitan leaves `tp` and `pp` alone in fp32 (`maybe_enable_amp`)."""
+    """True if the recipe has bf16: torchtitan runs `tp` and `pp` alone in fp32 (`maybe_enable_amp`)."""
 
 
 AXES: Mapping[str, Axis] = {
@@ -105,13 +105,13 @@ AXES: Mapping[str, Axis] = {
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """First block of every stage but the first, as torchtitan cuts: by count, both ends weighing one block.
+    """Return the first block of every stage but the first, cut by count, each end weighing one block.
 
-    torchtitan 0.2.2, distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part: what does not divide
-    goes to the first stages.
+    torchtitan 0.2.2, distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part: the remainder goes to
+    the first stages.
 
     Raises:
-        ValueError: as torchtitan: there are too many stages.
+        ValueError: there are too many stages, as in torchtitan.
     """
     if stages > layers + 2:
         raise ValueError(f"{layers} blocks cannot be cut into {stages} stages")

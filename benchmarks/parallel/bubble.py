@@ -1,4 +1,4 @@
-"""The bubble of a pipeline: the share of a step in which ranks wait, from what each of them did when.
+"""Bubble of a pipeline: idle share of a step, computed from the recorded operations of its ranks.
 
 Pure functions over recorded operations; `bubble_rank.py` records them in wanma's own run.
 """
@@ -15,34 +15,34 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Operation:
-    """Compute of one stage on one micro-batch."""
+    """Computation of one stage on one micro-batch."""
 
     kind: Kind
     stage: int
     micro_batch: int
     start: float
-    """Seconds of the machine's monotonic clock."""
+    """Start in seconds of the machine's monotonic clock."""
     end: float
     cpu_seconds: float
-    """Of the thread that computed."""
+    """CPU seconds of the computing thread."""
 
 
 Step = Sequence[Sequence[Operation]]
-"""One step's operations by rank, each rank's in the order in which it did them."""
+"""Operations of one step by rank, in the order of each rank."""
 
 
 def measured_share(step: Step) -> float:
-    """Waiting by the clock, between the first forward and the last backward of any rank."""
+    """Return the idle share by the clock, between the first forward and the last backward of any rank."""
     span = max(o.end for rank in step for o in rank) - min(o.start for rank in step for o in rank)
     busy = sum(o.end - o.start for rank in step for o in rank)
     return 1.0 - busy / (len(step) * span)
 
 
 def replayed_share(step: Step, stages: int) -> float:
-    """Waiting if each rank had a core and messages took no time: the same operations in the same order.
+    """Return the idle share if each rank had a core and messages took no time: same operations, same order.
 
-    What remains is the schedule's own bubble and the stages' differences. An operation lasts for its CPU
-    seconds, which ranks that share a core do not lengthen as they do the clock's.
+    The schedule's own bubble and the stages' differences remain. An operation lasts for its CPU seconds,
+    which ranks that share a core do not lengthen, unlike clock time.
 
     Raises:
         ValueError: the order waits for itself.
@@ -68,19 +68,19 @@ def replayed_share(step: Step, stages: int) -> float:
 
 
 def unevenness(step: Step) -> float:
-    """CPU seconds of the rank that computes longest over the ranks' mean; 1: even stages."""
+    """Return the CPU seconds of the slowest rank over the ranks' mean; 1: even stages."""
     busy = [sum(operation.cpu_seconds for operation in rank) for rank in step]
     return max(busy) * len(busy) / sum(busy)
 
 
 def _key(operation: Operation) -> Key:
-    """Both kinds of backward give the input's gradient, which is what others wait for."""
+    """Return the key under which others wait; both kinds of backward give the gradient of the input."""
     kind = "backward" if operation.kind == "input_backward" else operation.kind
     return kind, operation.stage, operation.micro_batch
 
 
 def _needs(operation: Operation, stages: int) -> list[Key]:
-    """What must have ended; what a rank did before is in its order."""
+    """Return the operations that must have ended; those of the same rank are in its order."""
     stage, number = operation.stage, operation.micro_batch
     before: Mapping[Kind, list[Key]] = {
         "forward": [("forward", stage - 1, number)] if stage > 0 else [],

@@ -1,4 +1,4 @@
-"""One rank of wanma's own pipelined run, with a clock around the compute of torch's stages.
+"""Rank of wanma's own pipelined run, with a clock around the computation of torch's stages.
 
 Started by torchrun: `bubble_rank.py --job JOB --folder FOLDER`; writes FOLDER/operations-RANK.json, a list of
 steps, and by rank 0 FOLDER/plan.json.
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 class Recorder:
-    """What this rank computed, step by step."""
+    """Recorder of this rank's operations, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[list[Operation]] = []
 
     def attach(self) -> None:
-        """Put clocks into torch's stages and schedules, and into wanma's pipeline, which begins the steps."""
+        """Attach clocks to torch's stages and schedules, and to wanma's pipeline, which begins the steps."""
         run = Pipeline.run
 
         @wraps(run)

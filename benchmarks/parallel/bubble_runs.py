@@ -1,4 +1,4 @@
-"""Measuring the bubble of wanma's pipelines, beside the theory that its planner reckons with."""
+"""Measurement of the bubble of wanma's pipelines, beside the theory in its planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Bubble:
-    """One pipeline; equal ones are pooled. Blocks of one size and small ends, so that stages are even."""
+    """Pipeline settings; equal ones are pooled.
+
+    Blocks have one size and small ends, so that stages are even.
+    """
 
     bubble: Schedule
     ranks: int
@@ -35,7 +38,7 @@ class Bubble:
 
     @property
     def setting(self) -> Setting:
-        """The same as a comparison's setting, whose job and ranks this takes."""
+        """Settings as a comparison's, whose job and ranks this takes."""
         return replace(
             default_setting("pp-1f1b", self.ranks, "fp32"),
             preset=self.preset,
@@ -60,7 +63,7 @@ class Bubble:
 
 
 def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]:
-    """Train once; shares of waiting are medians over the measured steps.
+    """Train once; return idle shares, as medians over the measured steps.
 
     Raises:
         BenchmarkError: the run failed.

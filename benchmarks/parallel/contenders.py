@@ -1,4 +1,4 @@
-"""The contenders as commands: wanma through `wanma train`, each recipe through torchrun."""
+"""Contenders as commands: wanma through `wanma train`, each recipe through torchrun."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from wanma.job.sections.job import ClusterSection
 from wanma.models.config.presets import DECODER_PRESETS
 
 BLOCK_SECONDS = 10.0
-"""Of turns that make one round."""
+"""Seconds of turns that make one round."""
 COMPARED_STEPS = 8
-"""Of a long run, those whose losses are compared: rounding grows from step to step, whoever rounds."""
+"""Steps of a long run whose losses are compared: rounding errors grow from step to step."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that fixes one comparison; equal settings are pooled."""
+    """Settings of one comparison; equal settings are pooled."""
 
     axis: str
     ranks: int
@@ -44,15 +44,15 @@ class Setting:
     batch: int
     """Samples per step, of all ranks."""
     micro_batches: int
-    """Of a pipeline."""
+    """Micro-batches of a pipeline."""
     cuts: str
-    """own: wanma's stages by cost, torchtitan's by count; same: both have torchtitan's."""
+    """Stage cuts; own: wanma's by cost, torchtitan's by count; same: torchtitan's for both."""
     warmup: int
     """Steps before the measured ones."""
     steps: int
-    """Measured steps; in turns, all of a run."""
+    """Measured steps; in turns, all steps of a run."""
     turn_seconds: float = 0.0
-    """Both contenders live beside each other and are stopped in turn, after so long; 0: each runs alone."""
+    """Seconds of a turn, in which one contender runs and the other is stopped; 0: each runs alone."""
 
     @property
     def what(self) -> Axis:
@@ -69,7 +69,7 @@ class Setting:
         return self.batch // self.ranks if self.what.splits_samples else self.batch
 
     def job(self, one_process: bool = False) -> str:
-        """The job file; recipes read model, data, training and layout from the same text."""
+        """Return the job file; recipes read model, data, training and layout from the same text."""
         heads = f"heads = {self.heads}\n" if self.heads else ""
         layout = "" if one_process else self.what.layout.replace("RANKS", str(self.ranks))
         if self.what.pipelined:
@@ -119,20 +119,20 @@ keep_best = false
 
 
 def torchrun(setting: Setting, *script: str) -> Command:
-    """A script on the setting's ranks, with the switches that wanma uses: its allocator, its threads."""
+    """Return the command of a script on the setting's ranks, with wanma's allocator and threads."""
     return Command(
         ("torchrun", "--standalone", f"--nproc-per-node={setting.ranks}", *script), tuned_environment(setting)
     )
 
 
 def tuned_environment(setting: Setting) -> dict[str, str]:
-    """The variables that wanma gives its ranks."""
+    """Return the variables that wanma gives its ranks."""
     plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
     return worker_environment(ClusterSection(), plan)
 
 
 def peer_command(setting: Setting) -> Command:
-    """The recipe, or wanma in one process."""
+    """Return the command of the recipe, or of wanma in one process."""
     if setting.what.recipe is None:
         return wanma_command()
     return torchrun(
@@ -146,8 +146,8 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
     """Train once and measure.
 
     Args:
-        wanma: the contender is wanma on several ranks; else what it is compared with.
-        folder: an empty one.
+        wanma: True for wanma on several ranks, False for its peer.
+        folder: an empty folder.
 
     Raises:
         BenchmarkError: the contender failed or did not record every step.
@@ -192,7 +192,7 @@ def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> list[dict[st
 
 
 def default_setting(axis: str, ranks: int, precision: str) -> Setting:
-    """About the same work for every axis: 2,048 tokens per step."""
+    """Return settings with about the same work for every mesh dimension: 2,048 tokens per step."""
     what = AXES[axis]
     setting = Setting(
         axis=axis,

@@ -1,7 +1,7 @@
-"""The theory of context parallelism: what a rank sends in a step, and how long that takes on these links.
+"""Theory of context parallelism: bytes that a rank sends in a step, and their time on these links.
 
 Attention and all else are split evenly, so that with the same cores a step would take as long as the
-unsharded one, plus what communication is not hidden behind compute: between nothing and all of it.
+unsharded one, plus the exposed communication: between nothing and all of it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank in one step. Messages are of so many bytes each."""
+    """Communication of one rank in one step: bytes per message, and numbers of messages."""
 
     ring: int
-    """Keys and values."""
+    """Bytes of keys and values."""
     ring_gradients: int
-    """Their gradients, in fp32."""
+    """Bytes of their gradients, in fp32."""
     exchange: int
-    """Of the two messages that a layer's all-to-all exchanges in either direction, the mean."""
+    """Mean bytes of the two messages that a layer's all-to-all exchanges in either direction."""
     reduce: int
-    """Gradients of all parameters."""
+    """Bytes of the gradients of all parameters."""
     ring_passes: int
     ring_gradient_passes: int
     exchanges: int
@@ -55,7 +55,7 @@ class Traffic:
 
     @property
     def bytes_in_attention(self) -> int:
-        """Handed over to be sent, an all-to-all's own part included."""
+        """Bytes handed over for sending, an all-to-all's own part included."""
         return (
             self.ring_passes * self.ring
             + self.ring_gradient_passes * self.ring_gradients
@@ -63,7 +63,7 @@ class Traffic:
         )
 
     def seconds(self, link: dict[str, float]) -> float:
-        """One message after the other."""
+        """Return the seconds of all messages, one after another."""
         return (
             self.ring_passes * link["ring"]
             + self.ring_gradient_passes * link["ring_gradients"]
@@ -73,7 +73,7 @@ class Traffic:
 
 
 def measure_link(setting: Setting, venv: Path, folder: Path) -> dict[str, float]:
-    """Seconds of one message of each size that the setting's ranks send."""
+    """Return the seconds of one message of each size that the setting's ranks send."""
     traffic = Traffic.of(setting)
     command = torchrun(
         setting,

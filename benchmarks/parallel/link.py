@@ -1,6 +1,6 @@
-"""Seconds that messages take between ranks on this machine: what context parallelism's theory is made of.
+"""Seconds of messages between ranks on this node, for the theory of context parallelism.
 
-Started by torchrun; `context.py` says which sizes it asks for.
+The script is started by torchrun; `context.py` gives the sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def measure(communicate: Callable[[torch.Tensor], object], size: int) -> float:
-    """Median seconds of one call with a tensor of `size` bytes."""
+    """Return the median seconds of one call with a tensor of `size` bytes."""
     tensor = torch.zeros(size // 4)
     times = []
     for number in range(WARMUP + REPETITIONS):
@@ -51,7 +51,7 @@ def measure(communicate: Callable[[torch.Tensor], object], size: int) -> float:
 
 
 def pass_on(tensor: torch.Tensor) -> None:
-    """To the next rank, while as much comes from the one before."""
+    """Send `tensor` to the next rank, and receive as much from the previous one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(tensor)
     works = dist.batch_isend_irecv(
@@ -65,7 +65,7 @@ def pass_on(tensor: torch.Tensor) -> None:
 
 
 def exchange(tensor: torch.Tensor) -> None:
-    """A part to each rank."""
+    """Send a part of `tensor` to each rank."""
     dist.all_to_all_single(torch.empty_like(tensor), tensor)
 
 

@@ -1,4 +1,4 @@
-"""The results of the comparison by axes as Markdown."""
+"""Report of the comparison by mesh dimensions, as Markdown."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.parallel.context import Traffic
 from benchmarks.train.report import LOSS_LIMITS, loss_difference, ratios
 
 GOAL = 0.97
-"""Of the ratio's interval."""
+"""Goal for the interval of the ratio."""
 PAIRS = 7
-"""Fewer say nothing about the goal."""
+"""Minimum pairs for a statement on the goal."""
 
 Piece = dict[str, Any]
 
 
 def report(pieces: Sequence[Piece]) -> str:
-    """All that was measured, without the pieces that have no undisturbed pair yet."""
+    """Return all results, without the pieces that have no undisturbed pair yet."""
     measured = [piece for piece in pieces if undisturbed(piece)]
     if not measured:
         return "Nothing has been measured yet.\n"
@@ -70,7 +70,7 @@ the busiest rank over the mean.
 
 
 def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces that share a table: ranks, precision, and the axes' usual sizes or the same others."""
+    """Return the pieces that share a table: same ranks, precision and other sizes."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
         settings = piece["settings"]
@@ -213,7 +213,7 @@ def _describe(piece: Piece) -> str:
 
 
 def _losses(pieces: Sequence[Piece]) -> str:
-    """Side by side, at the first, a middle and the last step."""
+    """Return the losses side by side, at the first, a middle and the last step."""
     rows = []
     for piece in pieces:
         for name, who in (("wanma", "wanma"), ("plain torch", "peer")):

@@ -1,4 +1,4 @@
-"""Step time of each axis of a plan beside torchtitan's recipe for it in plain torch, in alternating pairs.
+"""Step time of each mesh dimension beside torchtitan's recipe in plain torch, in alternating pairs.
 
     python benchmarks/parallel/run.py --axis tp-sequence --ranks 2 --pairs 7 --minutes 3
     python benchmarks/parallel/run.py --axis pp-1f1b --cuts same      # both with torchtitan's stages
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespace) -> None:
-    """One run of both contenders; every pair of their turns is a round."""
+    """Run both contenders once; every pair of their turns is a round."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -118,7 +118,7 @@ def _in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespa
 
 
 def _in_a_folder(measured: Callable[[Path], Result]) -> Callable[[], Result]:
-    """Each call in an empty folder of its own."""
+    """Return a function that calls `measured` in an empty folder of its own."""
 
     def call() -> Result:
         with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
@@ -163,7 +163,7 @@ def _name(setting: Setting | Bubble) -> str:
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
-    """The chosen comparisons; bf16 only where the recipe has it."""
+    """Yield the chosen comparisons; bf16 only if the recipe has it."""
     given = _given(options, Setting)
     if "preset" in given:
         given.setdefault("heads", 0)
@@ -182,7 +182,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def bubbles(options: argparse.Namespace) -> Iterator[Bubble]:
-    """The chosen pipelines."""
+    """Yield the chosen pipelines."""
     if "bubble" in options.axis:
         given = _given(options, Bubble)
         for ranks, schedule in itertools.product(options.ranks, options.schedule):
@@ -190,7 +190,7 @@ def bubbles(options: argparse.Namespace) -> Iterator[Bubble]:
 
 
 def _given(options: argparse.Namespace, kind: type[Setting] | type[Bubble]) -> dict[str, Any]:
-    """Fields of `kind` that an option of the same name replaces."""
+    """Return the fields of `kind` that an option of the same name replaces."""
     values = {field.name: getattr(options, field.name, None) for field in fields(kind)}
     return {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
 

@@ -1,7 +1,7 @@
 """Fit of `wanma.planner.hardware_model.efficiency_curves` to measured latencies of single operators.
 
-Needs pyarrow. The measurements (ai-dynamo/aiconfigurator, Apache-2.0) stay where they are; what is printed
-here is carried into the source by hand.
+It needs pyarrow. The measurements (ai-dynamo/aiconfigurator, Apache-2.0) are not copied; the printed values
+are entered into the source by hand.
 
     python -m benchmarks.planner.fit --tables ../shared/tables
 """
@@ -32,7 +32,7 @@ FILES = {
 }
 PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 LEAST = (2048, 1024, 1024)
-"""Sides (m, n, k) from which on a product counts: training computes no smaller ones."""
+"""Minimum sides (m, n, k) of a product that counts: training computes no smaller ones."""
 
 
 def main() -> None:
@@ -60,8 +60,10 @@ def main() -> None:
 def _products(
     tables: Path, stem: str, chip: Chip
 ) -> Iterator[tuple[str, tuple[float, float, float, float, float, int]]]:
-    """Attainable share, fill and bytes of casting per element of the input, which the measured calls include
-    below 16 bits: rates there grow with n much more than with m or k."""
+    """Yield attainable share, fill, and bytes of casting per element of the input.
+
+    The measured calls include casting below 16 bits: rates there grow with n much more than with m or k.
+    """
     table = _columns(tables / f"{stem}_gemm_perf.parquet", ["gemm_dtype", "m", "n", "k", "latency"])
     m, n, k, latency = (np.asarray(table[name], dtype=float) for name in ("m", "n", "k", "latency"))
     kinds = np.asarray(table["gemm_dtype"])
@@ -88,7 +90,7 @@ def _products(
 
 
 def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:
-    """As `compute.product_seconds`, for many products at once, of the whole peak."""
+    """Return `compute.product_seconds` for many products at once, at the full peak."""
     peak = chip.peak_flops_per_second[precision]
     seconds = np.full(m.shape, np.inf)
     for rows, columns, share in TILES:
@@ -105,7 +107,7 @@ def _moved_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array) -> 
 
 
 def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float]:
-    """Of causal prefill in 16 bits with heads 128 wide, enough of them to fill the device."""
+    """Return the fit for causal prefill in 16 bits with heads 128 wide, enough of them to fill the device."""
     names = ["batch_size", "isl", "num_heads", "head_dim", "attn_dtype", "kv_cache_dtype", "window_size"]
     table = _columns(tables / f"{stem}_context_attention_perf.parquet", [*names, "latency"])
     batch, length, heads = (np.asarray(table[name], dtype=float) for name in names[:3])
@@ -129,9 +131,11 @@ def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float
 
 
 def _collectives(tables: Path, stem: str) -> tuple[float, float, float, float, float]:
-    """Start of a collective, latency of one step, rate of one direction within a node, and ramp (see
-    `machine.Link`) of gathers and scatters; messages weigh equally. All-reduce is left out: some switches add
-    up on the way."""
+    """Return start, latency of one step, rate of one direction within a node, and ramp (see `machine.Link`).
+
+    They are those of gathers and scatters; messages weigh equally. All-reduce is left out: some switches add
+    up on the way.
+    """
     table = _columns(
         tables / f"{stem}_nccl_perf.parquet", ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"]
     )

@@ -1,10 +1,10 @@
-"""Mean errors of forecasts of published figures by source, beside the recorded ones (`recorded.csv`).
+"""Guard of the mean errors of forecasts of published figures, by source, against `recorded.csv`.
 
     python -m benchmarks.planner.guard            # the table
     python -m benchmarks.planner.guard --write    # records errors that became smaller, and new sources
 
-A test holds every source within a point of what is recorded. A figure is raised by hand alone, and the commit
-says why.
+A test holds every source within a point of the recorded error. A figure is only raised by hand, and the
+commit gives the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.planner.rows import TABLES, read_cases
 
 RECORDED = TABLES / "recorded.csv"
 MOST_GROWTH = 0.01
-"""Growth of a mean error that is let pass, as a share of the measurement."""
+"""Allowed growth of a mean error, as a share of the measurement."""
 
 Errors = dict[tuple[str, str], float]
 """Mean error by ('time' or 'memory', source), as a share of the measurement."""
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def mean_errors(tables: Path = TABLES) -> Errors:
-    """Mean errors of all rows that are forecast: by source, of mixtures of experts, and of all."""
+    """Return the mean errors of all forecast rows: by source, of mixtures of experts, and of all."""
     cases, _ = read_cases(tables / "published.csv")
     judged, _ = memory.read(tables / "published.csv")
     entries = [("time", case.source, abs(run.error(case, run.forecast(case)))) for case in cases]
@@ -58,7 +58,7 @@ def mean_errors(tables: Path = TABLES) -> Errors:
 
 
 def recorded() -> Errors:
-    """The figures of `recorded.csv`."""
+    """Return the figures of `recorded.csv`."""
     if not RECORDED.exists():
         return {}
     with RECORDED.open(newline="") as file:
@@ -76,7 +76,7 @@ def write(errors: Errors) -> None:
 
 
 def grown(before: Errors, now: Errors) -> list[str]:
-    """Sentences: each source whose mean error grew by more than a point, is not recorded, or is gone."""
+    """Return a sentence for each source whose mean error grew too much, is not recorded, or is gone."""
     told = [
         f"{what} of {source}: mean error {now[what, source]:.1%}, recorded {error:.1%}"
         for (what, source), error in before.items()

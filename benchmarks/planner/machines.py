@@ -1,4 +1,4 @@
-"""The machines of the published rows, from the catalogue and what their sources say of them."""
+"""Hardware models of the published rows, from the catalogue and their sources."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from wanma.planner.hardware_model.model import Machine
 
 @cache
 def machine(device: str, devices: int, network_gigabits: float | None = None) -> Machine:
-    """`devices` of a kind of the catalogue, in the servers that they usually come in.
+    """Return the hardware model of `devices` of a catalogue entry, in the servers that they usually come in.
 
     Args:
-        network_gigabits: of one server, all its cards together; None: as usual.
+        network_gigabits: Gbit/s of one server, all its cards together; None: as usual.
     """
     return machine_of(cluster(device, devices, network_gigabits))
 

@@ -1,4 +1,4 @@
-"""Memory forecasts beside published ones, and how far off they are, by source.
+"""Memory forecasts beside published figures, and their errors by source.
 
 python -m benchmarks.planner.memory [--write] [--rows TEXT]
 """
@@ -23,23 +23,25 @@ from wanma.planner.memory.peak import RankMemory, memory_of_ranks
 GIB = 1 << 30
 
 Meaning = Literal["blocks", "allocated", "reserved"]
-"""Of a source's figure: weights, gradients, state and kept activations of blocks by the source's own formula,
-on the first rank; what torch allocated; or what it reserved; the latter two on the fullest rank."""
+"""Meaning of a source's figure.
+
+blocks: weights, gradients, state and kept activations of blocks by the source's own formula, on the first
+rank; allocated: what torch allocated; reserved: what it reserved; the latter two on the fullest rank."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One published figure and its forecast."""
+    """Published figure and its forecast."""
 
     case: Case
     meaning: Meaning
     measured: float
-    """GiB."""
+    """Measured memory in GiB."""
     rank: RankMemory
 
     @property
     def forecast(self) -> float:
-        """GiB of what the source's figure means."""
+        """Forecast of the source's figure in GiB."""
         state, total = self.rank.state, self.rank.total
         if self.meaning == "blocks":
             total = state.parameters + state.optimizer + state.accumulated + self.rank.kept
@@ -72,11 +74,11 @@ def main() -> None:
 
 
 RUNS_HEADING = "# Forecast memory beside real runs"
-"""Heading of what another command writes into the same file."""
+"""Heading of the section that another command writes into the same file."""
 
 
 def read(path: Path) -> tuple[list[Judged], list[str]]:
-    """The rows with a figure of memory, and for those that cannot be forecast why."""
+    """Return the rows with a figure of memory, and a reason for each that cannot be forecast."""
     judged, refused = [], []
     with path.open(newline="") as file:
         for number, record in enumerate(csv.DictReader(file), start=2):
@@ -109,7 +111,7 @@ def _judge(record: Record) -> Judged:
 
 
 def _workload(case: Case, meaning: Meaning) -> Workload:
-    """With biases where the program has GPT's."""
+    """Return the workload, with biases if the program has GPT's."""
     dimensions = case.dimensions
     workload = decoder_workload(dimensions, case.sequence)
     if case.software.architecture == "llama":
@@ -129,15 +131,21 @@ def _workload(case: Case, meaning: Meaning) -> Workload:
 
 
 def _megatron(case: Case) -> Case:
-    """Korthikanti's figure and the zero-bubble paper's fork: whole copies, inputs gathered once more in
-    backward, and 18 bytes per parameter, of which its gradient has four (the figure's 22B on 8 devices)."""
+    """Return a case of Megatron as in Korthikanti's figure and the zero-bubble paper's fork.
+
+    Weights are separate copies, inputs are gathered once more in backward, and a parameter takes 18 bytes, of
+    which its gradient has four (the figure's 22B on 8 devices).
+    """
     habits = replace(case.software, weights="copies", accumulated_bytes=4)
     software = replace(habits, regathers=True, boundary_buffers=False)
     return replace(case, software=software)
 
 
 def _simumax(case: Case) -> Case:
-    """Megatron core with Transformer Engine; context parallel by all-to-all, loss fused by Triton."""
+    """Return a case of Megatron core with Transformer Engine.
+
+    Context parallelism is by all-to-all, and the loss is fused by Triton.
+    """
     case = _megatron(case)
     plan = replace(case.plan, context="all_to_all")
     software = replace(case.software, empty_gradients=True, selective="attention")
@@ -145,8 +153,11 @@ def _simumax(case: Case) -> Case:
 
 
 def _titan(case: Case) -> Case:
-    """FSDP2 as here. Its loss is PyTorch's on logits in 32 bits: beside those in 16, the copy or what its
-    logarithm keeps, the gradient of that and of the copy."""
+    """Return a case of torchtitan: FSDP2 as here, and PyTorch's loss on logits in 32 bits.
+
+    Beside the logits in 16 bits, it keeps the copy or the input of its logarithm, the gradient of that and of
+    the copy.
+    """
     return replace(case, software=Software(fused=case.software.fused, logits_copies=7.0))
 
 

@@ -1,4 +1,4 @@
-"""Memory forecasts beside the peaks of real runs on this machine's processors.
+"""Memory forecasts beside the peaks of real runs on this node's processors.
 
     python -m benchmarks.planner.memory_runs --runs 3     # three that are not measured yet; again to carry on
     python -m benchmarks.planner.memory_runs              # only the report
@@ -27,7 +27,7 @@ from wanma.planner.memory.peak import CPU_RUNTIME_BYTES, memory_of_ranks
 
 STATE = RESULTS / "planner-memory-runs.json"
 SEQUENCE, BATCH, STEPS = 256, 8, 4
-"""From the third step on a process grows no more; the last one saves, which takes a copy of the state."""
+"""Length, batch and steps of a run; a process grows until the third step, and the last one saves."""
 TIMEOUT_SECONDS = 300.0
 MIB = 1 << 20
 
@@ -45,11 +45,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Run(NamedTuple):
+    """Run whose memory is measured: model, lines of `[parallel]`, and precision."""
+
     model: str
     parallel: dict[str, Any]
     precision: str = "fp32"
     is_fitted: bool = True
-    """Whether the heap's allowance was chosen by it."""
+    """True if the heap's allowance was chosen by it."""
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Run(NamedTuple):
 
 
 GLOO = {"collectives": "gloo"}
-"""What ranks without a C++ compiler exchange tensors by."""
+"""Setting of ranks without a C++ compiler, which exchange tensors by Gloo."""
 
 RUNS = (
     Run("deep", {"micro_batch": 8}),
@@ -111,7 +113,7 @@ def main() -> None:
 
 
 def _measure(run: Run, cache: str) -> dict[str, Any]:
-    """The plan that ran, and the peak of rank 0's resident memory in bytes.
+    """Return the plan that ran, and the peak of rank 0's resident memory in bytes.
 
     Args:
         cache: folder of tokens, for all runs.

@@ -1,5 +1,6 @@
-"""Plans on unlike machines beside each kind alone and an even split, every event played; and how long the
-search takes. One part at a time; results are kept in planner-mixed.json and written as a page.
+"""Plans on unlike nodes beside each kind alone and an even split, by simulation; and the search time.
+
+One part runs at a time; results are kept in planner-mixed.json and written as a page.
 
     python -m benchmarks.planner.mixed --part gain --model opt-350m
     python -m benchmarks.planner.mixed --part gain --model gpt-neo-2.7b
@@ -82,7 +83,7 @@ def setting(
 
 
 def gain(dimensions: DecoderDimensions) -> dict[str, Any]:
-    """The best plan, that of each kind alone and the even split, as the simulation plays them."""
+    """Return the simulated times of the best plan, of each kind alone and of the even split."""
     problem, fleet = setting(SAILOR, dimensions, 2048, 2048, "fp16")
     start = Plan(precision="fp16", device="cuda")
     began = time.process_time()
@@ -100,12 +101,12 @@ def gain(dimensions: DecoderDimensions) -> dict[str, Any]:
 
 
 def smallest(fleet: Fleet) -> int:
-    """The kind whose plan all devices can run."""
+    """Return the kind with the least memory, whose plan all devices can run."""
     return min(range(len(fleet.kinds)), key=lambda number: fleet.kinds[number].memory_bytes)
 
 
 def even_split(alone: Candidate, fleet: Fleet, batch: int) -> Candidate:
-    """Replicas as of the smallest kind's best plan on all devices, with equal shares of the batch."""
+    """Return replicas as in the smallest kind's best plan on all devices, with equal shares of the batch."""
     (like,) = alone.plan.placement
     each = sum(place.tp for place in like.places)
     placement = tuple(
@@ -139,7 +140,7 @@ def row(name: str, one: Candidate, costs: MixedCosts, fleet: Fleet) -> list[Any]
 
 
 def words(plan: Plan, fleet: Fleet) -> str:
-    """'128 × (24 A100 SXM 40 GB) of 7–8 samples in micro-batches of 4'."""
+    """Return a text such as '128 × (24 A100 SXM 40 GB) of 7–8 samples in micro-batches of 4'."""
     parts, first = [], 0
     for one in plan.placement:
         stages = ", ".join(
@@ -157,7 +158,7 @@ def words(plan: Plan, fleet: Fleet) -> str:
 
 
 def search_time(scale: int) -> dict[str, Any]:
-    """Of Llama 3 70B on four kinds of devices."""
+    """Return the search time of Llama 3 70B on four kinds of devices."""
     cluster = " + ".join(f"{scale * count}x8 {name}, {cards}" for name, count, cards in FOUR_KINDS)
     batch = min(max(256 * scale, 256), 16384)
     problem, fleet = setting(cluster, PUBLISHED_PRESETS["llama-3-70b"], batch, 4096, "bf16")

@@ -1,4 +1,4 @@
-"""Forecasts of published training speeds of models that are no decoders, read off their modules.
+"""Forecasts of published training speeds of models other than decoders, derived from their modules.
 
     python -m benchmarks.planner.modules [--write]
 
@@ -31,7 +31,7 @@ from wanma.planner.cost.traced_module import module_step_time
 
 @dataclass(frozen=True)
 class Row:
-    """One published measurement."""
+    """Published measurement."""
 
     model: str
     source: str
@@ -60,12 +60,14 @@ ROWS = (
     Row("DLRM", _DLRM, "V100 SXM2 32 GB", "amp", 32768, 32768, 875e3),
     Row("DLRM", _DLRM, "V100 SXM2 32 GB", "fp32", 32768, 32768, 494e3),
 )
-"""One GPU each. Micro-batches and steps are those of `configs.yml` and of the command beside the table; in
-mixed precision convolutions have channels innermost (`--memory-format nhwc`)."""
+"""Published rows, on one GPU each.
+
+Micro-batches and steps are those of `configs.yml` and of the command beside the table; in mixed precision
+convolutions have channels innermost (`--memory-format nhwc`)."""
 
 
 class Bottleneck(nn.Module):
-    """Of ResNet-50 v1.5 (stride in the 3 × 3 convolution) and of ResNeXt."""
+    """Bottleneck block of ResNet-50 v1.5 (stride in the 3 × 3 convolution) and of ResNeXt."""
 
     def __init__(self, channels: int, width: int, out: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ def _normalised(
 
 
 def residual_network(counts: tuple[int, ...], groups: int, width: int) -> nn.Module:
-    """For images of 224 × 224; `width` channels between the 1 × 1 convolutions of the first stage."""
+    """Return a residual network for 224 × 224 images; `width` inner channels in the first stage."""
     blocks: list[nn.Module] = []
     channels = 64
     for stage, count in enumerate(counts):
@@ -110,7 +112,7 @@ def residual_network(counts: tuple[int, ...], groups: int, width: int) -> nn.Mod
 
 
 class Recommender(nn.Module):
-    """DLRM with the sizes of that repository's defaults; rows of tables do not matter to its speed."""
+    """Recommender DLRM with that repository's default sizes; rows of tables do not matter to its speed."""
 
     def __init__(self, tables: int = 26, rows: int = 1_300_000, width: int = 128) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ def workload(model: str, precision: Precision) -> Workload:
 
 
 def forecast(row: Row) -> StepTime:
-    """Of one step."""
+    """Return the forecast of one step."""
     precision: Precision = "fp16" if row.precision == "amp" else "fp32"
     # SGD with momentum reads a gradient, a weight and a momentum and writes two of them; no clipping.
     # Autocast casts what it multiplies, and no tables: `casts` of all parameters would be of those.
@@ -165,7 +167,7 @@ def forecast(row: Row) -> StepTime:
 
 
 def error(row: Row) -> float:
-    """Of the forecast step time, as a share of the measured one."""
+    """Return the error of the forecast step time, as a share of the measured one."""
     return forecast(row).seconds * row.samples_per_second / row.global_batch - 1
 
 

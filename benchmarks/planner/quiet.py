@@ -1,4 +1,4 @@
-"""Which stretches of time the machine was left to this process and what it started."""
+"""Record of the times at which other programs left this machine alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRETCH_SECONDS = 0.25
 
 
 class Watch:
-    """Notes, while it is entered, how many CPUs other programs used in every quarter of a second."""
+    """Recorder of the CPUs that other programs use in every quarter of a second, while it is entered."""
 
     def __init__(self) -> None:
         self._stretches: list[tuple[float, float, float]] = []
@@ -32,8 +32,7 @@ class Watch:
         self._thread.join()
 
     def others(self, start: float, stop: float) -> float:
-        """CPUs that others used from `start` to `stop` (unix seconds), on average; infinite where nobody
-        watched."""
+        """Return the mean CPUs used by others from `start` to `stop` (Unix seconds); infinite if unknown."""
         inside = [one for one in self._stretches if one[1] > start and one[0] < stop]
         if not inside or inside[0][0] > start or inside[-1][1] < stop:
             return float("inf")
@@ -49,7 +48,7 @@ class Watch:
 
 
 def _own() -> dict[int, float]:
-    """CPU seconds of this process and its descendants, by process."""
+    """Return the CPU seconds of this process and its descendants, by process."""
     me = psutil.Process()
     found = {}
     for process in (me, *me.children(recursive=True)):

@@ -1,4 +1,4 @@
-"""Forecasts beside real runs on this machine's processors: 3 models that no calibration has seen.
+"""Forecasts beside real runs on this node's processors: 3 models that no calibration has seen.
 
     python -m benchmarks.planner.real --calibrate         # a minute, at rest
     python -m benchmarks.planner.real --minutes 5         # carries on with the rounds that are left
@@ -37,7 +37,7 @@ from wanma.planner.hardware_model.calibration import load_calibration
 STATE = RESULTS / "planner-real.json"
 RANKS = (1, 2, 4)
 MEMORY_STEPS = 5
-"""From the third step on a process hardly grows any more; the last one does not count."""
+"""Steps of a run for memory: a process hardly grows after the third, and the last one does not count."""
 WARM_UP = 2
 """First steps of a run, which do not count; nor does the last one, which saves."""
 TIMEOUT_SECONDS = 600.0
@@ -76,7 +76,7 @@ def _calibrate(state: dict[str, Any], seconds: float) -> None:
 
 
 def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
-    """Round by round, every case that lacks runs or quiet steps, until the time is over."""
+    """Run, round by round, every case that lacks runs or quiet steps, until the time is over."""
     deadline = time.monotonic() + options.minutes * 60
     for turn in range(options.rounds + options.retries):
         in_turn = list(cases())
@@ -104,7 +104,7 @@ def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:
-    """Of every case whose memory is not measured yet."""
+    """Measure the memory of every case that lacks it."""
     deadline = time.monotonic() + options.minutes * 60
     found = state.get("memory", {})
     for name, layout in cases():
@@ -120,14 +120,16 @@ def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _note_memory(state: dict[str, Any], taken: dict[str, Any]) -> None:
-    """The newest run of a case counts."""
+    """Store the memory of a case; the newest run counts."""
     noted = {"bytes": taken["memory_bytes"], "date": taken["date"], "commit": taken["commit"]}
     state.setdefault("memory", {})[f"{taken['model']}, {taken['layout']}"] = noted
 
 
 def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str, Any]:
-    """One run: its plan, its steps, and the peak of rank 0's memory before the last step, which saves: that
-    takes a copy of the state, which forecasts do not count."""
+    """Train once; return the plan, the steps, and the peak of rank 0's memory before the last step.
+
+    The last step saves, which takes a copy of the state that forecasts do not count.
+    """
     with tempfile.TemporaryDirectory(prefix="wanma-real-") as folder:
         job, run = Path(folder) / "job.toml", Path(folder) / "run"
         job.write_text(job_text(name, layout, steps))

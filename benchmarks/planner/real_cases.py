@@ -1,4 +1,4 @@
-"""Models and layouts that are forecast and really run on this machine's processors."""
+"""Models and layouts that are forecast and run on this node's processors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ TAUGHT, CHECKED = "taught", "checked"
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder and its batch."""
+    """Decoder and its batch."""
 
     role: str
-    """`TAUGHT`: corrects the calibration; `CHECKED`: is forecast with it, and never was seen before."""
+    """Role of the model; `TAUGHT`: corrects the calibration; `CHECKED`: is forecast with it, and was not seen
+    before."""
     layers: int
     hidden: int
     heads: int
@@ -21,7 +22,7 @@ class Model:
     vocabulary: int
     sequence: int
     batch: int
-    """Sequences of a step."""
+    """Sequences per step."""
 
 
 MODELS: Mapping[str, Model] = {
@@ -98,7 +99,7 @@ _CHECKED = {
 
 
 def cases() -> list[tuple[str, str]]:
-    """(model, layout) of every run; those that teach first."""
+    """Return (model, layout) of every run, those that correct the calibration first."""
     found = []
     for name, model in MODELS.items():
         layouts = _TAUGHT if model.role == TAUGHT else _CHECKED[name]
@@ -107,7 +108,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def job_text(name: str, layout: str, steps: int) -> str:
-    """The job file of one run."""
+    """Return the job file of one run."""
     model = MODELS[name]
     sizes = {"all": model.batch, "half": model.batch // 2, "quarter": model.batch // 4}
     return f"""\

@@ -1,4 +1,4 @@
-"""Forecast beside measured, of the runs that `real` made, as Markdown."""
+"""Report of forecasts beside measurements of the runs of `real`, as Markdown."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from wanma.planner.forecast.problem import problem_of
 from wanma.planner.hardware_model.calibration import Calibration, Corrections
 
 LEAST_STEPS = 5
-"""Quiet ones that make a row."""
+"""Minimum quiet steps of a row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model and layout, as it ran."""
+    """Measurement of one model and layout."""
 
     model: str
     layout: str
@@ -39,7 +39,7 @@ class Row:
 
 
 def report(state: Mapping[str, Any]) -> str:
-    """All of it; what is missing is said."""
+    """Return the complete report, with a note on missing parts."""
     if "calibration" not in state:
         return "Nothing is calibrated yet: python -m benchmarks.planner.real --calibrate\n"
     rows = read_rows(state)
@@ -70,8 +70,10 @@ def report(state: Mapping[str, Any]) -> str:
 
 
 def read_rows(state: Mapping[str, Any]) -> list[Row]:
-    """One for every case with enough quiet steps, over all of its runs; and its memory, where it was measured
-    (`real --memory`)."""
+    """Return a row for every case with enough quiet steps, over all of its runs.
+
+    It holds the memory too, if that was measured (`real --memory`).
+    """
     rows, runs, memories = [], state["runs"], state.get("memory", {})
     for name, layout in cases():
         own = [run for run in runs if (run["model"], run["layout"]) == (name, layout)]
@@ -96,12 +98,12 @@ def read_rows(state: Mapping[str, Any]) -> list[Row]:
 
 
 def steps_that_count(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those in which other programs left the machine alone."""
+    """Return the steps in which other programs left the machine alone."""
     return [step for step in run["steps"] if step["others"] <= run["foreign_limit"]]
 
 
 def forecast_of(row: Row, calibration: Calibration) -> Forecast:
-    """Of the very plan that ran."""
+    """Return the forecast of the plan that ran."""
     job = job_from(tomllib.loads(job_text(row.model, row.layout, steps=100)))
     vocabulary, length = MODELS[row.model].vocabulary, MODELS[row.model].sequence
     workload = section_workload(
@@ -120,7 +122,7 @@ def step_seconds(row: Row, calibration: Calibration) -> float:
 
 
 def teach(calibration: Calibration, rows: Sequence[Row]) -> Calibration:
-    """The calibration after what these runs taught, in turn."""
+    """Return the calibration corrected by these runs, in turn."""
     (device,) = {one.device for one in calibration.measured}
     for row in rows:
         corrected = partial(_corrected, row, calibration, device)
@@ -134,7 +136,7 @@ def _corrected(row: Row, calibration: Calibration, device: str, corrections: Cor
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's; without ties, which measured times do not have."""
+    """Return Spearman's rank correlation; without ties, which measured times do not have."""
     ranks = [{value: rank for rank, value in enumerate(sorted(values))} for values in (one, other)]
     count = len(one)
     apart = sum((ranks[0][x] - ranks[1][y]) ** 2 for x, y in zip(one, other, strict=True))

@@ -1,5 +1,7 @@
-"""The rows of `published.csv` as what the planner forecasts: dimensions, a plan, a machine, and the habits of
-the program that ran them. What a source does not say follows one rule for all its rows."""
+"""Rows of `published.csv` as inputs of the planner: dimensions, plan, hardware, and habits of the program.
+
+Where a source is silent, one rule holds for all its rows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ TABLES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Case:
-    """One published measurement."""
+    """Published measurement with its dimensions, plan, hardware and program."""
 
     source: str
     name: str
@@ -37,21 +39,21 @@ class Case:
     software: Software
     in_flight: int | None
     measured_seconds: float
-    """Not a number where a row has only memory."""
+    """Measured seconds of a step; NaN if a row has only memory."""
     is_fitted: bool
-    """Whether constants may be fitted to it; the others only check them."""
+    """True if constants may be fitted to it; the others only check them."""
     is_recalled: bool
-    """The source, or an input that matters, is cited from memory."""
+    """True if the source, or an input that matters, is cited from memory."""
     is_derived: bool
-    """The step time was computed from another figure that the source gives."""
+    """True if the step time was computed from another figure of the source."""
 
 
 class UnusableRowError(Exception):
-    """A row cannot be forecast; the message says why."""
+    """Row that cannot be forecast; the message gives the reason."""
 
 
 def read_cases(path: Path) -> tuple[list[Case], list[str]]:
-    """The rows with a step time, and for each of the others what it lacks."""
+    """Return the rows with a step time, and a reason for each of the others."""
     cases, refused = [], []
     with path.open(newline="") as file:
         for number, record in enumerate(csv.DictReader(file), start=2):
@@ -63,7 +65,7 @@ def read_cases(path: Path) -> tuple[list[Case], list[str]]:
 
 
 def is_fitted(record: Record) -> bool:
-    """Half of the rows, by a hash of what they are: no choice, and the same for ever."""
+    """Return True for half of the rows, by a hash of their content: no choice, and stable."""
     text = "|".join(record[key] for key in sorted(record) if key not in ("notes", "provenance"))
     return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
 
@@ -75,7 +77,7 @@ def _case(record: Record) -> Case:
 
 
 def case_of(record: Record) -> Case:
-    """A row, whether it has a step time or only memory.
+    """Return the case of a row, with a step time or only with memory.
 
     Raises:
         UnusableRowError: it cannot be forecast.
@@ -296,11 +298,12 @@ def _nemo(_: Record, case: Case) -> Case:
 
 
 def _bridge(record: Record, case: Case) -> Case:
-    """As `_nemo`; of mixtures, by the recipes of the same repository (scripts/performance/configs).
+    """Return a case as `_nemo` does; of mixtures, by the same repository's recipes.
 
-    In MXFP8 those of the newer release have all experts in one kernel, replay whole steps and exchange tokens
-    beside compute, but not where servers of eight hold a pipeline. There, tokens are exchanged by a plain
-    all-to-all; elsewhere each is sent to a rank only once. Gradients are reduced in 16 bits.
+    They are in scripts/performance/configs. In MXFP8 those of the newer release have all experts in one
+    kernel, replay whole steps and exchange tokens beside compute, but not where servers of eight hold a
+    pipeline. There, tokens are exchanged by a plain all-to-all; elsewhere each is sent to a rank only once.
+    Gradients are reduced in 16 bits.
     """
     rack = record["gpu"].startswith("GB")
     plain = not rack and case.plan.pp > 1

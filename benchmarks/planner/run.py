@@ -1,4 +1,4 @@
-"""Forecasts of published measurements, and how far off they are, by source.
+"""Forecasts of published measurements, and their errors by source.
 
 python -m benchmarks.planner.run [--write] [--rows TEXT]
 """

@@ -1,4 +1,4 @@
-"""Time of a search against the number of devices: GPT-3 175B on A100s, on one core.
+"""Search time by number of devices: GPT-3 175B on A100s, on one core.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner.speed [--devices 64 1024 16384] [--repeats 5] [--write]
     OMP_NUM_THREADS=1 python -m benchmarks.planner.speed --devices 1024 --context
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def written(table: Path) -> dict[int, str]:
-    """Lines of a table by devices; sizes that are not measured again keep theirs."""
+    """Return the lines of a table by devices; sizes that are not measured again keep theirs."""
     if not table.exists():
         return {}
     lines = [line for line in table.read_text().splitlines() if line.startswith("| ") and line[2].isdigit()]
@@ -58,10 +58,10 @@ def written(table: Path) -> dict[int, str]:
 
 
 def measured(devices: int, repeats: int, context: tuple[int, ...] | None = None) -> str:
-    """A line of the table.
+    """Measure a search; return its line of the table.
 
     Args:
-        context: sizes of `cp`; default: those that a job gets which says nothing of it.
+        context: sizes of `cp`; default: those of a job that sets none.
     """
     problem = gpt_3(devices)
     space = Space.of_job(problem.job, problem.cluster, problem.dimensions)
@@ -76,7 +76,10 @@ def measured(devices: int, repeats: int, context: tuple[int, ...] | None = None)
 
 
 def gpt_3(devices: int) -> Problem:
-    """Of 1,536 sequences a step, as published for up to 1,024 A100s; of more devices, as many more."""
+    """Return the problem of 1,536 sequences per step, as published for up to 1,024 A100s.
+
+    With more devices the batch grows in proportion.
+    """
     job = Job.model_validate(
         {
             "model": {"family": "decoder"},

@@ -1,5 +1,7 @@
-"""Fits what single operators do not show to the fitted half of the published rows: the rate that a device
-kind sustains over hours, and that of the attention kernel of 2023 next to the measured one.
+"""Fit of sustained rates to the fitted half of the published rows, which single operators do not show.
+
+These are the rate that a device kind sustains over hours, and that of the attention kernel of 2023 next to
+the measured one.
 
     python -m benchmarks.planner.sustain
 """
@@ -19,7 +21,7 @@ from benchmarks.planner.rows import TABLES, Case, read_cases
 from benchmarks.planner.run import forecast
 
 LONG = 8192
-"""Tokens of a sequence from which on attention is much of a step."""
+"""Tokens of a sequence above which attention is a large part of a step."""
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def _attention(case: Case, rate: float) -> Case:
 def _best(
     rows: list[Case], rates: Iterable[float], changed: Callable[[Case, float], Case]
 ) -> tuple[float, float]:
-    """The rate of the least median error: rows that something else disturbed have no say."""
+    """Return the rate of the least median error, so that disturbed rows do not count."""
 
     def error(rate: float) -> float:
         forecasts = [forecast(changed(case, rate)).seconds / case.measured_seconds for case in rows]

@@ -1,1 +1,1 @@
-"""What a failure costs: seconds and steps beside the peers, what snapshots cost, and long runs simulated."""
+"""Cost of a failure beside the peers' in seconds and steps, cost of snapshots, and simulated long runs."""

@@ -1,4 +1,4 @@
-"""The contenders as commands, and a sample of each: wanma, torchrun with checkpoints, torchft."""
+"""Contenders as commands, and a sample of each: wanma, torchrun with checkpoints, torchft."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from wanma.job.sections.job import ClusterSection
 
 TIMEOUT_SECONDS = 300.0
 LEAST_COPY_SECONDS = 1e-3
-"""Of a step's phase for checkpoints, if there was a copy in it; without one it takes some 0.03 ms."""
+"""Minimum seconds of a step's checkpoint phase that show a copy; without one it takes some 0.03 ms."""
 LEARNING_RATE, GRADIENT_CLIP = 1e-3, 1.0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train the task and to carry on after a failure."""
+    """Way to train the task and to continue after a failure."""
 
     title: str
     kind: str
-    """wanma, torchrun or torchft; those of a kind end with the same weights when nothing happens."""
+    """Kind: wanma, torchrun or torchft; those of a kind end with the same weights without a failure."""
     options: tuple[str, ...] = ()
 
 
@@ -58,21 +58,23 @@ PARTS: Mapping[str, Mapping[str, Contender]] = {
         "wanma-auto": Contender("wanma, copies as it chooses", "wanma", ("checkpoint.snapshots=auto",))
     },
 }
-"""What is measured together: a rank is killed beside one peer or the other; or nobody is, at each interval of
-copies, or while the supervisor's processor time is taken."""
+"""Contenders measured together, by part.
+
+A rank is killed beside one peer or the other; or none is, at each interval of snapshots, or while the
+supervisor's processor time is measured."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that fixes one comparison; equal settings are pooled."""
+    """Settings of one comparison; equal settings are pooled."""
 
     part: str
     ranks: int
     steps: int
     kill_after: int
-    """The last rank is killed half a step after this one; 0: nobody is."""
+    """Step whose end precedes the kill of the last rank by half a step; 0: no kill."""
     warmup: int
-    """Without a kill: steps before those that are measured, which are all but these and the last."""
+    """Steps before the measured ones without a kill; the last step is not measured either."""
     hidden: int
     heads: int
     layers: int
@@ -128,14 +130,17 @@ keep_best = false
 """
 
     def task(self) -> dict[str, Any]:
-        """The same for the peers' scripts."""
+        """Task for the peers' scripts, the same as the job."""
         rates = {"learning_rate": LEARNING_RATE, "gradient_clip": GRADIENT_CLIP}
         return {"steps": self.steps, "model": self.model, **rates}
 
 
 @dataclass(frozen=True)
 class Command:
-    """`job.toml` and `task.json` lie with the inputs; the other names in a folder of the sample's own."""
+    """Command of a contender.
+
+    `job.toml` and `task.json` are with the inputs; the other names in a folder of the sample's own.
+    """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -170,14 +175,14 @@ def command(setting: Setting, contender: Contender) -> Command:
 def measure(
     setting: Setting, contender: Contender, inputs: Path, venv: Path, *, kill: bool
 ) -> dict[str, Any]:
-    """Train once, with the setting's kill or to the end undisturbed.
+    """Train once, with the setting's kill or undisturbed to the end.
 
     Returns:
-        a sample: `digest` of the final weights and optimizer state, `final_loss`, what `cost` says, and of
-        torchft also what it lost; without a kill `step_seconds`, and the interval of snapshots.
+        a sample: `digest` of the final weights and optimizer state, `final_loss`, values of `cost`, and of
+        torchft also its losses; without a kill `step_seconds`, and the interval of snapshots.
 
     Raises:
-        BenchmarkError: the contender failed, or did not carry on.
+        BenchmarkError: the contender failed, or did not continue.
     """
     what = command(setting, contender)
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as temporary:
@@ -214,31 +219,31 @@ def measure(
 
 
 class WanmaRun:
-    """What a run of wanma left."""
+    """Records of a run of wanma."""
 
     def __init__(self, folder: Path) -> None:
         self._run = RunDirectory(folder / "run")
         self.progress = self._run.metrics
 
     def process(self, rank: int) -> int:
-        """Of the first generation: the rank's log begins with it."""
+        """Return the process of a rank in the first generation, with which its log begins."""
         found = re.search(r"generation 1, process (\d+)", self._run.log(rank).read_text())
         if found is None:
             raise BenchmarkError(f"{self._run.log(rank)} does not say which process rank {rank} is")
         return int(found[1])
 
     def supervision(self) -> dict[str, int]:
-        """The processes above the ranks."""
+        """Return the processes above the ranks."""
         fork_server = psutil.Process(self.newest_process(0)).ppid()
         return {"supervisor": psutil.Process(fork_server).ppid(), "fork server": fork_server}
 
     def newest_process(self, rank: int) -> int:
-        """Of the newest generation."""
+        """Return the process of a rank in the newest generation."""
         found = re.findall(r"generation \d+, process (\d+)", self._run.log(rank).read_text())
         return int(found[-1])
 
     def digest(self) -> str:
-        """Of the last checkpoint's files: weights and optimizer state."""
+        """Return the digest of the last checkpoint's files: weights and optimizer state."""
         newest = max(self._run.checkpoints.glob("step-*/manifest.json"))
         files = json.loads(newest.read_text())["manifest"]["files"]
         return " ".join(f"{files[name]['sha256']}" for name in sorted(files))
@@ -253,13 +258,13 @@ class WanmaRun:
         return float(starts[0]["time"])
 
     def facts(self, _lines: Sequence[Mapping[str, Any]], _killed: float, _setting: Setting) -> dict[str, Any]:
-        """What the run itself says of its recovery."""
+        """Return the run's own record of its recovery."""
         (told,) = self._events("recovery")
         kept = ("source", "repeated_steps", "seconds", "attempt")
         return {"told": {name: told[name] for name in kept}}
 
     def untroubled(self, setting: Setting) -> dict[str, Any]:
-        """Seconds of the measured steps, all that happens in them included; and how often it copied."""
+        """Return the seconds of the measured steps, all included, and the interval of snapshots."""
         if not setting.warmup:
             return {}
         times = [line["time"] for line in read_lines(self.progress)]
@@ -277,12 +282,12 @@ class WanmaRun:
 
 
 def copies(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """How much longer each step with a copy in it took than the two beside it without, as a share of theirs.
+    """Return the extra time of each step with a copy, as a share of that of its two neighbours without.
 
-    What else disturbs a machine falls on neighbours alike.
+    A disturbance of the machine affects neighbours alike.
 
     Args:
-        steps: a run's records of following steps.
+        steps: a run's records of consecutive steps.
     """
     copied = [step["phases"]["checkpoint"] > LEAST_COPY_SECONDS for step in steps]
     seconds = [step["step_seconds"] for step in steps]
@@ -295,14 +300,14 @@ def copies(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def interval(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Steps between snapshots that a run chose last; None where it chose none."""
+    """Return the steps between snapshots that a run chose last; None if it chose none."""
     texts = (re.match(r"snapshots in memory: every (?:(\d+) )?step", line["text"]) for line in messages)
     chosen = [int(found[1] or 1) for found in texts if found is not None]
     return chosen[-1] if chosen else None
 
 
 class PeerRun:
-    """What a peer's script left in its folder of records."""
+    """Records of a peer's script in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "progress"
@@ -315,12 +320,12 @@ class PeerRun:
         return (self._folder / "digest").read_text()
 
     def final_loss(self, ranks: int) -> float:
-        """Mean over the ranks."""
+        """Return the mean final loss over the ranks."""
         last = [read_lines(self._folder / f"rank-{rank}.jsonl")[-1]["loss"] for rank in range(ranks)]
         return float(sum(last) / ranks)
 
     def resumed(self, lines: Sequence[Mapping[str, Any]], killed: float, ranks: int) -> float:
-        """The first line of a new start; in torchft, where rank 0 lives on, of a step without the dead."""
+        """Return the time of the first line of a new start, or of torchft's step without the dead rank."""
         for line in lines:
             is_other = line["generation"] > 0 or line.get("participants", ranks) < ranks
             if line["time"] > killed and (is_other or not line.get("committed", True)):
@@ -328,7 +333,7 @@ class PeerRun:
         raise BenchmarkError("the ranks that were left did not carry on; train for longer")
 
     def facts(self, lines: Sequence[Mapping[str, Any]], killed: float, setting: Setting) -> dict[str, Any]:
-        """What torchft lost: steps that were computed and thrown away, samples that no step has seen."""
+        """Return torchft's losses: steps that were computed and discarded, samples that no step has seen."""
         if "participants" not in lines[-1]:
             return {}
         after = [line for line in lines if line["time"] > killed]

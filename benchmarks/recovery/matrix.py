@@ -1,11 +1,11 @@
-"""The fault matrix: runs the tests that inject faults into real runs, and makes a table of what each cost.
+"""Fault matrix: runs the tests that inject faults into real runs, and tabulates the cost of each.
 
     python benchmarks/recovery/matrix.py --fresh --full --random 5 --write      # into docs/reliability.md
     python benchmarks/recovery/matrix.py -k "SIGKILL"                   # some of it, measured anew
 
-A test that has asserted that a run got over its fault, with the weights of an untroubled one, notes what it
-took (tests/support/fault_table.py). The rows are kept from run to run, so that the table can be made in
-pieces. Nothing is kept or written where a test fails or is skipped.
+A test that has asserted that a run recovered from its fault, with the weights of an untroubled one, records
+the cost (tests/support/fault_table.py). The rows are kept from run to run, so that the table can be made in
+pieces. Nothing is kept or written if a test fails or is skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 
 
 class Rows:
-    """A pytest plugin that collects what tests note."""
+    """Plugin of pytest that collects the rows of tests."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -76,13 +76,13 @@ def main() -> int:
 
 
 def merged(kept: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """A fault that was met again has its newest row, in its old place."""
+    """Merge rows; a repeated fault has its newest row, in its old place."""
     rows = {(row["fault"], row["plan"]): row for row in (*kept, *new)}
     return list(rows.values())
 
 
 def matrix(rows: Sequence[Row]) -> str:
-    """A line per fault, a column per plan, both in the order of the tests."""
+    """Return a table with a line per fault and a column per plan, both in the order of the tests."""
     plans = list(dict.fromkeys(row["plan"] for row in rows))
     faults = list(dict.fromkeys(row["fault"] for row in rows))
     cells = {(row["fault"], row["plan"]): cell(row) for row in rows}
@@ -91,7 +91,7 @@ def matrix(rows: Sequence[Row]) -> str:
 
 
 def cell(row: Row) -> str:
-    """What one fault cost under one plan."""
+    """Return the cost of one fault under one plan."""
     if row["seconds"] is None and row["restored"]:
         text = f"gives up; {row['repeated_steps']}, {row['restored']}"
     elif row["seconds"] is None:

@@ -1,4 +1,4 @@
-"""The tiny decoder at a leisurely pace, which raises when it is told to; for the soak."""
+"""Slowed-down tiny decoder that raises on request; for the soak test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.startup.model import TinyDecoder
 
 
 class Paced(TinyDecoder):
-    """Waits for `pause_seconds` in each forward pass, which changes no number.
+    """Tiny decoder that waits for `pause_seconds` in each forward pass, which changes no number.
 
     Args:
         orders: folder in which a file with a rank's number makes that rank raise, once.

@@ -1,4 +1,4 @@
-"""docs/reliability.md, parts of which are what these benchmarks print."""
+"""Generated parts of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 
 def write(text: str, marker: str) -> None:
-    """Put `text` between the two comments of the page that have `marker`."""
+    """Write `text` between the two comments of the page that have `marker`."""
     PAGE.write_text(replaced(PAGE.read_text(), text, marker))
 
 
 def replaced(page: str, text: str, marker: str) -> str:
-    """`page` with `text` between its markers.
+    """Return `page` with `text` between its markers.
 
     Raises:
-        ValueError: it has not both.
+        ValueError: a marker is missing.
     """
     before, begin, rest = page.partition(f"<!-- {marker} -->\n")
     _, end, after = rest.partition(f"<!-- /{marker} -->")

@@ -1,4 +1,4 @@
-"""The results as Markdown: what the death of a rank cost each contender, and what snapshots cost."""
+"""Report on failures as Markdown: cost of a rank's death for each contender, and cost of snapshots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Piece = dict[str, Any]
 
 
 def report(pieces: Sequence[Piece]) -> str:
-    """All that was measured, without the pieces that have no undisturbed round yet."""
+    """Return all results, without the pieces that have no undisturbed round yet."""
     measured = [piece for piece in pieces if undisturbed(piece)]
     if not measured:
         return "Nothing has been measured yet.\n"
@@ -106,7 +106,7 @@ def _costs(piece: Piece) -> str:
 
 
 def _losses(piece: Piece) -> str:
-    """What torchft gives up instead of repeating."""
+    """Return the text on torchft's losses, which it accepts instead of repeating steps."""
     whole = [taken["torchft"]["whole_again_seconds"] for taken in undisturbed(piece)]
     back = [seconds for seconds in whole if seconds is not None]
     rejoined = f"after {statistics.median(back):.2f} s" if back else "before the end in no run"
@@ -143,7 +143,7 @@ def _overhead(piece: Piece) -> str:
 
 
 def _copies(piece: Piece, name: str) -> tuple[str, str]:
-    """What a copy takes of a step, and of all steps; of copies between which steps lie."""
+    """Return the cost of a copy as a share of a step, and of all steps; of copies with steps between."""
     if name == "off":
         return "", ""
     copies, shares = [], []
@@ -184,7 +184,7 @@ def _middle(piece: Piece, name: str, key: str) -> float:
 
 
 def _count(values: Sequence[float]) -> str:
-    """A median and, where they differ, the range."""
+    """Return a median and, if the values differ, the range."""
     if not values:
         return "–"
     least, most = min(values), max(values)

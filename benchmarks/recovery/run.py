@@ -1,4 +1,4 @@
-"""What a rank's death costs, wanma beside torchrun with checkpoints and torchft; and what snapshots cost.
+"""Cost of a rank's death, wanma beside torchrun with checkpoints and torchft; and cost of snapshots.
 
     python benchmarks/recovery/run.py --part torchrun --ranks 2 --pairs 7 --minutes 4
     python benchmarks/recovery/run.py --part torchft --ranks 2
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
             inputs = Path(name)
             prepare_inputs(inputs, setting)
             whole: dict[str, dict[str, Any]] = {}
-            """By kind, the run that nothing happens to; the first of all warms the disk's cache."""
+            """Undisturbed run of each kind; the first of all warms the disk's cache."""
             complete = take_pairs(
                 piece,
                 {
@@ -93,7 +93,7 @@ def sample(
     inputs: Path,
     venv: Path,
 ) -> dict[str, Any]:
-    """One contender once, beside the run of its kind that nothing happens to."""
+    """Run one contender once, beside the undisturbed run of its kind."""
     if contender.kind not in whole:
         print(f"  {contender.kind} with nobody killed, for its weights:", flush=True)
         whole[contender.kind] = measure(setting, contender, inputs, venv, kill=False)
@@ -112,7 +112,7 @@ def sample(
 
 
 def prepare_inputs(folder: Path, setting: Setting) -> None:
-    """A text, its token file in wanma's cache, and the same batches as an array for the peers."""
+    """Write a text, its token file in wanma's cache, and the same batches as an array for the peers."""
     import numpy as np
 
     corpus, path = folder / "corpus.txt", folder / "job.toml"

@@ -1,4 +1,6 @@
-"""Long runs under published failure rates: the share of useful time, simulated. Seconds, on any machine.
+"""Simulation of long runs under published failure rates: the share of useful time.
+
+It takes seconds, on any machine.
 
 OMP_NUM_THREADS=1 python -m benchmarks.recovery.simulation [--days 90] [--runs 8] [--write]
 """
@@ -36,7 +38,7 @@ SYSTEMS = {
     "the same, shrinks for 1 h": Recovery(DISK, PARTNER, MEMORY, shrink_seconds=3600 / 128),
 }
 RSC1 = Failures.observed(0, 6.5, 0, devices=8, days=1000)
-"""6.50 failures in 1,000 days of a node of 8 A100 (Kokolis et al. 2025, arXiv 2410.21680)."""
+"""Failure rate of RSC-1: 6.50 in 1,000 days of a node of 8 A100 (Kokolis et al. 2025, arXiv 2410.21680)."""
 PUBLISHED = (("Llama 3", 16_384, 0.90), ("MegaScale", 12_288, 0.90), ("ByteRobust", 9_600, 0.97))
 PLACES = ["copies; from failure to next step", "GPUs", "best steps between", "formula", "played"]
 SNAPSHOTS = ["GPUs", "steps", "1 s", "10 s", "60 s", "600 s"]
@@ -62,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
 
     def played(recovery: Recovery, every: Sequence[float], devices: int) -> str:
-        """Mean and standard deviation over the runs."""
+        """Return the mean and standard deviation over the runs, as text."""
         runs = [simulate(LLAMA3, recovery, every, devices, options.days, at) for at in range(options.runs)]
         return f"{100 * statistics.mean(runs):.2f} ± {100 * statistics.stdev(runs):.2f}"
 

@@ -1,11 +1,11 @@
-"""A run that something strikes again and again ends with the weights of one that nothing happens to.
+"""Soak test: a run under repeated faults ends with the weights of an undisturbed one.
 
     python benchmarks/recovery/soak.py --minutes 30 --write       # into docs/reliability.md
     python benchmarks/recovery/soak.py --minutes 1 --every 8 --seed 7
 
-First the whole job undisturbed and without its pauses, then the same job at the pace that makes it last so
-many minutes, while its processes are killed, stopped and made to raise at random moments. Two ranks that
-mostly sleep: it may run beside other work. Ends with 1 where any number differs.
+First the complete job runs undisturbed and without its pauses, then the same job at the pace that makes it
+last so many minutes, while its processes are killed, stopped and made to raise at random moments. Two ranks
+that mostly sleep: it may run beside other work. It ends with code 1 if any number differs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS = {
     "SIGKILL of both ranks": 2,
     "SIGKILL of the fork server": 2,
 }
-"""What strikes, and how often in proportion."""
+"""Faults, and their relative frequencies."""
 HANG_SECONDS = 5
 
 JOB = """\
@@ -77,23 +77,23 @@ snapshots = {snapshots}
 
 @dataclass(frozen=True)
 class Blow:
-    """Something that is done to the run."""
+    """Planned fault."""
 
     wait_seconds: float
-    """After the one before."""
+    """Seconds after the fault before."""
     kind: str
     rank: int
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A blow that was dealt."""
+    """Injected fault."""
 
     kind: str
     time: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     step: int
-    """The newest that was finished."""
+    """Newest finished step."""
 
 
 def main() -> int:
@@ -132,7 +132,7 @@ def main() -> int:
 
 
 def plan_blows(seed: int, every: float) -> Iterator[Blow]:
-    """Without end, of each kind in its proportion; the same for the same seed."""
+    """Yield faults without end, of each kind in its proportion; the same for the same seed."""
     dice = random.Random(seed)
     while True:
         wait = dice.uniform(0.5, 1.5) * every
@@ -150,7 +150,7 @@ def make_inputs(folder: Path) -> None:
 
 @contextmanager
 def running(place: Path, steps: int, pause: float, snapshots: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, in a folder of its own; it does not outlive the context."""
+    """Run the command in a folder of its own; it does not outlive the context."""
     (place / "orders").mkdir(parents=True)
     job = JOB.format(
         pause=pause,
@@ -181,7 +181,7 @@ def running(place: Path, steps: int, pause: float, snapshots: str) -> Iterator[s
 
 
 def finish(process: subprocess.Popen[bytes], place: Path, seconds: float) -> None:
-    """Wait for its end.
+    """Wait for the end of the run.
 
     Raises:
         BenchmarkError: it failed, or took longer.
@@ -201,7 +201,7 @@ def tail(place: Path) -> str:
 def strike(
     process: subprocess.Popen[bytes], place: Path, blows: Iterator[Blow], deadline: float
 ) -> list[Struck]:
-    """Deal blows from the end of the first step on until the run has ended, or has had enough time."""
+    """Inject faults from the end of the first step on until the run has ended, or the deadline."""
     run = RunDirectory(place / "run")
 
     def goes_on() -> bool:
@@ -225,7 +225,7 @@ def strike(
 
 
 def deal(blow: Blow, run: RunDirectory, orders: Path) -> bool:
-    """Whether there was somebody to strike."""
+    """Inject a fault; return True if its process existed."""
     pids = [WanmaRun(run.path.parent).newest_process(rank) for rank in range(RANKS)]
     try:
         ranks = [psutil.Process(pid) for pid in pids]
@@ -252,7 +252,7 @@ def deal(blow: Blow, run: RunDirectory, orders: Path) -> bool:
 
 
 def differences(whole: Path, struck: Path, steps: int) -> list[str]:
-    """What distinguishes the two runs; nothing should."""
+    """Return the differences between the two runs; there should be none."""
     one, other = WanmaRun(whole), WanmaRun(struck)
     records = [read_lines(run.progress) for run in (one, other)]
     problems = []
@@ -266,7 +266,7 @@ def differences(whole: Path, struck: Path, steps: int) -> list[str]:
 
 
 def costs(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, int]]:
-    """Of each recovery: what struck first, seconds from then to its first finished step, steps repeated."""
+    """Return for each recovery its first fault, the seconds to the next finished step, and repeated steps."""
     found, left = [], list(blows)
     for recovery in recoveries:
         its = [blow for blow in left if blow.time < recovery["time"]]
@@ -284,7 +284,7 @@ def summary(
     problems: Sequence[str],
     command: str,
 ) -> str:
-    """As Markdown."""
+    """Return the results as Markdown."""
     rows, found = [], costs(blows, recoveries)
     for kind in KINDS:
         mine = [(cost, again) for what, cost, again in found if what == kind]
@@ -308,7 +308,7 @@ def summary(
 
 
 def story(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> str:
-    """All that happened, in time."""
+    """Return all events in the order of time."""
     lines = [(blow.time, f"step {blow.step:,}: {blow.kind}") for blow in blows]
     for event in recoveries:
         told = f"{event['seconds']:.2f} s, {event['repeated_steps']} repeated"

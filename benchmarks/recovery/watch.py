@@ -1,5 +1,7 @@
-"""Watches a contender's record of its steps from outside: kills one rank and says what that cost, or measures
-the processor time of others in the meantime."""
+"""Observer of a contender's record of its steps, from outside.
+
+It kills one rank and computes the cost, or measures the processor time of other processes in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ UNUSUAL = 5
 
 @dataclass(frozen=True)
 class Step:
-    """A finished optimizer step, as a contender recorded it. A repeated one is another `Step`."""
+    """Finished optimizer step, as a contender recorded it; a repeated one is another `Step`."""
 
     step: int
     time: float
-    """Unix seconds."""
+    """Unix time in seconds."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON objects; none where there is no such file yet."""
+    """Return the complete lines of a file of JSON objects; none if the file does not exist yet."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -43,7 +45,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def step_seconds(steps: Sequence[Step]) -> float:
-    """Median from the end of a step to the end of the next, without the first ones.
+    """Return the median seconds between the ends of consecutive steps, without the first ones.
 
     Raises:
         BenchmarkError: there are too few.
@@ -55,13 +57,13 @@ def step_seconds(steps: Sequence[Step]) -> float:
 
 
 class Watch(threading.Thread):
-    """Follows `progress` and kills a process half a step after step `kill_after` is recorded.
+    """Thread that follows `progress` and kills a process half a step after step `kill_after` is recorded.
 
-    Every step that is ever recorded is kept, also when the contender later drops it to repeat it.
+    Every recorded step is kept, even if the contender later drops it to repeat it.
 
     Args:
-        progress: the file of rank 0's steps.
-        victim: the process to be killed; asked for when it is due.
+        progress: file of rank 0's steps.
+        victim: returns the process to be killed; called when it is due.
     """
 
     def __init__(self, progress: Path, kill_after: int, victim: Callable[[], int]) -> None:
@@ -84,10 +86,10 @@ class Watch(threading.Thread):
             self._error = error
 
     def finish(self) -> list[dict[str, Any]]:
-        """All lines in time, when the contender has ended.
+        """Return all lines in the order of time, after the contender has ended.
 
         Raises:
-            BenchmarkError: nobody was killed.
+            BenchmarkError: no process was killed.
         """
         self._over.set()
         self.join()
@@ -98,7 +100,7 @@ class Watch(threading.Thread):
         return sorted(self._lines.values(), key=lambda line: float(line["time"]))
 
     def _look(self) -> bool:
-        """Take in what is new; returns whether the file has changed."""
+        """Read new lines; return True if the file has changed."""
         try:
             found = self._progress.stat()
         except FileNotFoundError:
@@ -119,11 +121,11 @@ class Watch(threading.Thread):
 
 
 class ProcessorTime(threading.Thread):
-    """Processor time of some processes from the end of one step to that of another.
+    """Thread that measures processor time of some processes from the end of one step to that of another.
 
     Args:
-        progress: the file of rank 0's steps.
-        processes: by name; asked for at the first of the two.
+        progress: file of rank 0's steps.
+        processes: returns the processes by name; called at the first of the two.
     """
 
     def __init__(
@@ -148,10 +150,10 @@ class ProcessorTime(threading.Thread):
             self._error = error
 
     def finish(self) -> dict[str, float]:
-        """By name, seconds of one processor per second.
+        """Return the seconds of one processor per second, by name.
 
         Raises:
-            BenchmarkError: the steps did not come, or the processes could not be asked.
+            BenchmarkError: the steps did not come, or the processes could not be measured.
         """
         self._over.set()
         self.join()
@@ -167,13 +169,13 @@ def _seconds(process: psutil.Process) -> float:
 
 
 def cost(lines: Sequence[Mapping[str, Any]], killed: float, resumed: float) -> dict[str, Any]:
-    """What the death of a rank cost.
+    """Return the cost of the death of a rank.
 
     Args:
-        lines: of rank 0's record, in time; those with `committed` false are no steps.
-        killed: when.
-        resumed: from then on the steps are of those who carry on. A step that ends between the two was
-            finished by ranks that had all they needed of the dead one, before they noticed.
+        lines: lines of rank 0's record, in time; those with `committed` false are no steps.
+        killed: time of the kill.
+        resumed: time from which the steps are those of the continued run. A step that ends between the two
+            was finished by ranks that had all they needed of the dead one, before they noticed.
 
     Returns:
         `new_step_seconds` from the kill to the end of the first step that had not been finished before,

@@ -1,1 +1,1 @@
-"""Training over slow links between two machines: wanma's ways to sum gradients beside DDP."""
+"""Training over slow links between two nodes: wanma's ways to sum gradients beside DDP."""

@@ -1,9 +1,9 @@
-"""Run one command on each of two machines that a slow link joins: network namespaces of this one.
+"""Runner of one command on each of two nodes joined by a slow link: network namespaces of this machine.
 
     python -m benchmarks.slow_links.apart --megabits 100 --delay 0.01 -- torchrun --node-rank={node} ...
 
-In the command's words {node} is 0 or 1. Needs root, `ip` and `tc` (Debian: iproute2), and for a delay
-/dev/net/tun. Nothing is left behind; ends with the first code that is not 0.
+In the command's words {node} is 0 or 1. It needs root, `ip` and `tc` (Debian: iproute2), and for a delay
+/dev/net/tun. Nothing is left behind; the exit code is the first one that is not 0.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from benchmarks.slow_links.interface import ADDRESSES, NAME
 
 BURST_BYTES = 256 << 10
-"""That the limit lets through at once: more than the largest packet."""
+"""Bytes that the limit passes at once: more than the largest packet."""
 QUEUE_SECONDS = 1.0
-"""Of packets, that wait at the limit before more are dropped."""
+"""Seconds of packets that wait at the limit before more are dropped."""
 END_SECONDS = 10.0
-"""After one machine's command has failed, the other's may go on for so long."""
+"""Seconds for which one command may continue after the other has failed."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def what_is_missing(delay_seconds: float) -> str | None:
-    """Why there can be no such network here, and the way out; None where there can."""
+    """Return the reason why there can be no such network here, and the way out; None if there can."""
     if os.getuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "tc"):
@@ -55,7 +55,7 @@ def what_is_missing(delay_seconds: float) -> str | None:
 
 
 def run_on(names: Sequence[str], command: Sequence[str]) -> int:
-    """Run `command` in each namespace; returns the first code that is not 0."""
+    """Run `command` in each namespace; return the first code that is not 0."""
     running = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *(word.replace("{node}", str(node)) for word in command)]
@@ -80,7 +80,7 @@ def run_on(names: Sequence[str], command: Sequence[str]) -> int:
 
 @contextmanager
 def two_machines(megabits: float, delay_seconds: float) -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by a cable of such a rate and length."""
+    """Create two namespaces joined by a cable of this rate and delay."""
     names = (f"wanma-slow-a-{os.getpid()}", f"wanma-slow-b-{os.getpid()}")
     try:
         for name in names:
@@ -96,7 +96,7 @@ def two_machines(megabits: float, delay_seconds: float) -> Iterator[tuple[str, s
 
 
 def limit(name: str, megabits: float) -> None:
-    """What leaves the namespace; what comes in leaves the other one."""
+    """Limit the outgoing rate of a namespace; its incoming traffic leaves the other one."""
     words = (
         "root",
         "tbf",

@@ -1,4 +1,4 @@
-"""The contenders on two machines of two ranks each: wanma's ways to sum gradients, and PyTorch's DDP."""
+"""Contenders on two nodes of two ranks each: wanma's ways to sum gradients, and PyTorch's DDP."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ RANKS = NODES * RANKS_EACH
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of wanma's to train over the link."""
+    """Way of wanma to train over the link."""
 
     title: str
     parallel: tuple[str, ...]
     """Lines of the job's [parallel] section, beside dp_replicate."""
     every: int = 1
-    """Steps from one exchange to the next: so many are measured at least, and whole numbers of so many."""
+    """Steps between two exchanges; a whole multiple of them is measured."""
 
 
 _SELDOM = 20
 _SITES = (f"sites = {NODES}", f"synchronize_every = {_SELDOM}")
 OUTER = ("outer_rate = 0.8", "outer_momentum = 0.5")
-"""What `benchmarks/convergence` knows the loss of."""
+"""Outer optimizer whose loss `benchmarks/convergence` measures."""
 
 CONTENDERS = {
     "plain": Contender("exact, after backward, one ring", ("overlap = false", "hierarchical = false")),
@@ -57,19 +57,19 @@ CONTENDERS = {
         _SELDOM,
     ),
 }
-"""Another one is another line."""
+"""Contenders by name; a further one is a further line."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that fixes one comparison; equal settings are pooled."""
+    """Settings of one comparison; equal settings are pooled."""
 
     contenders: str
-    """Names of wanma's, joined by '+'."""
+    """Names of wanma's contenders, joined by '+'."""
     megabits: float
-    """A second, each way."""
+    """Rate of the link in Mbit/s, each way."""
     delay: float
-    """Seconds of each packet, each way."""
+    """Delay of each packet in seconds, each way."""
     precision: str
     preset: str
     vocabulary: int
@@ -94,7 +94,7 @@ class Setting:
         return RANKS * self.batch
 
     def measured_steps(self, way: Contender | None) -> int:
-        """Of `way`, or of DDP."""
+        """Return the measured steps of `way`, or of DDP."""
         every = 1 if way is None else way.every
         return -(-self.steps // every) * every
 
@@ -103,7 +103,7 @@ class Setting:
         return self.warmup + self.measured_steps(way) + 1
 
     def job(self, way: Contender | None) -> str:
-        """The job file; DDP (None) reads model, data and training from the same text."""
+        """Return the job file; DDP (None) reads model, data and training from the same text."""
         lines = () if way is None else way.parallel
         layout = "\n".join((f"dp_replicate = {RANKS}", f"micro_batch = {self.batch}", *lines))
         return f"""\
@@ -152,7 +152,7 @@ def wanma_command(setting: Setting) -> Command:
 
 
 def ddp_command(setting: Setting) -> Command:
-    """With wanma's allocator, threads and optimizer kernel."""
+    """Return DDP's command, with wanma's allocator, threads and optimizer kernel."""
     words = (
         *("torchrun", f"--nnodes={NODES}", f"--nproc-per-node={RANKS_EACH}", "--node-rank={node}"),
         *(f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"),
@@ -167,8 +167,8 @@ def measure(setting: Setting, way: Contender | None, venv: Path, folder: Path) -
     """Train once and measure.
 
     Args:
-        way: wanma's, or None for DDP.
-        folder: an empty one.
+        way: way of wanma, or None for DDP.
+        folder: an empty folder.
 
     Raises:
         BenchmarkError: the contender failed or did not record every step.
@@ -182,7 +182,7 @@ def measure(setting: Setting, way: Contender | None, venv: Path, folder: Path) -
 
 
 def waited_seconds(metrics: Path, warmup: int, steps: int) -> float | None:
-    """Of a measured step, on average: what rank 0 waited for other data ranks; None where nobody says."""
+    """Return the mean seconds per step for which rank 0 waited for other data ranks; None if unknown."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()][warmup : warmup + steps]
     told = [line["waited"].get("data", 0.0) for line in lines if "waited" in line]
     return sum(told) / len(told) if told else None

@@ -1,8 +1,8 @@
-"""A long cable between two network namespaces: each packet comes out a while after it went in.
+"""Relay that delays packets between two network namespaces, as a long cable does.
 
     python -m benchmarks.slow_links.relay NAMESPACE OTHER ADDRESS OTHER_ADDRESS DELAY_SECONDS
 
-Runs as root until it is killed; prints 'up' when both ends are there. Packets are large, so that carrying
+It runs as root until it is killed, and prints 'up' when both ends exist. Packets are large, so that carrying
 them takes little of the cores that train. Kernels that have netem need no relay; many a guest has none.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.slow_links.interface import NAME
 
 PACKET_BYTES = 60_000
-"""Largest; of TCP, at 1 Gbit/s, some 2,000 a second."""
+"""Maximum bytes of a packet; TCP at 1 Gbit/s has some 2,000 per second."""
 QUEUE_PACKETS = 1_000
 
 _NEW_NETWORK = 0x40000000  # sched.h: CLONE_NEWNET
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def carry(ends: list[int], delay_seconds: float) -> None:
-    """From each end to the other, for ever."""
+    """Carry packets from each end to the other, forever."""
     waiting: list[tuple[float, int, int, bytes]] = []
     count = 0
     while True:
@@ -55,7 +55,7 @@ def carry(ends: list[int], delay_seconds: float) -> None:
 
 
 def end_in(namespace: str, address: str, peer: str) -> int:
-    """A device in a namespace, as a descriptor from which its packets are read."""
+    """Create a device in a namespace; return a descriptor from which its packets are read."""
     here = os.open("/proc/self/ns/net", os.O_RDONLY)
     there = os.open(Path("/var/run/netns") / namespace, os.O_RDONLY)
     _enter(there)

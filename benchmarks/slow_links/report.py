@@ -1,4 +1,4 @@
-"""The results over slow links as Markdown."""
+"""Report of the comparison over slow links, as Markdown."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.slow_links.contenders import CONTENDERS, NODES, RANKS_EACH, Sett
 
 Piece = dict[str, Any]
 DDP = "DDP"
-"""Its name beside those of `CONTENDERS`."""
+"""Name of DDP beside those of `CONTENDERS`."""
 
 
 def report(pieces: Sequence[Piece]) -> str:
-    """All that was measured, without the pieces that have no undisturbed pair yet."""
+    """Return all results, without the pieces that have no undisturbed pair yet."""
     measured = [piece for piece in pieces if undisturbed(piece)]
     if not measured:
         return "Nothing has been measured yet.\n"
@@ -65,7 +65,7 @@ def _of_link(link: str, pieces: Sequence[Piece]) -> str:
 
 
 def ratios(piece: Piece, name: str) -> list[float]:
-    """Tokens per second of `name` over DDP's, of each undisturbed round."""
+    """Return the tokens per second of `name` over DDP's, for each undisturbed round."""
     return [
         taken[name]["tokens_per_second"] / taken[DDP]["tokens_per_second"] for taken in undisturbed(piece)
     ]

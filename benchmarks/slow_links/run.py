@@ -1,4 +1,4 @@
-"""Training over a slow link between two machines: wanma's ways to sum gradients, and DDP, in rounds.
+"""Training over a slow link between two nodes: wanma's ways to sum gradients, and DDP, in rounds.
 
     python benchmarks/slow_links/run.py --megabits 100 --delay 0 --contender both int8 --pairs 3   # one piece
     python benchmarks/slow_links/run.py --megabits 1000 --minutes 10
@@ -106,7 +106,7 @@ def _prepare_data(setting: Setting) -> None:
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
-    """The chosen comparisons."""
+    """Yield the chosen comparisons."""
     for megabits, delay in itertools.product(options.megabits, options.delay):
         yield Setting(
             contenders="+".join(options.contender),

@@ -1,1 +1,1 @@
-"""From the command to the end of the first optimizer step, wanma beside torchrun."""
+"""Time from the command to the end of the first optimizer step, wanma beside torchrun."""

@@ -1,4 +1,4 @@
-"""A tiny decoder in plain PyTorch, imported by both contenders: what they start must cost them the same."""
+"""Tiny decoder in plain PyTorch, imported by both contenders, so that it costs both the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY, SEQUENCE, HIDDEN, HEADS, LAYERS = 320, 64, 64, 4, 2
 
 
 class TinyDecoder(nn.Module):
-    """(rows, sequence) tokens to (rows, sequence, vocabulary) logits."""
+    """Decoder of (rows, sequence) tokens to (rows, sequence, vocabulary) logits."""
 
     def __init__(
         self, sequence: int = SEQUENCE, hidden: int = HIDDEN, heads: int = HEADS, layers: int = LAYERS

@@ -40,9 +40,9 @@ from wanma.data.opening import open_data, prepare
 from wanma.job.file.loading import load_job
 
 STEPS = 2
-"""The second step is not measured: wanma's last step also saves the final checkpoint."""
+"""Steps of a run; the second is not measured, because wanma's last step also saves the final checkpoint."""
 SEQUENCE = 64
-"""Of the model in model.py, which only the contenders import."""
+"""Tokens per sequence of the model in model.py, which only the contenders import."""
 TIMEOUT_SECONDS = 300.0
 WANMA = ("wanma", "train", "job.toml", "--run-dir", "run")
 PEER = ("benchmarks/startup/train_ddp.py", "--tokens", "tokens.npy", "--result", "result.json")
@@ -121,7 +121,7 @@ def measure(name: str, arguments: Sequence[str], inputs: Path, venv: Path) -> di
 
 
 def prepare_inputs(folder: Path, ranks: int) -> None:
-    """A text, its token file in wanma's cache, and the same batches as an array for the peer."""
+    """Write a text, its token file in wanma's cache, and the same batches as an array for the peer."""
     import numpy as np
 
     corpus, path = folder / "corpus.txt", folder / "job.toml"
@@ -169,7 +169,7 @@ every_steps = 0
 
 
 def ratios(piece: dict[str, Any]) -> list[float]:
-    """wanma's seconds over torchrun's, for each undisturbed pair."""
+    """Return the seconds of wanma over torchrun's, for each undisturbed pair."""
     return [
         taken["wanma"]["first_step_seconds"] / taken["peer"]["first_step_seconds"]
         for taken in undisturbed(piece)
@@ -177,7 +177,7 @@ def ratios(piece: dict[str, Any]) -> list[float]:
 
 
 def report(pieces: Sequence[dict[str, Any]]) -> str:
-    """All that was measured, as Markdown."""
+    """Return all results as Markdown."""
     measured = [piece for piece in pieces if undisturbed(piece)]
     if not measured:
         return "Nothing has been measured yet.\n"

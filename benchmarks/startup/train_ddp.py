@@ -1,4 +1,4 @@
-"""The peer's script: DistributedDataParallel under torchrun, two steps, with the clock read after the first.
+"""Script of the peer: DistributedDataParallel under torchrun, two steps, clock read after the first.
 
 As in https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html ("Initialize DDP with torchrun"). It
 imports nothing of wanma; its tokens were prepared beforehand.

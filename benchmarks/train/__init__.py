@@ -1,1 +1,1 @@
-"""The same model, data and batch trained by wanma and by its peers."""
+"""Comparison of wanma with its peers on the same model, data and batch."""

@@ -1,4 +1,4 @@
-"""The contenders as commands: wanma through `wanma train`, each peer through torchrun and its own script."""
+"""Contenders as commands: wanma through `wanma train`, each peer through torchrun and its own script."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TIMEOUT_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Peer:
-    """What wanma is compared with, and the layout of wanma that shards the same things."""
+    """Peer of wanma, with the layout of wanma that shards the same state."""
 
     title: str
     script: str | None
-    """In `peers/`; None: wanma itself in one process."""
+    """Script in `peers/`; None: wanma itself in one process."""
     layout: str
     """Lines of wanma's [parallel] section; RANKS stands for the number of ranks."""
     environment: Mapping[str, str]
@@ -47,10 +47,10 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that fixes one comparison; equal settings are pooled."""
+    """Settings of one comparison; equal settings are pooled."""
 
     table: str
-    """a: the peer as its quick start has it; b: with every public switch that wanma uses."""
+    """Table; a: the peer as in its quick start; b: with every public switch that wanma uses."""
     peer: str
     precision: str
     compile: bool
@@ -75,7 +75,7 @@ class Setting:
         return self.warmup + self.steps + 1
 
     def job(self, one_process: bool) -> str:
-        """The job file; peers read model, data and training from the same text."""
+        """Return the job file; peers read model, data and training from the same text."""
         layout = PEERS[self.peer].layout.replace("RANKS", str(self.ranks))
         return f"""\
 [model]
@@ -113,7 +113,7 @@ keep_best = false
 
 @dataclass(frozen=True)
 class Command:
-    """How a contender is started. `job.toml`, `run` and `result.json` lie in a folder of the sample's own."""
+    """Command of a contender; `job.toml`, `run` and `result.json` are in a folder of the sample's own."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -127,7 +127,7 @@ def wanma_command() -> Command:
 
 
 def peer_command(setting: Setting) -> Command:
-    """The peer's command; in table b with wanma's own environment and optimizer kernel."""
+    """Return the peer's command; in table b with wanma's own environment and optimizer kernel."""
     peer = PEERS[setting.peer]
     if peer.script is None:
         return wanma_command()
@@ -149,8 +149,8 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
     """Train once and measure.
 
     Args:
-        wanma: the contender is wanma on several ranks; else the setting's peer.
-        folder: an empty one.
+        wanma: True for wanma on several ranks, False for the setting's peer.
+        folder: an empty folder.
 
     Raises:
         BenchmarkError: the contender failed or did not record every step.
@@ -163,10 +163,10 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
 
 
 def train_once(command: Command, job: str, steps: int, venv: Path, folder: Path) -> dict[str, Any]:
-    """Run a contender on a job of `steps` steps, and take its record: times and losses of them, and facts.
+    """Run a contender on a job of `steps` steps; return its record: times, losses and facts.
 
     Args:
-        folder: an empty one.
+        folder: an empty folder.
 
     Raises:
         BenchmarkError: the contender failed or did not record every step.
@@ -181,7 +181,7 @@ def train_once(command: Command, job: str, steps: int, venv: Path, folder: Path)
 
 
 def prepare_start(command: Command, job: str, venv: Path, folder: Path) -> Start:
-    """Write the job into the contender's folder; returns how to start it there."""
+    """Write the job into the contender's folder; return its start there."""
     (folder / "job.toml").write_text(job)
     places = {name: str(folder / name) for name in ("job.toml", "run", "result.json")}
     return Start(
@@ -192,10 +192,10 @@ def prepare_start(command: Command, job: str, venv: Path, folder: Path) -> Start
 
 
 def read_record(command: Command, steps: int, folder: Path) -> dict[str, Any]:
-    """Times and losses of all steps, and facts.
+    """Return times and losses of all steps, and facts.
 
     Raises:
-        BenchmarkError: not every step is there.
+        BenchmarkError: a step is missing.
     """
     result = folder / "result.json"
     record: dict[str, Any] = json.loads(result.read_text()) if result.exists() else _read_run(folder / "run")
@@ -205,14 +205,14 @@ def read_record(command: Command, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def with_speed(record: dict[str, Any], warmup: int, steps: int, tokens_per_step: int) -> dict[str, Any]:
-    """A record with tokens per second of `steps` steps after `warmup` ones, instead of its times."""
+    """Return a record with tokens per second of `steps` steps after `warmup` ones, instead of its times."""
     times = record.pop("times")
     window = times[warmup + steps - 1] - times[warmup - 1]
     return {"tokens_per_second": round(steps * tokens_per_step / window, 1), **record}
 
 
 def _read_run(run: Path) -> dict[str, Any]:
-    """Times and losses of a wanma run, from its metrics."""
+    """Return times and losses of a wanma run, from its metrics."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((run / "plan.json").read_text())["plan"]
     return {

@@ -1,4 +1,4 @@
-"""The results of the training comparison as Markdown."""
+"""Report of the training comparison, as Markdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TITLES = {
     "b": "Table b: each peer with every public switch that wanma uses",
 }
 LOSS_LIMITS = {"fp32": 1e-3, "bf16": 5e-2}
-"""Largest relative difference of a step's loss that still counts as the same training."""
+"""Maximum relative difference of a step's loss that still counts as the same training."""
 
 Piece = dict[str, Any]
 
 
 def report(pieces: Sequence[Piece]) -> str:
-    """All that was measured, without the pieces that have no undisturbed pair yet."""
+    """Return all results, without the pieces that have no undisturbed pair yet."""
     measured = [piece for piece in pieces if undisturbed(piece)]
     if not measured:
         return "Nothing has been measured yet.\n"
@@ -37,7 +37,7 @@ def report(pieces: Sequence[Piece]) -> str:
 
 
 def loss_difference(piece: Piece) -> float:
-    """Largest relative difference between the contenders' losses, over all steps and pairs."""
+    """Return the largest relative difference between the contenders' losses, over all steps and pairs."""
     return max(
         abs(float(ours) - float(theirs)) / abs(float(theirs))
         for taken in piece["pairs"]
@@ -46,7 +46,7 @@ def loss_difference(piece: Piece) -> float:
 
 
 def ratios(piece: Piece) -> list[float]:
-    """wanma's tokens per second over the peer's, for each undisturbed pair."""
+    """Return the tokens per second of wanma over the peer's, for each undisturbed pair."""
     return [
         taken["wanma"]["tokens_per_second"] / taken["peer"]["tokens_per_second"]
         for taken in undisturbed(piece)
@@ -66,7 +66,7 @@ def _preface(pieces: Sequence[Piece]) -> str:
 
 
 def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces that share a table: all settings equal but the peer."""
+    """Return the pieces that share a table: all settings equal but the peer."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
         key = tuple(value for name, value in piece["settings"].items() if name != "peer")
@@ -113,7 +113,7 @@ def _describe(piece: Piece) -> str:
 
 
 def _losses(pieces: Sequence[Piece]) -> str:
-    """Losses of the first pair, side by side."""
+    """Return the losses of the first pair, side by side."""
     count = len(pieces[0]["pairs"][0]["wanma"]["losses"])
     shown = sorted({round(index * (count - 1) / 5) for index in range(6)})
     rows = []

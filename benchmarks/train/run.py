@@ -99,7 +99,7 @@ def _name(setting: Setting) -> str:
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
-    """The chosen pieces, those of one table together."""
+    """Yield the chosen pieces, those of one table together."""
     chosen = itertools.product(options.table, options.compile, options.precision, options.batch, options.peer)
     for table, compiled, precision, batch, peer in chosen:
         if peer == "one-process" and table != options.table[0]:

@@ -1,7 +1,6 @@
-"""The peers' side of the comparison: the model, data, initial weights and rates of the same job file that
-wanma runs, in plain PyTorch terms.
+"""Workload of the peers: model, data, initial weights and rates of wanma's job file, in plain PyTorch.
 
-All that is here happens before the measured steps, but for the loss and one reading of the clock a step.
+All of it happens before the measured steps, except for the loss and one reading of the clock per step.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from wanma.models.model_spec import build_model, model_spec
 
 
 def arguments() -> argparse.Namespace:
-    """What `run.py` tells a peer's script."""
+    """Return the arguments that `run.py` passes to a peer's script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
@@ -38,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Workload:
-    """One job as its parts, and the record of a training of it."""
+    """Job as its parts, and the record of a training of it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         job = load_job(options.job)
@@ -64,7 +63,7 @@ class Workload:
         self._losses: list[Tensor] = []
 
     def adamw_arguments(self) -> dict[str, Any]:
-        """The job's AdamW; the kernel is torch's own choice unless the fused one is asked for."""
+        """Return the job's AdamW arguments; the kernel is torch's choice unless fused is requested."""
         train = self.train
         chosen = {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon}
         return {**chosen, "weight_decay": train.weight_decay, **({"fused": True} if self.fused else {})}
@@ -73,27 +72,27 @@ class Workload:
         return torch.optim.AdamW(parameters, **self.adamw_arguments())
 
     def loader_of_all_ranks(self) -> DataLoader[Any]:
-        """Batches of `batch` samples, each rank's of the first step, then of the second, and so on."""
+        """Return batches of `batch` samples, each rank's of the first step, then of the second, and so on."""
         return DataLoader(TensorDataset(self._inputs, self._targets), batch_size=self.batch)
 
     def loader(self, rank: int, world_size: int) -> DataLoader[Any]:
-        """This rank's batches: the rows that wanma's plan gives to the same rank."""
+        """Return this rank's batches: the rows that wanma's plan gives to the same rank."""
         mine = [n for n in self._numbers if n // self.batch % world_size == rank]
         return DataLoader(TensorDataset(self._inputs[mine], self._targets[mine]), batch_size=self.batch)
 
     def step_done(self, loss: Tensor) -> None:
-        """Note the end of an optimizer step and this rank's loss in it."""
+        """Record the end of an optimizer step and this rank's loss in it."""
         self._losses.append(loss.detach())
         self._times.append(time.time())
 
     def finish(self, *, divisor: int | None = None, **facts: Any) -> NoReturn:
-        """Average the losses over the ranks, let rank 0 write the record, and end this process.
+        """Average the losses over the ranks, write the record on rank 0, and end this process.
+
+        It ends without destructors: torch's sometimes deadlock there, freeing the process group that DDP
+        holds with Python's lock taken, while a thread of Gloo waits for that lock.
 
         Args:
-            divisor: of the sum over ranks; default: their number. 1 where each noted its share of the mean.
-
-        It ends without destructors: now and then torch's deadlock there, freeing the process group that
-        DDP holds with Python's lock taken, while a thread of Gloo waits for that lock.
+            divisor: divisor of the sum over ranks; default: their number; 1: each noted its share.
         """
         losses = torch.stack(self._losses).double()
         dist.all_reduce(losses)
@@ -112,5 +111,5 @@ class Workload:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over targets, computed in fp32 as wanma's is."""
+    """Return the mean over targets, computed in fp32 as wanma's is."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

@@ -1,4 +1,4 @@
-"""What torchtitan's training step is made of, whatever the axis (0.2.2: train.py, train_step)."""
+"""Parts of torchtitan's training step, common to all mesh dimensions (0.2.2: train.py, train_step)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def loss_share(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:
-    """Summed losses over the tokens of the global batch: components/loss.py, and train.py that divides."""
+    """Return the summed losses over the tokens of the global batch.
+
+    Source: components/loss.py, and train.py, which divides.
+    """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / tokens
 
 
 def clip(
     groups: Iterable[Iterable[nn.Parameter]], max_norm: float, stages: dist.ProcessGroup | None = None
 ) -> None:
-    """distributed/utils.py, clip_grad_norm_: one norm over all axes, foreach.
+    """Clip gradients by one norm over all mesh dimensions, foreach.
+
+    Source: distributed/utils.py, clip_grad_norm_.
 
     Args:
         groups: parameters of one mesh each.
@@ -43,7 +48,7 @@ def clip(
 
 
 def mixed_precision(bf16: bool) -> MixedPrecisionPolicy:
-    """train.py's training.mixed_precision_param and _reduce."""
+    """Return the precision policy of train.py's training.mixed_precision_param and _reduce."""
     kind = torch.bfloat16 if bf16 else torch.float32
     return MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
 
@@ -57,11 +62,13 @@ def shard(
     experts: dict[nn.Module, nn.Module] | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """models/llama3/infra/parallelize.py, apply_fsdp; with experts, that of models/llama4.
+    """Shard the model with FSDP2.
+
+    Source: models/llama3/infra/parallelize.py, apply_fsdp; with experts, that of models/llama4.
 
     Args:
-        reshard: parameters are let go after a block's forward; else kept for its backward.
-        experts: of blocks, what `expert_mesh` shards.
+        reshard: free parameters after a block's forward; else keep them for its backward.
+        experts: modules that `expert_mesh` shards, by block.
     """
     policy = mixed_precision(bf16)
     fully_shard(model.get_submodule("embedding"), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

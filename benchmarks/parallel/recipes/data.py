@@ -1,7 +1,7 @@
-"""Data parallel in plain torch: DDP, ZeRO-2 and ZeRO-3.
+"""Data parallelism in plain torch: DDP, ZeRO-2 and ZeRO-3.
 
-torchtitan 0.2.2, models/llama3/infra/parallelize.py: `apply_ddp` (buckets of 100 MB), and `apply_fsdp`
-with reshard_after_forward_policy "never" (ZeRO-2) or "default" (ZeRO-3). bf16 under DDP is autocast, as
+torchtitan 0.2.2, models/llama3/infra/parallelize.py: `apply_ddp` (buckets of 100 MB), and `apply_fsdp` with
+reshard_after_forward_policy "never" (ZeRO-2) or "default" (ZeRO-3). bf16 under DDP is autocast, as
 distributed/utils.py's `maybe_enable_amp`.
 """
 

@@ -1,4 +1,4 @@
-"""Expert parallel in plain torch, the rest of the model under ZeRO-3.
+"""Expert parallelism in plain torch, the rest of the model under ZeRO-3.
 
 torchtitan 0.2.2: models/moe/moe.py (router, reorderer, and the experts one after the other, which it keeps
 beside the grouped product that needs a GPU), distributed/expert_parallel.py, `ExpertParallel`,
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class PlainMixture(nn.Module):
-    """torchtitan's MoE with the weights of wanma's."""
+    """Mixture of experts of torchtitan with the weights of wanma's."""
 
     def __init__(self, original: MixtureOfExperts, dimensions: DecoderDimensions, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PlainMixture(nn.Module):
         self.register_buffer("load", torch.zeros(dimensions.experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, sequence, hidden) to the same."""
+        """Map (rows, sequence, hidden) to the same shape."""
         choices, bias = self.dimensions.experts_per_token, cast(Tensor, self.bias)
         tokens = x.flatten(0, 1)
         scores = self.gate(tokens).float()
@@ -97,7 +97,7 @@ class PlainMixture(nn.Module):
 
 
 class SpreadExperts(nn.Module):
-    """torchtitan's GroupedExperts between the dispatch and the return of `ExpertParallel`."""
+    """Experts of torchtitan's GroupedExperts between dispatch and return of `ExpertParallel`."""
 
     def __init__(self, original: MixtureOfExperts, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class SpreadExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows sorted by expert to their experts' results.
+        """Map rows sorted by expert to their experts' results.
 
         Args:
             counts: (experts,), rows of each.
@@ -142,7 +142,7 @@ class SpreadExperts(nn.Module):
 
 @torch.no_grad()
 def move_biases(layers: Sequence[PlainMixture]) -> None:
-    """Once per step, towards the experts that had less than their share of all ranks' tokens."""
+    """Move the biases, once per step, towards experts with less than their share of all ranks' tokens."""
     loads = torch.stack([cast(Tensor, layer.load) for layer in layers])
     dist.all_reduce(loads)
     for layer, load in zip(layers, loads, strict=True):

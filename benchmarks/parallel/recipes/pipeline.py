@@ -1,4 +1,4 @@
-"""Pipeline parallel in plain torch.
+"""Pipeline parallelism in plain torch.
 
 torchtitan 0.2.2, distributed/pipeline_parallel.py: `generate_llm_fqn_per_model_part` (cuts by count),
 `pipeline_module_split` (stages that lack the other stages' modules), `build_pipeline_schedule`; train.py,
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def stage_module(model: nn.Module, number: int, cuts: tuple[int, ...]) -> nn.Module:
-    """A copy of the model without what other stages hold."""
+    """Return a copy of the model without the modules of other stages."""
     part: Any = copy.deepcopy(model)
     bounds = (0, *cuts, len(part.layers))
     for name in list(part.layers):

@@ -1,8 +1,8 @@
-"""Tensor parallel in plain torch, with and without sequence parallel, loss parallel in both.
+"""Tensor parallelism in plain torch, with and without sequence parallelism, loss parallel in both.
 
 With it: torchtitan 0.2.2, models/llama3/infra/parallelize.py, `apply_tp`. Without: its main branch,
-models/qwen3/parallelize.py, `apply_non_moe_tp` with enable_sp=False, but for one thing that is in favour
-of this recipe: the residual stream is a plain tensor and no DTensor, whose every operation costs more.
+models/qwen3/parallelize.py, `apply_non_moe_tp` with enable_sp=False, but for one thing that is in favour of
+this recipe: the residual stream is a plain tensor and no DTensor, whose every operation costs more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def split(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """The plan for wanma's decoder, whose modules have other names than torchtitan's."""
+    """Apply the tensor-parallel plan to wanma's decoder, whose modules have other names than torchtitan's."""
     residual = Shard(1) if sequence else Replicate()
     norm: ParallelStyle = SequenceParallel() if sequence else WholeOnEveryRank()
     parallelize_module(
@@ -82,7 +82,7 @@ def split(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
 
 class WholeOnEveryRank(ParallelStyle):
-    """torchtitan's NoParallel (distributed/__init__.py): only, parameters are DTensors on the mesh."""
+    """Style of torchtitan's NoParallel (distributed/__init__.py): parameters become DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._enter, self._leave)

@@ -1,1 +1,1 @@
-"""The peers' scripts: plain torch, nothing of wanma."""
+"""Scripts of the peers, in plain torch without wanma."""

@@ -1,6 +1,6 @@
-"""What the peers' scripts share: the task that wanma's job states, and a record of every step.
+"""Shared parts of the peers' scripts: the task of wanma's job, and a record of every step.
 
-Nothing of wanma is imported: a rank that starts again would pay for it.
+Nothing of wanma is imported: a restarted rank would pay for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.startup.model import TinyDecoder
 
 
 def arguments(every: bool = False) -> argparse.Namespace:
-    """What `run.py` tells a peer's script."""
+    """Return the arguments that `run.py` passes to a peer's script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", type=Path, required=True, help="task.json, with tokens.npy beside it")
     parser.add_argument("--progress", type=Path, required=True, help="folder for the records of all ranks")
@@ -37,7 +37,7 @@ class Task:
     """Model, optimizer and data of wanma's job.
 
     Args:
-        path: of task.json; tokens.npy beside it is (steps, ranks, samples, sequence + 1).
+        path: path of task.json; tokens.npy beside it is (steps, ranks, samples, sequence + 1).
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class Task:
         self._tokens = np.load(path.with_name("tokens.npy"), mmap_mode="r")
 
     def model(self) -> TinyDecoder:
-        """With the initial weights that wanma gives it."""
+        """Return the model with the initial weights that wanma gives it."""
         torch.manual_seed(1)
         return TinyDecoder(**self._model)
 
@@ -62,14 +62,14 @@ class Task:
         nn.utils.clip_grad_norm_(model.parameters(), self._clip)
 
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
-        """Of this rank's samples of `step`, counted from 0."""
+        """Return the loss of this rank's samples of `step`, counted from 0."""
         rows = torch.from_numpy(self._tokens[step, rank].copy())  # (samples, sequence + 1)
         logits: Tensor = model(rows[:, :-1])
         return F.cross_entropy(logits.flatten(0, -2), rows[:, 1:].flatten())
 
 
 class Progress:
-    """One rank's record: its process while it lives, and a line for each step, written in one call."""
+    """Record of one rank: its process while it lives, and a line for each step, written in one call."""
 
     def __init__(self, folder: Path, rank: int, generation: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,16 +78,16 @@ class Progress:
         (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
 
     def step(self, step: int, loss: Tensor, **facts: Any) -> None:
-        """Note the end of `step`, counted from 1."""
+        """Record the end of `step`, counted from 1."""
         record = {"generation": self._generation, "step": step, "loss": float(loss.detach()), **facts}
         os.write(self._lines, json.dumps({**record, "time": time.time()}).encode() + b"\n")
 
 
 def leave(progress: Path, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 writes a digest of its weights and their moments; then this process ends.
+    """Write rank 0's digest of its weights and their moments, and end this process.
 
-    It ends without destructors: now and then torch's deadlock, freeing a process group with Python's lock
-    taken while a thread of Gloo waits for that lock.
+    It ends without destructors: torch's sometimes deadlock, freeing a process group with Python's lock taken
+    while a thread of Gloo waits for that lock.
     """
     if rank == 0:
         parameters = list(model.parameters())
@@ -97,7 +97,7 @@ def leave(progress: Path, rank: int, model: nn.Module, optimizer: torch.optim.Op
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of all bytes."""
+    """Return the SHA-256 of all bytes."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().contiguous().numpy().data)

@@ -1,7 +1,7 @@
-"""torchft's lighthouse and its replicas on this machine; a replica that dies is started again at once.
+"""Lighthouse and replicas of torchft on this node; a replica that dies is restarted at once.
 
-Faster than by torchrun, which would have to notice first. The lighthouse's times are short: a replica is
-taken for dead after five missed heartbeats of 100 ms (the default is 5 s).
+This is faster than by torchrun, which would have to notice first. The lighthouse's times are short: a replica
+counts as dead after five missed heartbeats of 100 ms (the default is 5 s).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def run_replicas(replicas: int, arguments: Sequence[str]) -> int:
-    """Until all have ended well; 1 when one of them failed too often."""
+    """Run the replicas until all have ended well; return 1 if one of them failed too often."""
     starts = dict.fromkeys(range(replicas), 0)
     running = {replica: start(replica, 0, arguments) for replica in starts}
     while running:

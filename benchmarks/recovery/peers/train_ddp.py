@@ -1,8 +1,8 @@
-"""DistributedDataParallel under torchrun, with checkpoints from which a restart carries on.
+"""DistributedDataParallel under torchrun, with checkpoints from which a restart continues.
 
 As in https://docs.pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html, at its best for this
 failure: a checkpoint is copied into memory and written by a thread beside the training, renamed when it is
-whole, and never synchronised with the disk, since a killed process leaves the page cache as it is.
+complete, and never synchronized with the disk, since a killed process leaves the page cache intact.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Fill weights and moments from the checkpoint, if there is one; returns the steps done in it."""
+    """Load weights and moments from the checkpoint, if there is one; return the steps done in it."""
     if not path.exists():
         return 0
     saved = torch.load(path, mmap=True)
@@ -59,7 +59,7 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 class Saver:
-    """Writes one checkpoint at a time beside the training; the next waits for the one before."""
+    """Writer of one checkpoint at a time beside the training; the next waits for the one before."""
 
     def __init__(self, path: Path) -> None:
         torch.serialization.set_crc32_options(False)

@@ -1,8 +1,8 @@
-"""One replica of torchft's fault-tolerant data parallel training, in a process of its own.
+"""Replica of torchft's fault-tolerant data-parallel training, in a process of its own.
 
-As in https://github.com/meta-pytorch/torchft/blob/main/train_ddp.py. A replica that is lost leaves the others
-with fewer samples a step; when it is back, it takes the state of a living one. What a step trains on is
-decided by the number of committed steps, as in the other contenders.
+As in https://github.com/meta-pytorch/torchft/blob/main/train_ddp.py. Without a lost replica the others have
+fewer samples per step; when it is back, it loads the state of a living one. The data of a step follow from
+the number of committed steps, as in the other contenders.
 
 Gradients are averaged by the manager itself, in one piece after the backward pass: the DDP of torchft 0.2.0
 ends the survivors too (`assert fut._fut`) when a peer dies within the backward pass.
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _in_one_piece(module: nn.Module) -> Tensor:
-    """A buffer of which every parameter's gradient is a part."""
+    """Return a buffer of which every parameter's gradient is a part."""
     parameters = list(module.parameters())
     whole = torch.zeros(sum(parameter.numel() for parameter in parameters))
     for parameter, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):

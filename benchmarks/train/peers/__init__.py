@@ -1,1 +1,1 @@
-"""One training script per peer, as the peer's own documentation writes it."""
+"""Training scripts, one per peer, as the peer's own documentation writes them."""

@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate.
+"""Training with Hugging Face Accelerate.
 
 As in https://huggingface.co/docs/accelerate/quicktour (prepare, backward), with gradient clipping of
 https://huggingface.co/docs/accelerate/basic_tutorials/migration. Started by torchrun, which
-https://huggingface.co/docs/accelerate/basic_tutorials/launch allows: `accelerate launch --cpu
---num_processes 2` of version 1.15 starts one process only.
+https://huggingface.co/docs/accelerate/basic_tutorials/launch allows: `accelerate launch --cpu --num_processes
+2` of version 1.15 starts one process only.
 """
 
 from __future__ import annotations

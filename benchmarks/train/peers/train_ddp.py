@@ -1,4 +1,4 @@
-"""Plain PyTorch: DistributedDataParallel under torchrun.
+"""Training in plain PyTorch: DistributedDataParallel under torchrun.
 
 As in https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html ("Initialize DDP with torchrun") and,
 for bf16, https://docs.pytorch.org/docs/stable/amp.html (autocast, CPU). Compiled as

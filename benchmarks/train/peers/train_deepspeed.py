@@ -1,11 +1,11 @@
-"""DeepSpeed, ZeRO stage 1.
+"""Training with DeepSpeed, ZeRO stage 1.
 
 As in https://www.deepspeed.ai/getting-started/ ("Writing DeepSpeed Models", "Training") and
 https://www.deepspeed.ai/tutorials/zero/: the optimizer comes from the configuration, which means DeepSpeed's
-own fused Adam. Its kernel, and one that sums gradients in shared memory, are built on first use: that
-takes a compiler and some minutes, once. Without a compiler `torch_adam` of
-https://www.deepspeed.ai/docs/config-json/ takes torch's instead. torch's fused AdamW is handed over as a
-client optimizer. Compiled by `engine.compile`. DS_ACCELERATOR=cpu is set by run.py.
+own fused Adam. Its kernel, and one that sums gradients in shared memory, are built on first use: that takes a
+compiler and some minutes, once. Without a compiler `torch_adam` of https://www.deepspeed.ai/docs/config-json/
+takes torch's instead. torch's fused AdamW is handed over as a client optimizer. Compiled by `engine.compile`.
+DS_ACCELERATOR=cpu is set by run.py.
 """
 
 from __future__ import annotations

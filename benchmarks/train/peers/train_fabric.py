@@ -1,4 +1,4 @@
-"""Lightning Fabric with its DDP strategy (its FSDP strategy refuses CPUs).
+"""Training with Lightning Fabric and its DDP strategy (its FSDP strategy refuses CPUs).
 
 As in https://lightning.ai/docs/fabric/stable/fundamentals/convert.html; compiled before `setup`, as in
 https://lightning.ai/docs/fabric/stable/advanced/compile.html; clipped by `fabric.clip_gradients`.

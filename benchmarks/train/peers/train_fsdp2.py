@@ -1,9 +1,9 @@
-"""PyTorch's FSDP2 under torchrun: parameters, gradients and optimizer state sharded.
+"""Training with PyTorch's FSDP2 under torchrun: parameters, gradients and optimizer state sharded.
 
 As in https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html ("Model Initialization", "Mixed
 Precision"): each block is sharded, then the root; the optimizer is made afterwards. Compiled per block, as
-https://docs.pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html advises for
-wrapped modules.
+https://docs.pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html advises for wrapped
+modules.
 """
 
 from __future__ import annotations
