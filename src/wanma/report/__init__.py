@@ -1,1 +1,4 @@
-"""From a run directory: what happened, beside what was forecast. Reads files only; never imports torch."""
+"""Reports of runs: a run directory's record beside its forecast.
+
+Reads files only; never imports torch.
+"""

@@ -1,4 +1,4 @@
-"""What communication a step waited for, and what was under way beside its computing, by kind of axis.
+"""Exposed and total communication of a usual step by mesh dimension.
 
 On CPUs, of rank 0: a GPU's host does not know what it waits for.
 """
@@ -20,7 +20,7 @@ KINDS = {
     "expert": ("experts", "expert"),
     "pipeline": ("other stages", "bubble"),
 }
-"""In a record: what it is called here, and the field of a forecast step that promised what is waited for."""
+"""Pair of label and forecast field of the exposed part, by kind of communication in a record."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,19 @@ class Exposure:
     waited: float
     under_way: float
     forecast: float | None
-    """Of `waited`; None where nothing was promised."""
+    """Forecast of `waited` in seconds; None where there is none."""
 
     @property
     def share(self) -> float:
-        """Of what was under way, what was waited for."""
+        """Return the exposed share of the communication, 0 .. 1."""
         return self.waited / self.under_way if self.under_way else 0.0
 
 
 def exposures(report: Report) -> list[Exposure]:
-    """Those that a usual step has, the longest waited for first; warm-up is left out where there is more."""
+    """Return the communication of a usual step by kind, longest exposed first.
+
+    Warm-up steps are left out where there are others.
+    """
     promised, found = step_of(report), []
     for kind, (name, field) in KINDS.items():
         waited, under_way = (_usual(report, f"{group}.{kind}") for group in ("waited", "under_way"))
@@ -51,7 +54,10 @@ def exposures(report: Report) -> list[Exposure]:
 
 
 def exposure_text(one: Exposure) -> str:
-    """'data ranks 0.12 s of 1.10 s under way (11 %; forecast 0.10 s)'."""
+    """Describe one kind of communication.
+
+    Example: 'data ranks 0.12 s of 1.10 s under way (11 %; forecast 0.10 s)'.
+    """
     told = "" if one.forecast is None else f"; forecast {duration_text(one.forecast)}"
     return (
         f"{one.name} {duration_text(one.waited)} of {duration_text(one.under_way)} under way "

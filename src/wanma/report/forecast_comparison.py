@@ -1,7 +1,7 @@
-"""What was forecast beside what was measured: a step's time by kind, and the memory of the fullest rank.
+"""Forecast beside measurement of a run: step time by phase, and memory of the largest rank.
 
-A run that another version planned, or whose machine's rates were unknown, promised no time; one of a few
-steps has not shown how long they take.
+There is no forecast of time for a run that another version planned, or of unknown rates; and no measured step
+time for a run of a few steps.
 """
 
 from __future__ import annotations
@@ -21,45 +21,48 @@ from wanma.report.run_report import Report
 STEP, MEMORY, OTHER = "step", "memory", "other"
 
 WARM_UP = 2
-"""First steps of a run, in which kernels are built and memory is taken."""
+"""Number of warm-up steps of a run, in which kernels are built and memory is allocated."""
 LEAST_STEPS = 3
-"""After these, that say how long a step takes."""
+"""Fewest steps after warm-up from which a step time is measured."""
 LOG_BYTES = 1 << 14
-"""Of the end of a rank's log, where its newest line with its memory is looked for."""
+"""Bytes at the end of a rank's log in which its newest line about memory is searched."""
 
 _PEAK = re.compile(rb"^step \d+/\d+ .*  peak memory (\d+) bytes$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One promise."""
+    """Forecast comparison: one measured quantity of a run beside its forecast."""
 
     name: str
-    """`STEP`, a phase, `OTHER` (of a step, what no phase holds), `MEMORY`, or 'memory of rank 3'."""
+    """Name of the quantity: `STEP`, a phase, `OTHER`, `MEMORY`, or 'memory of rank 3'.
+
+    `OTHER` is the part of a step outside all phases.
+    """
     forecast: float
-    """Seconds; of memory bytes."""
+    """Forecast in seconds; of memory in bytes."""
     measured: float
 
     @property
     def deviation(self) -> float:
-        """Measured over forecast, less one."""
+        """Return measured over forecast, less one."""
         return self.measured / self.forecast - 1 if self.forecast else math.inf
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """(forecast, measured, deviation) as people read them."""
+        """Return (forecast, measured, deviation) as text."""
         write = bytes_text if self.name.startswith(MEMORY) else duration_text
         apart = f"{100 * self.deviation:+.0f} %" if self.forecast else "–"
         return write(self.forecast), write(self.measured), apart
 
 
 def kept(report: Report) -> list[Kept]:
-    """All that was promised and measured: the step, its phases, the longest first, and memory."""
+    """List all quantities with a forecast and a measurement: the step, its phases, longest first, memory."""
     return [*_step(report), *_memory(report)]
 
 
 def phase_medians(report: Report) -> dict[str, float]:
-    """Seconds of a usual step by phase, warm-up left out; what few steps do (saving) counts its share."""
+    """Return the median seconds of each phase without warm-up steps; the mean for saving, which is rare."""
     found = {}
     for key, column in report.steps.items():
         name = key.removeprefix("phases.")
@@ -70,21 +73,24 @@ def phase_medians(report: Report) -> dict[str, float]:
 
 
 def usual_step_seconds(report: Report) -> float | None:
-    """The median step, warm-up left out; None while there are too few."""
+    """Return the median step time in seconds without warm-up steps; None while there are too few."""
     column = report.steps.get("step_seconds", [])[first_row(report) :]
     values = [value for value in column if math.isfinite(value)]
     return median(values) if len(values) >= LEAST_STEPS else None
 
 
 def first_row(report: Report) -> int:
-    """Row of the first step that counts: after warm-up, and under the plan that the report has."""
+    """Return the row of the first step that counts: after warm-up, and under the report's plan."""
     changed = [event["step"] for event in report.recoveries if event.get("change")]
     before = sum(step <= changed[-1] for step in report.steps["step"]) if changed else 0
     return before + WARM_UP
 
 
 def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
-    """(bytes, rank) of the rank that held most, as its log says; of rank 0 where the logs do not."""
+    """Return (bytes, rank) of the rank with the highest peak memory by its log.
+
+    It is rank 0's recorded peak where no log has one; None where nothing is recorded.
+    """
     found = rank_memory_bytes(report.run)
     if found:
         rank = max(found, key=lambda rank: found[rank])
@@ -94,8 +100,10 @@ def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
 
 
 def ranks_kept(report: Report) -> list[Kept]:
-    """Memory of each rank whose log is here, beside its forecast: that of its stages, where there is a
-    pipeline; else that of the fullest rank."""
+    """List the memory of each rank with a local log, beside its forecast.
+
+    The forecast is that of the rank's stages in a pipeline, else that of the largest rank.
+    """
     plan, whole = _plan(report), report.forecast
     key = _memory_key(report)
     stages = whole.get("pipeline_ranks") or []
@@ -111,7 +119,7 @@ def ranks_kept(report: Report) -> list[Kept]:
 
 
 def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
-    """Peak memory by rank, of the ranks whose logs are here."""
+    """Return the peak memory in bytes by rank, of the ranks with a local log."""
     found = {}
     for path in run.log(0).parent.glob("rank-*.log"):
         number = path.stem.removeprefix("rank-")
@@ -127,7 +135,7 @@ def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
 
 
 def step_of(report: Report) -> StepTime | None:
-    """The promised step; None where there is none, or another version wrote it."""
+    """Return the forecast of the step; None where there is none, or another version wrote it."""
     told = report.forecast.get("step")
     try:
         return StepTime(**told) if isinstance(told, dict) else None
@@ -136,9 +144,10 @@ def step_of(report: Report) -> StepTime | None:
 
 
 def sentence(report: Report) -> str:
-    """'step 1.12 s of 1.00 s forecast (+12 %, sure to ±10 %: forward and backward +0.11 s), memory ...'.
+    """Describe step time and memory beside their forecasts; empty without both.
 
-    Empty where nothing was promised, or measured.
+    Example: 'step 1.12 s of 1.00 s forecast (+12 %, sure to ±10 %: forward and backward +0.11 s), memory
+    ...'.
     """
     promises = kept(report)
     texts = []
@@ -154,7 +163,7 @@ def sentence(report: Report) -> str:
 
 
 def _why(step: Kept, phases: list[Kept], report: Report) -> str:
-    """How sure the forecast was, and which kind misses most in the step's direction."""
+    """Return the forecast's uncertainty, and the phase that deviates most in the step's direction."""
     promised = step_of(report)
     sure = promised.uncertainty if promised is not None else 0.0
     apart = step.measured - step.forecast
@@ -191,8 +200,10 @@ def _memory(report: Report) -> list[Kept]:
 
 
 def _memory_key(report: Report) -> str:
-    """Of a forecast, what a recorder counts: on a GPU what torch allocates, not what CUDA and its own
-    allocator hold besides."""
+    """Return the forecast field that a recorder measures.
+
+    On a GPU the recorder counts the memory that torch allocates, without CUDA's and the allocator's own.
+    """
     return "tensor_bytes" if report.plan.get("device") == "cuda" else "memory_bytes"
 
 

@@ -1,4 +1,4 @@
-"""The sentences and numbers of a report that page and terminal share."""
+"""Key figures and sentences of a report that page and terminal share."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PHASE_COLOURS = dict(
         strict=True,
     )
 )
-"""Stacked in this order, the largest at the bottom."""
+"""Colours of the phases, in the order of stacking from the bottom."""
 
 
 @dataclass(frozen=True)
 class PhaseShare:
-    """What a phase took of the whole run."""
+    """Seconds of one phase over the whole run."""
 
     name: str
     colour: int
@@ -40,7 +40,7 @@ class PhaseShare:
 
 
 def state_sentence(report: Report) -> str:
-    """How the run stands, in one sentence."""
+    """Describe the state of the run in one sentence."""
     steps = f"{report.last_step:,} of {count_text(report.total_steps, 'step')}" if report.total_steps else ""
     quiet = duration_text(time.time() - report.last_sign) if report.last_sign else ""
     sentences = {
@@ -55,7 +55,7 @@ def state_sentence(report: Report) -> str:
 
 
 def size_text(report: Report) -> str:
-    """'10.2M parameters'; empty when unknown."""
+    """Return the model size as text: '10.2M parameters'; empty when unknown."""
     count = report.parameters
     if count is None:
         return ""
@@ -66,7 +66,7 @@ def size_text(report: Report) -> str:
 
 
 def key_numbers(report: Report) -> list[Tile]:
-    """What one wants to know first."""
+    """Return the key figures of a run: loss, validation, throughput, MFU, memory, time."""
     loss = report.last("loss")
     tiles = [Tile("loss", number_text(loss), f"step {report.last_step:,}" if loss is not None else "")]
     best = report.best_validation
@@ -95,7 +95,7 @@ def key_numbers(report: Report) -> list[Tile]:
 
 
 def phase_shares(report: Report) -> list[PhaseShare]:
-    """Seconds by phase over all recorded steps, those that took any."""
+    """Return the seconds by phase over all recorded steps, without phases that took none."""
     shares = []
     for name, colour in PHASE_COLOURS.items():
         seconds = sum(value for value in report.steps.get(f"phases.{name}", []) if value > 0)
@@ -105,7 +105,7 @@ def phase_shares(report: Report) -> list[PhaseShare]:
 
 
 def event_text(event: Event) -> str:
-    """What happened, in words."""
+    """Describe an event in words."""
     kind = event["kind"]
     if kind == "validation":
         return validation_text(event)

@@ -1,4 +1,4 @@
-"""`report.html`: one page that says at a glance how a run went; it asks the network for nothing.
+"""HTML page of a run's report, `report.html`, without network requests.
 
 Everything that comes from the run (names, job file, messages) is escaped where it enters the page.
 """
@@ -40,7 +40,7 @@ NO_METRICS = (
 
 
 def write_report(run: RunDirectory) -> Path:
-    """Write `run.report` from what the run directory holds now.
+    """Write `run.report` from the current content of the run directory.
 
     Raises:
         WanmaError: the page cannot be written.
@@ -57,7 +57,7 @@ def write_report(run: RunDirectory) -> Path:
 
 
 def page(report: Report) -> str:
-    """The whole page as HTML."""
+    """Return the whole page as HTML."""
     return document(
         report.run.name,
         [
@@ -90,7 +90,7 @@ def _header(report: Report) -> str:
 
 
 def _problems(report: Report) -> str:
-    """Errors and what could not be read, before anything else."""
+    """Render errors and unreadable files, before anything else."""
     texts = [report.failure] if report.failure else []
     texts += [f"{REFUSED}: {report.refusal}"] if report.refusal else []
     texts += [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
@@ -107,14 +107,14 @@ def _charts(report: Report) -> str:
 
 
 def _comparison(report: Report) -> str:
-    """Time and memory as forecast beside as measured; time by phase."""
+    """Render time and memory beside their forecasts, and time by phase."""
     parts = [_promise(report), _memory(report), _phases(report), _exposed(report)]
     shown = "".join(part for part in parts if part)
     return f'<section class="pair">{shown}</section>' if shown else ""
 
 
 def _promise(report: Report) -> str:
-    """A step by kind, as it was forecast and as it was."""
+    """Render the forecast and measured time of a step by phase."""
     lines = [one for one in kept(report) if one.name != MEMORY]
     if not lines:
         return ""
@@ -156,7 +156,7 @@ def _counted(report: Report) -> str:
 
 
 def _ranks(report: Report) -> str:
-    """Each rank beside its forecast, where there are several."""
+    """Render each rank's memory beside its forecast, where there are several ranks."""
     ranks = ranks_kept(report)
     if len(ranks) < 2:
         return ""
@@ -189,7 +189,7 @@ def _phases(report: Report) -> str:
 
 
 def _exposed(report: Report) -> str:
-    """Communication: what a usual step waited for, of what was under way beside its computing."""
+    """Render exposed and total communication of a usual step."""
     kinds = exposures(report)
     if not kinds:
         return ""
@@ -228,7 +228,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 
 def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
-    """Nested values as lines: 'devices.0.name'."""
+    """Yield nested values as pairs of a dotted name ('devices.0.name') and text."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else str(key))

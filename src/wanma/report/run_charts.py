@@ -1,4 +1,4 @@
-"""Which charts a report shows, and what goes into each."""
+"""Charts of a run's report, with their series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanma.report.run_report import Report
 
 
 def charts(report: Report) -> list[Chart]:
-    """The charts of a report that has steps; a chart without a single number is left out."""
+    """Return the charts of a report that has steps, without charts that have no number."""
     every = [
         _loss(report),
         _throughput(report),
@@ -68,7 +68,7 @@ def _throughput(report: Report) -> Chart:
 
 
 def _phases(report: Report) -> Chart:
-    """Time of a step by phase, without validation, which happens between steps."""
+    """Return the chart of step time by phase, without validation, which happens between steps."""
     lines = [
         _column(report, f"phases.{name}", name.replace("_", " and "), colour)
         for name, colour in PHASE_COLOURS.items()

@@ -1,6 +1,6 @@
-"""Read a run directory into a `Report`, whatever state the run is in: going on, ended, or died half-way.
+"""Content of a run directory as a `Report`, whatever state the run is in: running, ended, or dead.
 
-What cannot be read is listed in `Report.problems` and shown; it never stops the rest from being told.
+Files that cannot be read are listed in `Report.problems`; they never stop the rest from being read.
 """
 
 from __future__ import annotations
@@ -24,52 +24,57 @@ from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
 
 State = Literal["new", "running", "finished", "interrupted", "failed", "died"]
-"""new: nothing was recorded yet; died: began, and neither goes on nor said how it ended."""
+"""State of a run.
+
+new: nothing was recorded yet; died: began, and neither runs nor recorded an end.
+"""
 
 BRIEF_BYTES = 1 << 16
-"""How much of the end of metrics.jsonl a brief report reads: at least a hundred steps."""
+"""Bytes at the end of metrics.jsonl that a brief report reads: at least a hundred steps."""
 DEFAULT_HANG_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """One run, as its directory tells it. Times are unix seconds."""
+    """Report of one run, as its directory has it; times are unix seconds."""
 
     run: RunDirectory
     job_text: str
-    """job.toml as it stands."""
+    """Text of job.toml."""
     job: dict[str, Any]
     plan: dict[str, Any]
     forecast: dict[str, Any]
     cluster: dict[str, Any]
-    """The machines that the run was planned for."""
+    """Cluster for which the run was planned."""
     parameters: int | None
-    """Of the whole model; None when the plan does not know."""
+    """Parameters of the whole model; None when the plan does not have them."""
     environment: dict[str, Any]
     steps: dict[str, list[float]]
-    """Column by key of metrics.jsonl, those of objects as 'phases.NAME'; NaN where a step has no number.
-    'step' is always there; all columns are equally long."""
+    """Columns of metrics.jsonl by key, those of objects as 'phases.NAME'.
+
+    NaN where a step has no number. 'step' is always there; all columns are equally long.
+    """
     non_finite: tuple[int, ...]
     """Steps with a NaN or infinite number."""
     starts: tuple[Event, ...]
     validations: tuple[Event, ...]
-    """One per step: what a resumed run repeated counts once."""
+    """Validations, one per step: a repetition by a resumed run counts once."""
     checkpoints: tuple[Event, ...]
     messages: tuple[Event, ...]
     recoveries: tuple[Event, ...]
-    """Failures that did not end the run, and when it grew."""
+    """Failures that did not end the run, and resizes to more nodes."""
     events: tuple[Event, ...]
     """All events as written."""
     state: State
     problems: tuple[str, ...]
-    """What could not be read, in words."""
+    """Messages about files that could not be read."""
 
     def __repr__(self) -> str:
         return f"<report of {self.run.path}: {self.state}, {self.last_step} of {self.total_steps} steps>"
 
     @property
     def total_steps(self) -> int:
-        """Steps the run was to have; 0 when unknown."""
+        """Return the number of steps of the job; 0 when unknown."""
         return (
             int(self.starts[-1]["steps"]) if self.starts else int(self.job.get("train", {}).get("steps", 0))
         )
@@ -80,7 +85,7 @@ class Report:
 
     @property
     def plan_text(self) -> str:
-        """The plan in one line; empty when there is none."""
+        """Return the plan in one line; empty when there is none."""
         try:
             return str(Plan.from_json(self.plan)) if self.plan else ""
         except (TypeError, ValueError):  # written by another version
@@ -88,16 +93,16 @@ class Report:
 
     @property
     def rate_unit(self) -> str:
-        """Unit of `tokens_per_second`, which counts targets: "samples/s" where a sample has one."""
+        """Return the unit of `tokens_per_second`, which counts targets: "samples/s" if a sample has one."""
         older = "samples/s" if self.job.get("data", {}).get("images") else "tokens/s"
         return str(self.starts[-1].get("rate_unit", older)) if self.starts else older
 
     def last(self, key: str) -> float | None:
-        """The newest finite number of a column."""
+        """Return the newest finite number of a column."""
         return next((value for value in reversed(self.steps.get(key, [])) if math.isfinite(value)), None)
 
     def median(self, key: str) -> float | None:
-        """The median of a column's finite numbers: the first, slow steps do not move it."""
+        """Return the median of a column's finite numbers, which the first, slow steps do not move."""
         values = [value for value in self.steps.get(key, []) if math.isfinite(value)]
         return median(values) if values else None
 
@@ -106,31 +111,34 @@ class Report:
 
     @property
     def failure(self) -> str:
-        """Why a failed run failed; empty for any other."""
+        """Return the reason why a failed run failed; empty for any other."""
         ends = [event for event in self.events if event["kind"] == "finish"]
         return str(ends[-1].get("text", "")) if self.state == "failed" else ""
 
     @property
     def refusal(self) -> str:
-        """Why the newest start failed before it began and left the run as it was; empty when it did not."""
+        """Return the reason why the newest start failed before its first step.
+
+        Such a start leaves the run as it was. Empty when the newest start did not fail so.
+        """
         newest = [event for event in self.events if event["kind"] in ("start", "finish", START_FAILED)][-1:]
         return "".join(str(event.get("text", "")) for event in newest if event["kind"] == START_FAILED)
 
     @cached_property
     def best_validation(self) -> Event | None:
-        """The validation with the lowest loss."""
+        """Return the validation with the lowest loss."""
         known = [event for event in self.validations if event.get("loss") is not None]
         return min(known, key=lambda event: float(event["loss"]), default=None)
 
     @cached_property
     def last_sign(self) -> float | None:
-        """When the run last wrote a step or an event."""
+        """Return the time at which the run last wrote a step or an event, in unix seconds."""
         times = [event["time"] for event in _lived(self.events)[-1:]] + self.steps.get("time", [])[-1:]
         return max((stamp for stamp in times if math.isfinite(stamp)), default=None)
 
     @cached_property
     def seconds(self) -> float:
-        """Wall-clock time of the run, summed over its starts; the pauses between them do not count."""
+        """Return the wall-clock time of the run in seconds, without the pauses between its starts."""
         stamps = sorted(
             [event["time"] for event in _lived(self.events)]
             + [stamp for stamp in self.steps.get("time", []) if math.isfinite(stamp)]
@@ -144,9 +152,10 @@ class Report:
 
 
 def read_report(run: RunDirectory, brief: bool = False) -> Report:
-    """Read what `run` holds.
+    """Read the report of a run directory.
 
     Args:
+        run: the run directory.
         brief: read only the last steps, for lists of many runs.
     """
     problems: list[str] = []
@@ -181,7 +190,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
 
 
 def _since_its_beginning(events: list[Event]) -> list[Event]:
-    """Without what an earlier run in the same place did, before `--fresh` began anew."""
+    """Return the events without those of an earlier run in the same place, before `--fresh`."""
     begins = [
         index
         for index, event in enumerate(events)
@@ -191,7 +200,7 @@ def _since_its_beginning(events: list[Event]) -> list[Event]:
 
 
 def _lived(events: Sequence[Event]) -> list[Event]:
-    """Without the starts that failed before they began: they are no part of the run's life."""
+    """Return the events without the starts that failed before their first step."""
     return [event for event in events if event["kind"] != START_FAILED]
 
 
@@ -222,7 +231,10 @@ def is_alive(process: Any) -> bool:
 
 
 def _of_this_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """Validations and checkpoints by step; a start from step S overrules what came after S before it."""
+    """Return validations and checkpoints by step.
+
+    A start from step S overrules events after step S that were recorded before it.
+    """
     kept: dict[str, dict[int, Event]] = {"validation": {}, "checkpoint": {}}
     for event in events:
         kind = event["kind"]
@@ -260,7 +272,10 @@ def _columns(records: list[Event]) -> tuple[dict[str, list[float]], tuple[int, .
 
 
 def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a torn last line is what a kill leaves and no problem."""
+    """Read the objects of a file of JSON lines.
+
+    A torn last line is the result of a kill and no problem.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,7 @@
-"""A run of `wanma launch` without a session: a script of which nothing is known but how it went."""
+"""Run of a script by `wanma launch` without a session.
+
+Only its ranks, times and exit code are known.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from wanma.report.run_report import State, is_alive
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """Content of script.json. Times are unix seconds."""
+    """Content of script.json; times are unix seconds."""
 
     run: RunDirectory
     script: str
     arguments: tuple[str, ...]
     ranks: int
-    """On all machines together."""
+    """Number of ranks on all nodes together."""
     nodes: int
     started: float
     ended: float | None
@@ -30,13 +33,13 @@ class ScriptRun:
     failure: str
     state: State
     restarts: int = 0
-    """Starts of the ranks after the first one."""
+    """Number of starts of the ranks after the first one."""
     restarted_after: str = ""
-    """Failure before the newest of these."""
+    """Failure before the newest restart."""
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time so far; of one that died, until its last sign, the newest line of a log."""
+        """Return the wall-clock time so far in seconds; for a dead run, until the newest line of a log."""
         end = self.ended
         if end is None:
             end = time.time() if self.state == "running" else self.last_sign
@@ -44,13 +47,13 @@ class ScriptRun:
 
     @property
     def last_sign(self) -> float:
-        """Time at which a rank last wrote into its log, or the script ended."""
+        """Return the time at which a rank last wrote into its log, or the script ended, in unix seconds."""
         logs = [path.stat().st_mtime for path in self.run.path.glob("logs/rank-*.log")]
         return max([self.started, self.ended or 0.0, *logs])
 
 
 def read_script(run: RunDirectory) -> ScriptRun | None:
-    """The script that has run in a directory where no session was opened; None: there is no such thing."""
+    """Read the script run of a directory without a session; None where there is none."""
     if run.job.is_file():
         return None
     try:
@@ -75,7 +78,7 @@ def read_script(run: RunDirectory) -> ScriptRun | None:
 
 
 def script_summary(script: ScriptRun) -> str:
-    """Summary of a script's run: plain text of some ten lines."""
+    """Return the summary of a script's run: plain text of some ten lines."""
     took = duration_text(script.seconds)
     sentences = {
         "running": f"Going on for {took}.",

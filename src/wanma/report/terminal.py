@@ -1,4 +1,4 @@
-"""A run, and a list of runs, in the terminal."""
+"""Summary of a run, and table of runs, for the terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHOWN_RANKS = 8
 
 
 def summary(report: Report) -> str:
-    """How a run went, beside its forecast: plain text of some twenty lines."""
+    """Return the summary of a run beside its forecast: plain text of some twenty lines."""
     lines = [f"{report.run.name}: {state_sentence(report)}", f"  {report.run.path}"]
     if report.failure:
         lines += [f"  {line}" for line in report.failure.splitlines()]
@@ -78,7 +78,7 @@ def summary(report: Report) -> str:
 
 
 def runs_table(runs: Iterable[RunDirectory]) -> Table:
-    """One line per run; reads only the end of each run's metrics."""
+    """Return a table with one line per run; reads only the end of each run's metrics."""
     from rich.table import Table
     from rich.text import Text
 
@@ -135,7 +135,7 @@ def _rank_lines(report: Report) -> list[str]:
 
 
 def _forecast_lines(report: Report) -> list[str]:
-    """What was promised beside what came, or the forecast alone where nothing can be set beside it."""
+    """Return lines on deviations from the forecast, or the forecast alone where nothing was measured."""
     if told := sentence(report):
         return [f"  promise: {told}", *_rank_lines(report)]
     if not report.forecast.get("memory_bytes"):

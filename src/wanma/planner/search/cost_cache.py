@@ -31,6 +31,8 @@ Made = TypeVar("Made")
 
 
 class Line(NamedTuple):
+    """Seconds as a linear function of the recomputed share of a block."""
+
     at_none: float
     slope: float
 

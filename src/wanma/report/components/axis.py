@@ -1,4 +1,4 @@
-"""Axes: from values to positions, and the round numbers at which to draw lines."""
+"""Chart axes: mapping of values to positions, and round tick values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ STEPS = (1, 2, 2.5, 5, 10)
 MOST_TICKS = 6
 MOST_LOG_TICKS = 8
 NARROWEST = 1e-6
-"""Range of a linear axis, relative to its values."""
+"""Range of a linear axis, as a share of its values, below which they count as one value."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps [low, high] to [start, end], linearly or by logarithm."""
+    """Mapping of [low, high] to [start, end], linear or logarithmic."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, unit: float = 1.0) -> list[float]:
-        """Round values within the scale, about five; multiples of 1, 2, 2.5 or 5 × 10ⁿ × `unit`."""
+        """Return about five round values within the scale; multiples of 1, 2, 2.5 or 5 × 10ⁿ × `unit`."""
         if self.logarithmic:
             return _log_ticks(self.low, self.high)
         return [tick * unit for tick in _linear_ticks(self.low / unit, self.high / unit)]
@@ -55,7 +55,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def span(values: list[float], from_zero: bool) -> tuple[float, float]:
-    """The range of a linear axis that holds `values` with some air; never empty."""
+    """Return the range of a linear axis that holds `values` with a margin; never empty."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if from_zero:
         low = min(low, 0.0)
@@ -67,14 +67,14 @@ def span(values: list[float], from_zero: bool) -> tuple[float, float]:
 
 
 def log_span(values: list[float]) -> tuple[float, float]:
-    """The range of a logarithmic axis that holds `values`, all positive; never empty."""
+    """Return the range of a logarithmic axis that holds `values`, all positive; never empty."""
     low, high = min(values), max(values)
     air = max((high / low) ** 0.06, 1.05)
     return low / air, high * air
 
 
 def tick_text(value: float) -> str:
-    """Short: '0.25', '6.8k', '1.5M', '1e-05'."""
+    """Return a value as short text: '0.25', '6.8k', '1.5M', '1e-05'."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.4g}{letter}"

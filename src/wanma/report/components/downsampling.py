@@ -1,4 +1,4 @@
-"""Many steps in few points: a bucket keeps mean, lowest and highest, so that no spike is lost."""
+"""Downsampling of a series to mean, minimum and maximum of neighbouring points, so that no spike is lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring points as one. The numbers are NaN where none of the values was finite."""
+    """Mean, minimum and maximum of neighbouring points; NaN where no value is finite."""
 
     first: float
     last: float
-    """x of the first and last point."""
+    """Positions of the first and the last point on the horizontal axis."""
     mean: float
     low: float
     high: float
@@ -25,7 +25,7 @@ class Bucket:
 
 
 def to_buckets(xs: Sequence[float], ys: Sequence[float], limit: int) -> list[Bucket]:
-    """At most `limit` buckets of equally many points; one per point while there are few.
+    """Downsample a series to at most `limit` buckets of equally many points; one per point if there are few.
 
     Non-finite values are left out of a bucket's numbers.
     """

@@ -1,4 +1,7 @@
-"""Rows of intervals as SVG: who does what when. Readable without scripts; hovering names each interval."""
+"""Gantt chart as SVG: rows of intervals over time.
+
+It is readable without scripts; hovering names each interval.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,32 @@ LEFT = 92
 TOP, BOTTOM, GAP = 4, 26, 3
 TALL, THIN = 20, 7
 NARROWEST = 0.7
-"""Pixels; neighbours that look the same and are narrower become one."""
+"""Width, in pixels, below which neighbours with the same appearance become one."""
 MOST_TEXTS = 5000
-"""Intervals up to which each is named when the pointer is over it."""
+"""Number of intervals up to which each is named when the pointer is over it."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """From `start` on, for `seconds`."""
+    """Interval of a row that begins at `start` and lasts `seconds`."""
 
     start: float
     seconds: float
     colour: int
-    """1 to 8, of page.css."""
+    """Number of a colour in page.css, 1 to 8."""
     text: str
     is_part: bool = False
-    """Drawn over another one of its row, lower."""
+    """True if the interval is drawn lower, over another one of its row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one does."""
+    """Row of a Gantt chart: a name and its intervals."""
 
     name: str
     intervals: Sequence[Interval]
     is_thin: bool = False
-    """Belongs to the row above it, and needs no name."""
+    """True if the row belongs to the row above it, and needs no name."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ class _Drawn:
 def rows_figure(
     title: str, rows: Sequence[Row], seconds: float, legend: Sequence[tuple[str, int]], note: str = ""
 ) -> str:
-    """The rows as an HTML `<figure>`.
+    """Render the rows as an HTML `<figure>`.
 
     Args:
-        seconds: from the left to the right end.
-        legend: names, and the colours that they explain.
-        note: a sentence below.
+        title: title of the figure.
+        rows: rows, from top to bottom.
+        seconds: seconds from the left to the right end.
+        legend: pairs of a name and the number of its colour.
+        note: a sentence below the chart.
     """
     across = Scale(0.0, seconds, LEFT, FULL_WIDTH - RIGHT)
     height = TOP + sum((THIN if row.is_thin else TALL) + GAP for row in rows) + BOTTOM
@@ -97,7 +102,7 @@ def _rectangle(piece: _Drawn, y: float, tall: float, named: bool) -> str:
 
 
 def _merged(intervals: Iterable[Interval], across: Scale) -> Iterable[_Drawn]:
-    """Intervals in pixels, too narrow ones together with neighbours of the same colour."""
+    """Yield intervals in pixels, too narrow ones merged with neighbours of the same colour."""
     open_piece: _Drawn | None = None
     for interval in intervals:
         left, right = across(interval.start), across(interval.start + interval.seconds)

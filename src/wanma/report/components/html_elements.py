@@ -1,6 +1,6 @@
-"""The pieces of a page: one file that asks the network for nothing, with our style, cards, bars and numbers.
+"""Elements of an HTML page: document, cards, tables, bars and key figures.
 
-Text is escaped where it enters; what is called HTML is taken as it is.
+A page is one file without network requests. Text is escaped where it enters; arguments called HTML are not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class Tile:
-    """One key number."""
+    """Key figure with its label."""
 
     label: str
     value: str
@@ -21,7 +21,7 @@ class Tile:
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page of HTML `parts`; empty ones are left out."""
+    """Return a whole page of HTML `parts`; empty ones are left out."""
     style, script = (
         files("wanma.report.components").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")
     )
@@ -37,7 +37,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def tiles(numbers: Iterable[Tile]) -> str:
-    """Key numbers side by side."""
+    """Render key figures side by side."""
     each = (
         f'<div class="tile"><span class="label">{escape(tile.label)}</span>'
         f'<span class="value">{escape(tile.value)}</span>'
@@ -48,12 +48,12 @@ def tiles(numbers: Iterable[Tile]) -> str:
 
 
 def card(title: str, body: str) -> str:
-    """`body` is HTML."""
+    """Render a card with a title and the HTML `body`."""
     return f'<div class="card"><h2>{escape(title)}</h2>{body}</div>'
 
 
 def bar(segments: Iterable[tuple[str, float]]) -> str:
-    """Segments of (CSS class, share of the whole width)."""
+    """Render a bar of segments, pairs of a CSS class and a share of the whole width."""
     inside = "".join(
         f'<span class="{css}" style="width:{100 * share:.2f}%"></span>' for css, share in segments
     )
@@ -65,23 +65,23 @@ def under_bar(label: str, number: str) -> str:
 
 
 def key(name: str, colour: int) -> str:
-    """A name with its colour beside it."""
+    """Render a name with its colour beside it."""
     return f'<span class="key c{colour}">{escape(name)}</span>'
 
 
 def row(first: str, *numbers: str) -> str:
-    """Of a table. `first` is HTML."""
+    """Render a row of a table; `first` is HTML."""
     cells = "".join(f'<td class="n">{escape(number)}</td>' for number in numbers)
     return f"<tr><td>{first}</td>{cells}</tr>"
 
 
 def heads(names: Iterable[str], numbers: Collection[str] = ()) -> str:
-    """The first row of a table; those of `numbers` stand right."""
+    """Render the first row of a table; the columns in `numbers` are right-aligned."""
     cells = (f"<th{' class=n' if name in numbers else ''}>{escape(name)}</th>" for name in names)
     return f"<tr>{''.join(cells)}</tr>"
 
 
 def reasons(texts: Iterable[str]) -> str:
-    """Sentences to be folded out; empty where there are none."""
+    """Render sentences to be folded out; empty where there are none."""
     items = "".join(f"<li>{escape(str(text))}</li>" for text in texts)
     return f"<details><summary>Reasons</summary><ul>{items}</ul></details>" if items else ""

@@ -1,7 +1,7 @@
-"""Line charts and stacked charts as hand-written SVG: readable without scripts, hover text with one.
+"""Line charts and stacked charts as SVG, readable without scripts, with hover text by script.
 
-A chart says what to show; `figure` draws it. Colours are classes of page.css (`c1` to `c6`), so one
-drawing serves light and dark. What the pointer shows travels as JSON beside the drawing.
+A `Chart` has the content; `figure` draws it. Colours are classes of page.css (`c1` to `c6`), so one drawing
+serves light and dark. The hover text is JSON beside the drawing.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 250, 10, 28, 62, 14
 FULL_WIDTH, HALF_WIDTH = 1120, 548
 MOST_BUCKETS = 500
 FEW = 40
-"""Up to so many points each is drawn as a dot, or as a bar in a stacked chart."""
+"""Number of points up to which each is drawn as a dot, or as a bar in a stacked chart."""
 OUTLIER = 3.0
-"""A stacked chart leaves out what exceeds its 95th percentile so many times: a slow first step must
-not flatten the rest."""
+"""Multiple of the 95th percentile above which a stacked chart leaves a value out.
+
+A slow first step must not flatten the rest.
+"""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One series. Colour 1 to 6."""
+    """Series of a chart, with a colour from 1 to 6."""
 
     name: str
     colour: int
     xs: Sequence[float]
     ys: Sequence[float]
     dots: bool = False
-    """Draw every point, also where there are many: for values that are rare."""
+    """True if every point is drawn, also where there are many: for rare values."""
     is_joined: bool = True
-    """Draw a line through the points."""
+    """True if a line joins the points."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What one figure shows."""
+    """Content and options of one figure."""
 
     title: str
     lines: Sequence[Line]
@@ -51,23 +53,23 @@ class Chart:
     value_text: Callable[[float], str] = number_text
     axis_text: Callable[[float], str] = tick_text
     axis_unit: float = 1.0
-    """Ticks are round multiples of this: 2³⁰ for GiB."""
+    """Unit of which ticks are round multiples: 2³⁰ for GiB."""
     wide: bool = False
     stacked: bool = False
     from_zero: bool = True
     log_choice: bool = False
-    """Offer a logarithmic axis beside the linear one."""
+    """True if a logarithmic axis is offered beside the linear one."""
     limits: Sequence[tuple[str, float]] = ()
-    """Horizontal lines: name and value."""
+    """Horizontal lines: pairs of name and value."""
     marks: Sequence[tuple[str, float]] = ()
-    """Vertical lines: CSS class and step."""
+    """Vertical lines: pairs of CSS class and step."""
     note: str = ""
     across_ticks: Sequence[float] | None = None
-    """Where to write on the horizontal axis; None: at round whole numbers, which are steps."""
+    """Ticks of the horizontal axis; None: round whole numbers, which are steps."""
     across_text: Callable[[float], str] = tick_text
     across_is_log: bool = False
     point_text: Callable[[Bucket], str] | None = None
-    """What the pointer is told of a position; None: its step."""
+    """Function from a bucket to its hover text; None: its step."""
 
     @property
     def width(self) -> int:
@@ -76,16 +78,16 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A line reduced to what is drawn."""
+    """Line reduced to the buckets that are drawn."""
 
     line: Line
     buckets: list[Bucket]
     base: list[float] = field(default_factory=list)
-    """Stacked: where each bucket's share begins."""
+    """Lower ends of the buckets in a stacked chart."""
 
 
 def figure(chart: Chart) -> str:
-    """The chart as an HTML `<figure>`."""
+    """Render a chart as an HTML `<figure>`."""
     drawn = [_Drawn(line, to_buckets(line.xs, line.ys, MOST_BUCKETS)) for line in chart.lines]
     if chart.stacked:
         drawn = _stack(drawn)
@@ -127,7 +129,7 @@ def figure(chart: Chart) -> str:
 
 
 def _stack(drawn: list[_Drawn]) -> list[_Drawn]:
-    """Put the lines on top of one another, in their order; they share their steps."""
+    """Stack the lines on top of one another, in their order; they share their steps."""
     base = [0.0] * len(drawn[0].buckets)
     stacked = []
     for one in drawn:
@@ -140,7 +142,7 @@ def _stack(drawn: list[_Drawn]) -> list[_Drawn]:
 
 
 def _linear_axis(chart: Chart, drawn: list[_Drawn]) -> tuple[Scale, str]:
-    """The vertical scale, and a sentence when something lies above it."""
+    """Return the vertical scale, and a sentence about values above it; empty without any."""
     if not chart.stacked:
         values = [v for one in drawn for b in one.buckets for v in (b.low, b.high) if math.isfinite(v)]
         low, high = span(values + [value for _, value in chart.limits], chart.from_zero)
@@ -202,7 +204,7 @@ def _drawing(chart: Chart, drawn: list[_Drawn], across: Scale, up: Scale, few: b
 
 
 def _line(one: _Drawn, across: Scale, up: Scale, few: bool) -> str:
-    """The mean as a line; where buckets hold more than one value, their range as a band behind it."""
+    """Draw the mean as a line; where buckets hold several values, their range as a band behind it."""
     colour = one.line.colour
     parts = []
     for finite, run in groupby(one.buckets, key=lambda bucket: math.isfinite(bucket.mean)):
@@ -256,7 +258,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _hover(chart: Chart, drawn: list[_Drawn], across: Scale) -> str:
-    """Positions and texts for the script, one entry per step or bucket that has something to show."""
+    """Return hover positions and texts as JSON, one entry per step or bucket with a value."""
     name = chart.point_text or _step_text
     entries: dict[float, tuple[str, list[str]]] = {}
     for one in drawn:
