@@ -58,7 +58,7 @@ class Failure:
     unfit: bool = False
     """True if the node failed a health check, and is to be excluded."""
     raised: bool = False
-    """True if it is an exception of the rank's own that names the fault: no death, no hang, no echo."""
+    """True if the rank itself raised it, so that it names the fault: no death, no hang, not secondary."""
 
     @property
     def headline(self) -> str:

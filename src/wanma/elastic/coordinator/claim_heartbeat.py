@@ -1,4 +1,4 @@
-"""The coordinator's hand on the run directory: signs of life there, and news of a newer claim."""
+"""Heartbeat of the coordinator's claim in the run directory, and detection of a newer claim."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ logger = logging.getLogger("wanma.elastic")
 
 
 class Beacon:
-    """Calls `on_followed(claim)` in the loop, once, when another's claim appears that is newer than `held`.
+    """Claim heartbeat: calls `on_followed(claim)` in the loop, once, for another's claim newer than `held`.
 
-    Looks in a thread of its own: a shared file system that stands still must not keep the heartbeats back.
+    It works in a thread of its own: a shared file system that hangs must not delay the supervisors'
+    heartbeats.
 
     Args:
-        name: the coordinator's.
-        held: the newest claim so far, the coordinator's own or one that it is to follow.
-        seconds: between two looks.
+        loop: event loop.
+        run: run directory.
+        name: name of the coordinator.
+        held: generation of the newest claim so far, the coordinator's own or one that it is to follow.
+        seconds: time between two checks.
+        on_followed: gets the newer claim.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class Beacon:
     ) -> None:
         self.held = held
         self.mine = False
-        """Whether `held` is the coordinator's own, which is then kept alive."""
+        """True if `held` is the coordinator's own claim, which is then kept alive."""
         self._loop, self._run, self._name = loop, run, name
         self._seconds, self._on_followed = seconds, on_followed
         self._newest: Claim | None = None
@@ -50,7 +54,7 @@ class Beacon:
         self._thread.start()
 
     def close(self) -> None:
-        """The thread may still wait for a disk; it does nothing any more."""
+        """Stop; the thread may still wait for a disk, but does nothing any more."""
         self._done.set()
         self._loop.forget(self._reader)
         self._reader.close()

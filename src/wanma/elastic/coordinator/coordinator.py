@@ -1,13 +1,12 @@
-"""The meeting of the supervisors as a state machine: who takes part, when to start, why it ends.
+"""Coordinator of a run with a fixed number of nodes, as a state machine.
 
-It knows neither sockets nor clocks: messages come in by `receive` with the name of the peer and the
-time, go out by the `send` it was given, and `tick` tells it the time. With one node it is called
-directly by the supervisor, with several through `rendezvous`; so both follow the same road:
+It knows neither sockets nor clocks: messages come in by `receive` with the peer's name and the time, go out
+by the `send` it was given, and `tick` gives it the time. A single node's supervisor calls it directly:
 
     meeting ──all are here──> running ──failure──> halting ──no rank lives──> meeting again, or the end
 
-A generation starts only after every node that is still here has said that no rank of the one before
-lives, so two never compute at once. Here all machines of the run are needed; `resizing` does with fewer.
+A generation starts only after every remaining node has reported that no rank of the one before lives, so two
+never compute at once. Here all nodes are needed; `elastic_coordinator` does with fewer.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ from wanma.elastic.recovery.restart_policy import Retries, newest_common, newest
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE
 
 GATHER_SECONDS = 1.0
-"""How long a failure that looks like an echo waits for the one that explains it."""
+"""Time, in seconds, that a secondary failure waits for its root cause."""
 INSPECT_SECONDS = 10.0
-"""How long nodes may take to say where their ranks stand."""
+"""Time, in seconds, that nodes may take to report the status of their ranks."""
 HALT_SECONDS = 60.0
-"""How long nodes may take to end their ranks: a killed process first gives its memory back."""
+"""Time, in seconds, that nodes may take to end their ranks: a killed process first frees its memory."""
 
 
 class Coordinator:
-    """One run's agreement between its nodes. `generation` counts the starts of its ranks."""
+    """Coordinator of a run with a fixed number of nodes; `generation` counts the starts of its ranks."""
 
     def __init__(self, terms: Terms, send: Send, now: float) -> None:
         self.generation = terms.generation
         self._terms, self._nodes, self._send = terms, terms.nodes, send
         self._unfit: dict[int, Failure] = {}
-        """Nodes that have failed a health check → which."""
+        """Failed health check of each node that failed one."""
         self._stragglers = Stragglers(terms.slow_factor)
         self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
         self._peers: dict[int, Peer] = {}
@@ -78,22 +77,22 @@ class Coordinator:
         self._inquiry: Inquiry | None = None
         self._retries = Retries(terms.retries, terms.silent_retries)
         self._cause: Failure | None = None
-        """Why the generation before ended."""
+        """Failure that ended the generation before."""
         self._lost: Failure | None = None
-        """The newest loss of a node whose place is empty."""
+        """Newest loss of a node that has no replacement."""
         self._recovery: Recovery | None = None
         self._ranks_by_node: tuple[int, ...] = ()
-        """Of the newest generation."""
+        """Number of ranks on each node of the newest generation."""
         self._stop_until: float | None = None
-        """When everything will be killed that was asked to stop; None: nobody has said so."""
+        """Time at which all ranks are killed after a request to stop; None: no kill was announced."""
         self._last_copy: LastCopy | None = None
-        """Last copy that is being written before the end."""
+        """Flush round in progress before the end; None: none."""
         self._is_failed = False
-        """No ranks are started any more."""
+        """True if no ranks are started any more."""
         self._started = 0
-        """The newest generation that had ranks."""
+        """Newest generation that had ranks."""
         self._awaited: set[int] = set()
-        """Nodes that are expected from a coordinator that was lost."""
+        """Nodes that are expected to join from a lost coordinator."""
         if (past := terms.past) is not None:
             self._state, self._deadline = "halting", now + past.patience_seconds
             self._cause = self._lost = past.failure
@@ -107,11 +106,11 @@ class Coordinator:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` next has something to do; None: not before the next message."""
+        """Time at which `tick` next has something to do; None: not before the next message."""
         return None if self.over else self._deadline
 
     def receive(self, peer: int, message: Message, now: float) -> None:
-        """A message of a peer whose secret has been verified."""
+        """Process a message of an authenticated peer."""
         if isinstance(message, Join):
             self._join(peer, message, now)
         elif peer in self._peers and not self.over:
@@ -148,7 +147,7 @@ class Coordinator:
                     self._conclude_hang(self._inquiry, now)
 
     def lost(self, peer: int, reason: str, now: float) -> None:
-        """A peer's connection has ended."""
+        """Process the loss of a peer's connection."""
         gone = self._peers.pop(peer, None)
         if gone is None or self.over or (gone.finished and self._state == "running"):
             return
@@ -167,7 +166,7 @@ class Coordinator:
             self._when_halted(now)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Take the actions that are due."""
         if self.over or self._deadline is None or now < self._deadline:
             return
         self._deadline = None
@@ -206,13 +205,13 @@ class Coordinator:
         else:
             self._when_halted(now)
 
-    def _gather(self, now: float) -> None:  # noqa: ARG002  (who needs fewer than all may wait a little)
-        """Start as soon as all are here."""
+    def _gather(self, now: float) -> None:  # noqa: ARG002  (an elastic run may wait a little)
+        """Start as soon as all nodes have joined."""
         if len(self._peers) == self._nodes:
             self._start()
 
     def _take_back(self, peer: Peer, was: Was) -> None:
-        """A node of the newest generation has its number again, unless another has it; its copies count."""
+        """Return its node rank to a node of the newest generation, unless taken; its checkpoints count."""
         taken = {other.node for other in self._peers.values()}
         if was.generation != self._started or was.node in taken or was.node >= len(self._ranks_by_node):
             return
@@ -224,23 +223,23 @@ class Coordinator:
             self._choose()
 
     def _gather_again(self, now: float) -> None:
-        """After a generation has ended, or a loss before the next one."""
+        """Meet after a generation has ended, or after a loss before the next one."""
         self._state = "meeting"
         self._gather(now)
         if self._state == "meeting":
             self._wait_for_machines(now)
 
     def _left(self, now: float) -> None:
-        """A machine that had no ranks has gone."""
+        """Process the loss of a node without ranks."""
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether nothing goes on but that machines are waited for."""
+        """True if the run only waits for nodes."""
         return self._state == "meeting"
 
     @property
     def _is_closed(self) -> bool:
-        """Whether machines come too late."""
+        """True if no node can join any more."""
         return self._state in ("running", "over")
 
     def _objection(self, join: Join) -> Refused | None:
@@ -253,7 +252,7 @@ class Coordinator:
         return objection(join, self._nodes, self._terms.place, self._terms.job_hash, taken)
 
     def _number(self, peer: Peer) -> int | None:
-        """That nobody else may ask for."""
+        """Return the node rank that no other node may ask for."""
         return peer.node if peer.node >= 0 else peer.join.node_rank
 
     def _start(self) -> None:
@@ -276,7 +275,7 @@ class Coordinator:
             peer.started = True
 
     def _seated(self) -> list[tuple[int, Peer]]:
-        """The machines that take part, by their numbers, which they keep."""
+        """Return the nodes that take part, by node rank, which they keep."""
         seat(self._peers.values(), self._nodes)
         return sorted(self._peers.items(), key=lambda item: item[1].node)
 
@@ -284,16 +283,16 @@ class Coordinator:
         return tuple(peer.join.ranks for _, peer in by_node)
 
     def _planned(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Plan and forecast that all are told; None: each has planned the same for itself."""
+        """Return plan and forecast for all nodes; None: each has made the same plan itself."""
         return None, None
 
     @property
     def _needed(self) -> int:
-        """Machines without which nothing starts."""
+        """Number of nodes without which nothing starts."""
         return self._nodes
 
     def _wait_for_machines(self, now: float) -> None:
-        if self._exit_code:  # asked to stop while ranks were to be started: nobody would wait for that
+        if self._exit_code:  # asked to stop: no start is waited for
             self._stop_waiting(now)
             return
         why = self._lost or self._cause
@@ -303,7 +302,7 @@ class Coordinator:
         self._broadcast(Waiting(missing_text(why, missing, self._terms.start_seconds)))
 
     def _meeting_is_late(self, now: float) -> None:
-        """Nobody came."""
+        """End the run, as too few nodes joined in time."""
         if (why := self._lost or self._cause) is not None:
             hint = f"no machine took its place within {self._terms.start_seconds:.0f} s; {why.hint}"
             self._give_up(replace(why, hint=hint, exit_code=EXIT_FAILED), now)
@@ -314,9 +313,9 @@ class Coordinator:
     # Running -------------------------------------------------------------------------------------
 
     def _stop(self, request: StopRequest, now: float) -> None:
-        """In order: ranks that are just being started again finish a step first, so that nothing is lost.
+        """Drain: ranks that are just starting again finish a step first, so that nothing is lost.
 
-        Where everything is about to be killed and no rank lives, what memory holds is written at once.
+        If a kill is announced and no rank lives, the in-memory checkpoints are flushed at once.
         """
         self._exit_code = self._exit_code or request.exit_code
         if request.seconds is not None:
@@ -327,7 +326,7 @@ class Coordinator:
             self._broadcast(Stop(self._exit_code, request.seconds, request.what))
 
     def _stop_waiting(self, now: float) -> None:
-        """No rank lives, and none is to be started any more."""
+        """End a run of which no rank lives, and none is to be started."""
         if self._stop_until is not None and self._started:
             self._rescue(Abort(self._exit_code), self._stop_until, now)
         else:
@@ -354,7 +353,7 @@ class Coordinator:
             self._end(Over(self._exit_code))
 
     def _hung(self, peer: int, hang: Hung, now: float) -> None:
-        """One silent node may be waiting for another that works: all must be silent."""
+        """Inquire the ranks once all nodes are silent: one may wait for another that works."""
         self._peers[peer].hung = True
         silent = all(other.hung or other.finished or other.paused for other in self._running())
         if self._inquiry is None and silent:
@@ -375,19 +374,19 @@ class Coordinator:
     # The end, or a new beginning -----------------------------------------------------------------
 
     def _fail(self, failure: Failure, now: float, report: str = "") -> None:
-        """This generation is done for."""
+        """End this generation by a failure, and decide whether another may follow."""
         preempted = self._stop_until is not None and any(peer.node >= 0 for peer in self._peers.values())
         replaceable = failure.unfit and self._nodes > 1 and not self._exit_code
         helps = replaceable or (self._retries.may_help(failure) and not failure.unfit)
         self._is_failed = (self._exit_code and not preempted) or not helps
         if self._is_failed and (failure.unfit or not self._terms.retries):
-            # Copies of a machine that errs are not trusted; without retries nobody keeps any.
+            # In-memory checkpoints of a faulty node are not trusted; without retries there are none.
             self._end(Abort(failure.exit_code, failure, report))
             return
         self._halt(failure, now, report)
 
     def _halt(self, cause: Failure | None, now: float, report: str = "") -> None:
-        """Have all ranks ended; without a cause, if they have left by themselves."""
+        """Terminate all ranks; without a cause they have left by themselves."""
         self._state, self._cause = "halting", cause
         self._deadline = now + HALT_SECONDS
         for identity, peer in list(self._peers.items()):
@@ -395,7 +394,7 @@ class Coordinator:
                 self._send(identity, Halt(report))
 
     def _when_halted(self, now: float) -> None:
-        """When no rank lives any more: give up, or start again as soon as the machines for it are here."""
+        """Give up, or start again, once no rank lives and the needed nodes have joined."""
         here = self._running()
         if self._state != "halting" or self._awaited or any(peer.halted is None for peer in here):
             return
@@ -407,7 +406,7 @@ class Coordinator:
             self._start_again(self._set_aside(here), now)
 
     def _start_again(self, here: list[Peer], now: float) -> None:
-        """Decide whether another attempt is due, and from what."""
+        """Decide whether another attempt is due, and from which state."""
         stood_at = 0
         for peer in here:
             assert peer.halted is not None
@@ -431,13 +430,14 @@ class Coordinator:
         self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """No rank lives, and the run shall go on."""
+        """Continue the run, of which no rank lives."""
         self._gather_again(now)
 
     def _choose(self) -> None:
-        """What the next generation takes up: the newest moment of which the nodes here hold all images.
+        """Choose the newest in-memory checkpoint that the present nodes hold completely.
 
-        A lost node's partner has those of its ranks. If not, the new ranks say so, and all take the disk.
+        A lost node's partner has those of its ranks. If it has not, the new ranks say so, and all restore
+        from disk.
         """
         here = self._running()
         held = [image for peer in here if peer.halted is not None for image in peer.halted.images]
@@ -446,7 +446,7 @@ class Coordinator:
         self._recovery = self._retries.recovery(self._cause, restore)
 
     def _set_aside(self, here: list[Peer]) -> list[Peer]:
-        """Send nodes away that have failed a health check; returns the others."""
+        """Send nodes away that have failed a health check, and return the others."""
         for name, peer in list(self._peers.items()):
             if peer.node >= 0 and (failure := self._unfit.get(peer.node)) is not None:
                 del self._peers[name]
@@ -456,7 +456,7 @@ class Coordinator:
         return [peer for peer in here if peer in self._peers.values()]
 
     def _give_up(self, failure: Failure, now: float) -> None:
-        """No rank lives, and none is started any more: the run ends when its copies in memory are written."""
+        """End a run of which no rank lives, after a flush of its in-memory checkpoints."""
         ending = Abort(failure.exit_code, failure)
         if any(peer.halted is not None and peer.halted.images for peer in self._running()):
             self._rescue(ending, min(now + GIVE_UP_SECONDS, self._stop_until or math.inf), now)
@@ -464,7 +464,7 @@ class Coordinator:
             self._end(ending)
 
     def _rescue(self, ending: Abort, until: float, now: float) -> None:
-        """No rank lives: have the copies in memory written, and then end."""
+        """Flush the in-memory checkpoints, as no rank lives, and then end."""
         nodes = {
             name: (peer.ranks, peer.halted.images)
             for name, peer in self._peers.items()
@@ -484,7 +484,7 @@ class Coordinator:
 
     @property
     def _why(self) -> str:
-        """The ranks had to be ended."""
+        """Reason why the ranks had to be ended."""
         return self._cause.headline if self._cause is not None else "the run was to grow"
 
     def _end(self, word: Abort | Over) -> None:
@@ -492,7 +492,7 @@ class Coordinator:
         self._broadcast(word)
 
     def _running(self) -> list[Peer]:
-        """Those that have ranks, or had them in the newest generation."""
+        """Return the nodes that have ranks, or had them in the newest generation."""
         return [peer for peer in self._peers.values() if peer.node >= 0]
 
     def _broadcast(self, message: Message) -> None:

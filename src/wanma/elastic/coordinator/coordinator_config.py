@@ -1,4 +1,4 @@
-"""What a coordinator begins with."""
+"""Configuration of a coordinator."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from wanma.elastic.coordinator.failover import Past
 
 @dataclass(frozen=True)
 class Terms:
-    """Of one run, and of the coordinator's part in it."""
+    """Configuration of a coordinator and of its run."""
 
     nodes: int
-    """The most that take part."""
+    """Most nodes that take part."""
     job_hash: str
     place: str
-    """Where they meet, in words."""
+    """Endpoint of the run, in words."""
     start_seconds: float
-    """How long machines are waited for."""
+    """Time, in seconds, that the coordinator waits for nodes."""
     retries: int = 0
-    """Recoveries without a new step between them."""
+    """Most recoveries without a new step between them."""
     slow_factor: float = 1.5
     claim: Callable[[int], int | None] = lambda generation: generation
-    """Asked before each start for that generation, or the next that is free; None: another coordinator has
-    the run, and whoever drives this one sends its nodes there."""
+    """Function that claims a generation, or the next that is free, before each start.
+
+    It returns the claimed number; None: another coordinator has the run, and the server sends the nodes
+    there.
+    """
     generation: int = 0
-    """The number of the newest start so far."""
+    """Number of the newest start so far."""
     past: Past | None = None
-    """The run of a coordinator that has been lost, to be carried on."""
+    """Run of a lost coordinator that this one takes over; None: a new run."""
     silent_retries: int = 0
     """Most recoveries, of `retries`, of ranks that have never finished a step."""

@@ -1,9 +1,9 @@
-"""The coordinator's side of the meeting: keeps its clock, and serves it by TCP.
+"""Server of the coordinator over TCP, and its deadlines in the event loop.
 
-A guest whose connection is lost is expected back: it counts as lost when nothing listens any more where its
-supervisor did, or when it has been silent for `lost_seconds`. Every start is claimed in the run directory
-first (`wanma.job.run.generation_claims`); a coordinator that finds a newer claim of another sends its
-guests there.
+A supervisor whose connection is lost is expected back: it counts as lost when nothing listens any more where
+it did, or when it has been silent for `lost_seconds`. Every start is claimed in the run directory first
+(`wanma.job.run.generation_claims`); a coordinator that finds a newer claim of another sends its supervisors
+there.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from wanma.job.run.generation_claims import Claim
 logger = logging.getLogger("wanma.elastic")
 
 LINGER_SECONDS = 5.0
-"""How long the coordinator waits for the others to take in its last word."""
+"""Time, in seconds, that the coordinator waits for the supervisors to receive its last message."""
 BEACON_SECONDS = 1.0
-"""Between two looks at the claims, at most."""
+"""Most time, in seconds, between two checks of the claims."""
 
 
 class DrivenCoordinator:
-    """A coordinator whose deadlines are kept by the loop."""
+    """Coordinator whose deadlines are kept by the event loop."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class DrivenCoordinator:
 
     @property
     def over(self) -> bool:
-        """The run has ended, or another coordinator has it."""
+        """True if the run has ended, or another coordinator has it."""
         return self._coordinator.over
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class DrivenCoordinator:
 
 @dataclass
 class _Visitor:
-    """One connection to the coordinator."""
+    """Connection to the coordinator."""
 
     connection: Connection
     address: str
@@ -152,10 +152,10 @@ class _Visitor:
 
 @dataclass
 class _Guest:
-    """One supervisor, over as many connections as it takes."""
+    """Supervisor, over as many connections as it takes."""
 
     peer: int
-    """The coordinator's name for it."""
+    """Coordinator's name for it."""
     address: str
     heard: float
     session: Session = field(default_factory=Session)
@@ -164,12 +164,16 @@ class _Guest:
 
 
 class Host:
-    """Serves the coordinator inside a supervisor.
+    """Server of the coordinator inside a supervisor.
 
     Args:
-        listener: where the run meets from now on, as `place` says.
-        claim: the one that this coordinator holds already, because it takes over a run.
-        past: what it takes over.
+        launch: launch configuration of the run.
+        place: endpoint of the run from now on.
+        secret: shared secret of the run.
+        listener: socket that listens at `place`.
+        loop: event loop.
+        claim: claim that this coordinator holds already, because it takes over a run.
+        past: state of the run that it takes over.
     """
 
     def __init__(
@@ -190,7 +194,7 @@ class Host:
         self._guests: dict[str, _Guest] = {}
         self._arrivals = 0
         self._over = False
-        """The coordinator has nothing more to say: the run has ended, or goes on elsewhere."""
+        """True if the coordinator has nothing more to say: the run has ended, or goes on elsewhere."""
         newest = claim or generation_claims.newest(launch.run_directory)
         held = newest.generation if newest is not None else 0
         self._beacon = Beacon(
@@ -215,7 +219,7 @@ class Host:
         self._look_around()
 
     def close(self, linger: bool) -> None:
-        """At once, or when the guests have left, as they do on the last word; at most `LINGER_SECONDS`."""
+        """Close at once, or after the supervisors have left on the last message; at most `LINGER_SECONDS`."""
         self._close_door()
         patience = time.monotonic() + (LINGER_SECONDS if linger else 0)
         self._loop.run_until(lambda: not any(one.proved for one in self._visitors.values()), patience)
@@ -235,10 +239,10 @@ class Host:
     # Claims --------------------------------------------------------------------------------------
 
     def _claim(self, generation: int) -> int | None:
-        """Before a start; once this coordinator holds a claim, nobody else starts under that number.
+        """Claim a generation before its start; with a claim held, no other coordinator starts that number.
 
-        A claim that says nothing leads nowhere: whoever made it has died, or found the disk full. The next
-        number closes it, should its line still come.
+        A claim without an endpoint leads nowhere: its writer has died, or found the disk full. Claiming the
+        next number closes it, should its line still come.
         """
         if self._beacon.mine and generation == self._beacon.held:
             return generation
@@ -246,13 +250,13 @@ class Host:
         while not generation_claims.make(run, Claim(generation, self._place.text, self.name, host_name())):
             there = generation_claims.read(run, generation)
             if there is None or there.place:
-                return None  # the beacon sees the other's claim soon
+                return None  # the claim heartbeat sees the other's claim soon
             generation += 1
         self._beacon.held, self._beacon.mine = generation, True
         return generation
 
     def _followed(self, claim: Claim) -> None:
-        """Another coordinator has claimed the run: all here join it."""
+        """Send all supervisors to another coordinator, which has claimed the run."""
         if self._over:
             return
         logger.warning("the run has moved to %s (generation %d)", claim.place, claim.generation)
@@ -310,7 +314,7 @@ class Host:
             visitor.connection.framer.sign(ours, theirs)
 
     def _attach(self, number: int, visitor: _Visitor, attach: Attach) -> None:
-        """A supervisor comes, or comes back."""
+        """Attach a supervisor's new connection to its session."""
         guest = self._guests.get(attach.session)
         known = guest is not None
         if guest is None:
@@ -331,12 +335,12 @@ class Host:
             if guest.peer == peer:
                 guest.session.send(message)
                 break
-        # An `Abort` may be for one machine alone, which is set aside or leaves by itself.
+        # An `Abort` may be for one node alone, which is excluded or leaves by itself.
         if isinstance(message, Abort | Over) and self._driven.over and not self._over:
             self._tell_end(message.exit_code)
 
     def _tell_end(self, exit_code: int) -> None:
-        """Into the run directory, for those who cannot be told."""
+        """Record the end in the run directory, for nodes that cannot be told."""
         self._over = True
         self._beacon.close()
         if self._beacon.mine:
@@ -350,7 +354,7 @@ class Host:
         self._visitors.pop(number).connection.close()
 
     def _gone(self, number: int, reason: str) -> None:
-        """A connection has ended, which may be the network's doing."""
+        """Process the end of a connection, which may be a fault of the network."""
         visitor = self._visitors.pop(number, None)
         if visitor is None or (guest := visitor.guest) is None:
             return
@@ -378,7 +382,7 @@ class Host:
             guest.probe = None
 
     def _look_around(self) -> None:
-        """Heartbeats out, and silence noticed."""
+        """Send heartbeats, and notice silent supervisors."""
         now = time.monotonic()
         for guest in list(self._guests.values()):
             silence = now - guest.heard

@@ -1,12 +1,12 @@
-"""A coordinator of a run whose number of machines may change: it starts with enough, shrinks and grows.
+"""Elastic coordinator: a run starts with enough nodes, and shrinks and grows.
 
-Whenever ranks are to start, somebody who knows about plans is asked for one, for the machines that are
-here, and the answer is everyone's (`size`). Machines that the plan has no use for stand by.
+Before ranks start, the planner makes a plan for the nodes that are present, and its decision is sent to all
+of them (`recovery.replan`). Nodes that the plan does not use stand by.
 
     meeting ──enough are here──> deciding ──a plan──> running ──failure──> halting ──> meeting again
-                                                         └──another machine came, and it pays──┘
+                                                        └──another node came, and it pays──┘
 
-To grow, the ranks leave after a step with a copy of their state in memory, so that none is repeated.
+To grow, the ranks suspend: they leave after a step with an in-memory checkpoint, so that none is repeated.
 """
 
 from __future__ import annotations
@@ -41,17 +41,22 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Change
 
 LOCATE_SECONDS = 1.0
-"""After which ranks that had not yet shown how long a step takes are asked again."""
+"""Time, in seconds, between two requests for the time of a step, until the ranks have measured it."""
 
 Ask = Callable[[int, Situation], None]
-"""Asks the planner; `decided` gets the answer with the same number."""
+"""Function that asks the planner; `decided` gets the answer with the same number."""
 
 
 class ResizingCoordinator(Coordinator):
-    """Starts with `min_nodes` machines, and takes up to `nodes`.
+    """Coordinator of a run that starts with `min_nodes` nodes and takes up to `nodes`.
 
     Args:
-        join_seconds: how long the first start waits for more than `min_nodes`.
+        terms: configuration.
+        send: sends a message to a supervisor.
+        now: present time, monotonic.
+        ask: asks the planner.
+        min_nodes: least nodes of the run.
+        join_seconds: last call: time that the first start waits for more than `min_nodes`.
     """
 
     def __init__(
@@ -61,21 +66,21 @@ class ResizingCoordinator(Coordinator):
         self._ask, self._min_nodes, self._join_seconds = ask, min_nodes, join_seconds
         self._patience = now + terms.start_seconds
         self._is_last_call = False
-        """Enough machines for the first start are here, and it waits a little for more."""
+        """True if the last call runs: enough nodes for the first start have joined, and it waits for more."""
         self._is_deciding = False
         self._warm: set[int] = set()
-        """Machines whose ranks need not wait for imports any more; those that have gone may be among them."""
+        """Nodes whose fork server has imported; lost nodes may be among them."""
         self._questions = 0
         self._open_question: int | None = None
         self._decision = decision_of(terms.past.start) if terms.past is not None else None
-        """Of the newest generation."""
+        """Decision for the newest generation."""
         self._told: tuple[Plan, int] | None = None
-        """Plan and machines of the newest generation that finished a step."""
+        """Plan and number of nodes of the newest generation that finished a step."""
         self._growth: Literal["", "asking", "pausing"] = ""
-        """Machines stand by: whether to take them is being found out, or they are taken after this step."""
+        """Phase of growth with nodes on standby: ask whether to take them, or wait for the suspend."""
         self._grow_at: float | None = None
         self._grown: tuple[Decision, frozenset[int]] | None = None
-        """What is to be done when the ranks have left, and with which machines."""
+        """Decision, and the nodes it is for, to carry out when the ranks are suspended."""
 
     @property
     def deadline(self) -> float | None:
@@ -101,7 +106,7 @@ class ResizingCoordinator(Coordinator):
             super().receive(peer, message, now)
 
     def decided(self, question: int, decision: Decision, now: float) -> None:
-        """What `ask` asked for; an answer that events have overtaken counts for nothing."""
+        """Process the planner's decision; one that events have overtaken is dropped."""
         if question != self._open_question or self.over:
             return
         self._open_question = None
@@ -116,7 +121,7 @@ class ResizingCoordinator(Coordinator):
 
     @property
     def _is_waiting(self) -> bool:
-        """While the planner is asked how to go on, ranks are about to start: they finish a step first."""
+        """True if the run only waits; ranks that are about to start finish a step first."""
         return self._state == "meeting" and not (self._is_deciding and self._started > 0)
 
     @property
@@ -128,11 +133,11 @@ class ResizingCoordinator(Coordinator):
         return self._min_nodes
 
     def _number(self, peer: Peer) -> int | None:
-        """Numbers change with the machines; what was asked for says in which order they come."""
+        """Return the node rank that was asked for, as those of a generation change with its nodes."""
         return peer.join.node_rank
 
     def _stands_by(self, peer: int) -> bool:
-        """Whether it has no ranks while the run goes on."""
+        """Return True if the node has no ranks while the run goes on."""
         return self._started > 0 and peer in self._peers and self._peers[peer].node < 0
 
     def _join(self, peer: int, join: Join, now: float) -> None:
@@ -144,7 +149,7 @@ class ResizingCoordinator(Coordinator):
             self._consider_growth()
 
     def _gather(self, now: float) -> None:
-        """Go on as soon as enough machines are here; at first, wait a little for more."""
+        """Continue as soon as enough nodes have joined; before the first start, wait a little for more."""
         here = len(self._peers)
         is_enough = here >= self._min_nodes
         if here == self._nodes or (is_enough and self._started > 0):
@@ -216,7 +221,7 @@ class ResizingCoordinator(Coordinator):
             self._consider_growth()
 
     def _seated(self) -> list[tuple[int, Peer]]:
-        """As many machines as the plan takes, numbered without gaps: those that had ranks take part first."""
+        """Choose as many nodes as the plan takes, and number them without gaps; present ones come first."""
         assert self._decision is not None
         order = preferred(self._peers, self._nodes)
         halted = {identity: self._peers[identity].halted for identity in order}
@@ -243,7 +248,7 @@ class ResizingCoordinator(Coordinator):
         return self._decision.plan.to_json(), self._decision.forecast
 
     def _nothing_fits(self, decision: Decision, now: float) -> None:
-        """More machines may help; where there can be no more, the run ends."""
+        """Wait for more nodes, as no plan fits these; end the run if there can be no more."""
         here = len(self._peers)
         self._lost = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
         if here == self._nodes and self._stop_until is None:
@@ -264,9 +269,9 @@ class ResizingCoordinator(Coordinator):
                 super()._hear_running(peer, message, now)
 
     def _consider_growth(self) -> None:
-        """Whether it pays to take the machines that stand by depends on how far the run is, and how fast.
+        """Ask for the progress of the run, to decide whether nodes on standby are worth a restart.
 
-        Not before their ranks would start at once: all others would wait for them.
+        It waits until their ranks would start at once: all others would wait for them.
         """
         spare = {identity for identity, peer in self._peers.items() if peer.node < 0 and not peer.started}
         is_time = self._state == "running" and not self._exit_code and self._growth != "pausing"
@@ -327,6 +332,6 @@ class ResizingCoordinator(Coordinator):
 
 
 def decision_of(start: Start) -> Decision:
-    """What a coordinator that was lost had decided."""
+    """Return the decision that a lost coordinator had made."""
     plan = Plan.from_json(start.plan) if start.plan is not None else None
     return Decision(plan, len(start.ranks_by_node), "", start.forecast)

@@ -1,8 +1,8 @@
-"""Who carries a run on when the machine that hosts its coordinator is lost, and when nobody may.
+"""Coordinator failover: rule by which a node takes over a run whose coordinator is lost.
 
 The shared run directory decides, not the clock: a generation number can be claimed there only once
-(`wanma.job.run.generation_claims`), and what has been followed writes nothing any more. Time only says
-when it is worth a try. `may_claim` is the rule; `Vacancy` gathers what it needs to know.
+(`wanma.job.run.generation_claims`), and a coordinator with a successor can write nothing any more. Time only
+decides when an attempt is worth it. `may_claim` is the rule; `Vacancy` gathers its facts.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from wanma.job.run.generation_claims import Claim
 
 LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
 TURN_SECONDS = 2.0
-"""How long each node in the line of successors has before the next one tries."""
+"""Time, in seconds, that each node in the line of successors has before the next one tries."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """The run of a coordinator that has been lost."""
+    """State of a run whose coordinator has been lost."""
 
     start: Start
-    """Its newest."""
+    """Newest start command of the lost coordinator."""
     survivors: frozenset[int]
     """Nodes that are expected to join."""
     failure: Failure
-    """The loss itself."""
+    """Loss of the coordinator."""
     patience_seconds: float
-    """How long they may take."""
+    """Time, in seconds, that the survivors may take to join."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What a node knows of the coordinator that it has lost; its own ranks have been ended."""
+    """Facts that a node knows of its lost coordinator; the node's own ranks have been ended."""
 
     dead: bool
-    """Nothing listens any more where the coordinator did: its process has ended, and its ranks with it."""
+    """True if nothing listens any more where the coordinator did: its process and its ranks have ended."""
     still_seconds: float
-    """How long it has left no sign of life in the run directory."""
+    """Time, in seconds, since its last sign of life in the run directory."""
     lost_seconds: float
-    """How much of that is too long."""
+    """Limit of that time, in seconds."""
     nodes: int
-    """Of the generation."""
+    """Number of nodes of the generation."""
     votes: int
-    """How many of them do not hear the coordinator either, this one included."""
+    """Number of those nodes that have lost the coordinator, too, including this one."""
     place_in_line: int
-    """Nodes before this one that could follow as well."""
+    """Number of nodes before this one in the line of successors."""
     waited_seconds: float
 
 
 def may_claim(sight: Sight) -> bool:
-    """Whether a node may try to claim the next generation, and host it.
+    """Return True if a node may try to claim the next generation, and host it.
 
-    A coordinator that is merely silent may live. It is followed only when a majority of its nodes has lost
-    it, or when it cannot be seen in the run directory either: then it cannot write there. Two nodes that
-    are cut off from each other, both with access to the run directory, wait for each other.
+    A coordinator that is merely silent may live. It is replaced only when a majority of its nodes has lost
+    it, or when it gives no sign of life in the run directory either: then it cannot write there. Two nodes
+    that are cut off from each other, both with access to the run directory, wait for each other.
     """
     lost = sight.dead or 2 * sight.votes > sight.nodes or sight.still_seconds > sight.lost_seconds
     return lost and sight.waited_seconds >= sight.place_in_line * TURN_SECONDS
 
 
 def successors(nodes: int, gone: Collection[int]) -> list[int]:
-    """Nodes in the order in which they follow a lost coordinator."""
+    """Return the nodes in the order in which they may replace a lost coordinator."""
     return [node for node in range(nodes) if node not in gone]
 
 
 @dataclass
 class Vacancy:
-    """The time between two coordinators, as one node sees it.
+    """Failover state: time between two coordinators, as one node sees it.
 
     Args:
-        run: the run directory.
-        start: the newest that this node has had from the lost coordinator.
-        claim: that coordinator's.
+        run: run directory.
+        start: newest start command that this node has had from the lost coordinator.
+        claim: that coordinator's claim.
         lost_seconds: see `Sight`.
     """
 
@@ -87,16 +87,16 @@ class Vacancy:
     claim: Claim
     lost_seconds: float
     reason: str
-    """Why the coordinator counts as lost."""
+    """Reason why the coordinator counts as lost."""
     dead: bool = False
-    """See `Sight`."""
+    """True if its process has ended; see `Sight`."""
     since: float = field(default_factory=time.monotonic)
     gone: set[int] = field(default_factory=set)
     """Nodes whose coordinators have been lost."""
 
     def __post_init__(self) -> None:
         self._silent = True
-        """This node has not heard of the claim's coordinator for `lost_seconds`, or knows it dead."""
+        """True if the claim's coordinator is dead, or silent for `lost_seconds` as this node sees it."""
         self._voted: set[int] = set()
         self._watch(self.claim)
 
@@ -107,7 +107,7 @@ class Vacancy:
         self._pulse, self._moved = generation_claims.pulse(self.run, claim.generation), time.monotonic()
 
     def look(self) -> bool:
-        """Take in what the run directory says; true when another coordinator has claimed the run."""
+        """Read the claims in the run directory; return True if another coordinator has claimed the run."""
         newest = generation_claims.newest(self.run)
         if newest is not None and newest.generation > self.claim.generation:
             self.follow(newest)
@@ -117,12 +117,12 @@ class Vacancy:
         return False
 
     def follow(self, claim: Claim) -> None:
-        """Another coordinator has the run, dead or alive."""
+        """Watch another coordinator, dead or alive, that has the run."""
         self._watch(claim)
         self.dead, self._silent, self.since = False, False, time.monotonic()
 
     def may_claim(self) -> bool:
-        """Asked again and again, once no rank of this node lives; it votes by that."""
+        """Vote that the coordinator is lost, if it is, and apply the rule; called repeatedly."""
         now = time.monotonic()
         pulse = generation_claims.pulse(self.run, self.claim.generation)
         if pulse != self._pulse:
@@ -147,12 +147,12 @@ class Vacancy:
         )
 
     def withdraw(self) -> None:
-        """This node has found a coordinator."""
+        """Withdraw this node's votes, as it has found a coordinator."""
         for generation in self._voted:
             generation_claims.withdraw(self.run, generation, self.start.node_rank)
 
     def past(self, own_host: str) -> Past:
-        """What this node carries on as coordinator."""
+        """Return the state of the run that this node takes over as coordinator."""
         survivors = successors(len(self.start.ranks_by_node), self.gone)
         node = self.start.host_node
         first = generation_claims.read(self.run, self.start.generation)

@@ -1,4 +1,4 @@
-"""A supervisor as its coordinator sees it, and who may become one."""
+"""Members of a run: supervisors as their coordinator knows them, and the check of a request to join."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from wanma.elastic.protocol.messages import Halted, Join, Message, Recovery, Refused, Start
 
 Send = Callable[[int, Message], None]
-"""To a supervisor by its name."""
+"""Function that sends a message to a supervisor, given by its name."""
 
 
 @dataclass
 class Peer:
-    """One supervisor, in order of arrival."""
+    """Member: a supervisor that the coordinator has admitted, with ranks or on standby."""
 
     join: Join
     node: int = -1
-    """Its number; negative while it has no ranks, as before its first start."""
+    """Node rank; negative while it has no ranks, as before its first start."""
     ranks: range = range(0)
     store_port: int = 0
     started: bool = False
-    """It has had ranks, in whatever generation."""
+    """True if it has had ranks, in whatever generation."""
     finished: bool = False
     paused: bool = False
     hung: bool = False
@@ -30,7 +30,7 @@ class Peer:
 
     @property
     def failed_at(self) -> float:
-        """When its ranks failed, in unix seconds; 0: they did not."""
+        """Time at which its ranks failed, in unix seconds; 0: they did not."""
         return self.halted.failed_at if self.halted is not None else 0.0
 
     @property
@@ -40,7 +40,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Begun:
-    """A generation that begins."""
+    """Start of a generation."""
 
     generation: int
     recovery: Recovery | None
@@ -49,10 +49,10 @@ class Begun:
     forecast: dict[str, Any] | None
 
     def starts(self, by_node: list[tuple[int, Peer]]) -> Iterator[tuple[int, Peer, Start]]:
-        """Give the supervisors their ranks; yields what to tell each.
+        """Assign ranks to the nodes, and yield each with its name and start command.
 
         Args:
-            by_node: those that take part, each with its name, by number.
+            by_node: nodes that take part, each with its name, by node rank.
         """
         store = by_node[0][1]
         host_node = next((peer.node for _, peer in by_node if peer.join.hosts), -1)
@@ -83,13 +83,14 @@ class Begun:
 def objection(
     join: Join, nodes: int, place: str, job_hash: str, taken: Collection[tuple[int | None, str]]
 ) -> Refused | None:
-    """Why a supervisor cannot take part; None: it can.
+    """Return the refusal of a supervisor that cannot take part; None: it can.
 
     Args:
-        nodes: of the run, at most.
-        place: where it meets.
-        job_hash: of its job.
-        taken: numbers that nobody else may ask for, and the hosts that have them.
+        join: request of the supervisor.
+        nodes: most nodes of the run.
+        place: endpoint of the run.
+        job_hash: hash of the run's job.
+        taken: node ranks that no other node may ask for, and the hosts that have them.
     """
     if join.job_hash != job_hash:
         return Refused(

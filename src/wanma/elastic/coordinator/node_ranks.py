@@ -1,9 +1,9 @@
-"""Which machine gets which number: the one rule, of runs of a fixed size and of those that grow and shrink.
+"""Assignment of node ranks, for runs of a fixed size and for elastic ones.
 
-Consecutive numbers hold consecutive ranks, and the chattiest axes of a plan are its innermost: so machines
-near each other get neighbouring numbers. What a user asks for (`cluster.node_rank`) comes first; then where
-machines are in the network (`hardware.position`); then who came first. In a run of a fixed size, whoever has
-a number keeps it, and another machine takes the place of one that is lost.
+Consecutive node ranks hold consecutive ranks, and a plan's innermost mesh dimensions communicate most: so
+nodes near each other get neighbouring node ranks. A user's request (`cluster.node_rank`) comes first; then
+the topology address (`hardware.position`); then the order of arrival. In a run of a fixed size, a node keeps
+its node rank, and another node takes the place of one that is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = tuple[bool, tuple[tuple[str | int, ...], ...]]
 
 
 def offer(launch: Launch, host: str, address: str, store_port: int, is_warm: bool) -> Join:
-    """What a machine says of itself when it joins."""
+    """Return this node's request to join."""
     return Join(
         launch.job_hash,
         launch.ranks_per_node,
@@ -33,8 +33,10 @@ def offer(launch: Launch, host: str, address: str, store_port: int, is_warm: boo
 
 
 def nearness(position: str) -> Key:
-    """Sorts positions such that those with the same first parts stand together, numbers by their value;
-    unknown ones last."""
+    """Return a sort key by which topology addresses with the same first parts are neighbours.
+
+    Numbers sort by their value; unknown addresses come last.
+    """
     parts = re.split(r"[/.]", position) if position else []
     return not position, tuple(
         tuple(int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", part)) for part in parts
@@ -42,11 +44,11 @@ def nearness(position: str) -> Key:
 
 
 def seat(peers: Collection[Peer], nodes: int) -> None:
-    """Give those without a number the one that they ask for, or the next free one.
+    """Give nodes without a node rank the one that they ask for, or the next free one.
 
     Args:
-        peers: in the order in which they came.
-        nodes: of the run.
+        peers: members in the order in which they came.
+        nodes: number of nodes of the run.
     """
     for peer in peers:
         if peer.node < 0 and peer.join.node_rank is not None:
@@ -57,10 +59,11 @@ def seat(peers: Collection[Peer], nodes: int) -> None:
 
 
 def preferred(peers: Mapping[int, Peer], nodes: int) -> list[int]:
-    """Who is to take part where not all can: those that have had ranks, as they are numbered; then others.
+    """Return the order in which nodes take part: first those that had ranks, by node rank; then others.
 
     Args:
-        peers: by name, which rises with arrival.
+        peers: members by name, which rises with arrival.
+        nodes: most nodes of the run.
     """
 
     def order(identity: int) -> tuple[bool, int, Key, int]:
@@ -73,11 +76,12 @@ def preferred(peers: Mapping[int, Peer], nodes: int) -> list[int]:
 
 
 def numbered(chosen: Sequence[int], peers: Mapping[int, Peer]) -> list[int]:
-    """Those that take part, in the order of their numbers, which have no gaps.
+    """Return the nodes that take part in the order of their node ranks, which have no gaps.
 
     Args:
-        chosen: in the order of `preferred`, which stands where anyone asks for a number, or no position is
-            known.
+        chosen: names in the order of `preferred`, which is kept if any node asks for a node rank, or if no
+            topology address is known.
+        peers: members by name.
     """
     if any(peers[identity].join.node_rank is not None for identity in chosen):
         return list(chosen)

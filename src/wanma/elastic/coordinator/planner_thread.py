@@ -1,4 +1,4 @@
-"""Asks the planner beside the supervisor's loop, which has heartbeats to send meanwhile."""
+"""Thread that runs the planner beside the supervisor's event loop, which sends heartbeats meanwhile."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from wanma.job.errors import WanmaError
 def ask_beside(
     replanner: Replanner, situation: Situation, loop: Loop, on_answer: Callable[[Decision], None]
 ) -> None:
-    """Call `on_answer` in the loop, once there is an answer; what the planner refuses is one, too.
+    """Call `on_answer` in the loop with the planner's decision; a refusal is a decision, too.
 
-    A mistake in the planner is raised in the loop.
+    An error in the planner is raised in the loop.
     """
     answers: list[Decision | Exception] = []
     mine, theirs = socket.socketpair()
@@ -29,7 +29,7 @@ def ask_beside(
         except WanmaError as error:
             reason = f"{error.message}; {error.hint}" if error.hint else error.message
             answers.append(Decision(None, 0, reason))
-        except Exception as error:  # a thread has nobody to raise to: the loop does
+        except Exception as error:  # the loop raises it
             answers.append(error)
         theirs.close()
 

@@ -1,4 +1,4 @@
-"""What one node of several tells its user of the run that it is a part of. Pure: facts in, text out."""
+"""Notices for the user of one node of several, as text; pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import duration_text
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
-"""Exit code of a run that was asked to stop → by what, where nothing else tells it."""
+"""Cause of an orderly stop by the run's exit code, if nothing else names it."""
 
 
 def joined_text(launch: Launch, start: Start, place: str, way: str) -> str:
-    """Where this node met the others, which one it is, which ranks run here, where their logs are, and by
-    which interface they reach the others (`way`)."""
+    """Return the notice that this node has joined: endpoint, node rank, ranks, logs and interface (`way`)."""
     nodes = len(start.ranks_by_node) or launch.nodes
     first, last = start.first_rank, start.first_rank + launch.ranks_per_node - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
@@ -31,11 +30,11 @@ def joined_text(launch: Launch, start: Start, place: str, way: str) -> str:
 
 
 RESTARTED = "restarted"
-"""Kind of the event of a script's ranks that are started again: `failure` is why."""
+"""Kind of the event of a script's ranks that are started again; `failure` is the reason."""
 
 
 def started_again_text(recovery: Recovery) -> str:
-    """Why the ranks here begin again; rank 0 tells the rest when they have."""
+    """Return the notice that the ranks here are started again; rank 0 reports the rest when they have."""
     if recovery.failure:
         return f"{recovery.failure}\n  the ranks of all nodes are started again"
     return "the run takes more machines: the ranks of all nodes are started again"
@@ -44,12 +43,14 @@ def started_again_text(recovery: Recovery) -> str:
 def stopping_text(
     exit_code: int, here: bool, what: str = "", seconds: float | None = None, *, in_steps: bool = True
 ) -> str:
-    """That the run stops after this step, and who asked for it: this node's user or another's.
+    """Return the notice of a stop after this step, with its origin: this node's user or another's.
 
     Args:
-        what: asked for it, in words; empty: the exit code tells.
-        seconds: until everything is killed.
-        in_steps: else it is a script without a session, which is interrupted where it stands.
+        exit_code: exit code of the run.
+        here: True if the request came from this node.
+        what: origin of the request, in words; empty: the exit code names it.
+        seconds: time until everything is killed; None: no kill follows.
+        in_steps: False for a script without a session, which is interrupted at once.
     """
     what = what or STOPPED.get(exit_code, f"exit code {exit_code}")
     if not here:
@@ -62,7 +63,7 @@ def stopping_text(
 
 
 def slow_text(slow: Slow) -> str:
-    """Which rank is slow, in what, by how much, and whether it has ever been better."""
+    """Return the notice of a straggler: rank, phase, ratio to its peers, and its own best."""
     who = f"rank {slow.rank} ({slow.host}, local rank {slow.local_rank})"
     if not slow.is_slow:
         return f"{who} is no longer slow: {slow.ratio:.2f} times its peers for the last {slow.steps} steps"
@@ -74,10 +75,13 @@ def slow_text(slow: Slow) -> str:
 
 
 def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool) -> str:
-    """How the run ended, as far as nothing else tells the user of node `node`; empty when all is told.
+    """Return the notice of the run's end for the user of node `node`; empty if another message has it.
 
     Args:
-        shows_the_run: rank 0 is here, whose own record of the end is on this node's console.
+        ending: last message of the coordinator.
+        nodes: number of nodes of the run.
+        node: node rank.
+        shows_the_run: True if rank 0 is here, whose own record of the end is on this node's console.
     """
     if isinstance(ending, Over):
         if shows_the_run:
@@ -96,7 +100,7 @@ def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool)
 
 
 def missing_text(why: Failure, missing: int, seconds: float) -> str:
-    """What machines that wait for others are told."""
+    """Return the notice to nodes that wait for others."""
     machines = "one machine is" if missing == 1 else f"{missing} machines are"
     return (
         f"{why.headline}\n  {machines} missing: the run waits {seconds:.0f} s "
@@ -105,11 +109,13 @@ def missing_text(why: Failure, missing: int, seconds: float) -> str:
 
 
 def nobody_came(hosts: Sequence[str], nodes: int, place: str, seconds: float) -> Failure:
-    """The first meeting came to nothing.
+    """Return the failure of a first meeting to which too few nodes came.
 
     Args:
-        hosts: that came.
-        nodes: of the run.
+        hosts: hosts of the nodes that came.
+        nodes: number of nodes of the run.
+        place: endpoint of the run.
+        seconds: time that was waited.
     """
     cause = (
         f"only {len(hosts)} of {nodes} machines came to {place} "

@@ -1,8 +1,8 @@
-"""How a supervisor reaches its coordinator: directly on one node, by TCP on several.
+"""Link from a supervisor to its coordinator: in-process with one node, by TCP with several.
 
-`open_link` is the front door. Whoever can bind the rendezvous address serves the coordinator
-beside its own work; every supervisor, that one included, then joins by TCP (`membership`). Both sides prove
-that they know the shared secret without saying it, sign every line after that, and send heartbeats.
+`open_link` is the entry point. The supervisor that can bind the rendezvous address serves the coordinator
+beside its own work; every supervisor, that one included, then joins by TCP (`tcp_link`). Both sides prove
+that they have the shared secret without sending it, sign every line after that, and send heartbeats.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from wanma.job.errors import WanmaError
 
 
 class Link(Protocol):
-    """A supervisor's way to its coordinator."""
+    """Link from a supervisor to its coordinator."""
 
     @property
     def place(self) -> str:
-        """Where that is."""
+        """Endpoint of the coordinator, in words."""
 
     def send(self, message: Message) -> None: ...
 
@@ -41,10 +41,11 @@ def open_link(
     on_message: OnMessage,
     on_lost: OnLost,
 ) -> Link:
-    """Join the run; `on_message` gets the coordinator's words, `on_lost` why it has gone for good.
+    """Join the run; `on_message` gets the coordinator's messages, `on_lost` the reason of its final loss.
 
     Raises:
-        WanmaError: no place, secret or interface; later, out of the loop: nobody there, refused, not wanma.
+        WanmaError: no endpoint, secret or interface; later, from the event loop: no answer, refused, or
+            not wanma.
     """
     if launch.nodes == 1:
         return LocalLink(launch, loop, make_join, on_message)
@@ -61,16 +62,16 @@ def open_link(
 
 
 class LocalLink:
-    """The coordinator of a run of one node lives in the supervisor."""
+    """Link to the coordinator of a run of one node, which lives in the supervisor."""
 
     place = "this machine"
 
     def __init__(self, launch: Launch, loop: Loop, make_join: MakeJoin, on_message: OnMessage) -> None:
         self._generation = 0
-        """As on the wire: words that belong to another generation than the newest are dropped."""
+        """Generation of the supervisor, as on the wire: messages of another than the newest are dropped."""
         self._newest = 0
 
-        # Through the loop, so that an answer never arrives inside the call that caused it.
+        # Delivered through the loop, so that an answer never arrives inside the call that caused it.
         def deliver(_peer: int, message: Message) -> None:
             if isinstance(message, Start):
                 self._newest = message.generation
@@ -89,4 +90,4 @@ class LocalLink:
             self._driven.receive(0, message)
 
     def close(self, linger: bool) -> None:
-        """Nothing is held."""
+        """Close the link, which holds no resources."""

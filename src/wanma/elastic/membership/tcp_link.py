@@ -1,11 +1,11 @@
-"""A supervisor's part in a run of several machines: finding the coordinator, staying with it, following it.
+"""Link from a supervisor to its coordinator over TCP: search, reconnect and failover.
 
     seeking ──found──> attached ──connection lost──> cut ──dialled again──> attached
-                          └──────────coordinator lost──────────> orphaned ──another one──> attached
+                         └──────────coordinator lost──────────> orphaned ──another one──> attached
 
-A connection that is lost costs nothing: it is made again, and what was on its way is sent again. When the
-coordinator itself is lost, the ranks here are ended, and this node joins whoever has claimed the run
-since, or claims it (`succession`). A coordinator that dies before the first start is simply replaced.
+A connection that is lost costs nothing: it is made again, and messages in flight are sent again. When the
+coordinator itself is lost, the ranks here are ended, and this node joins the coordinator that has claimed the
+run since, or claims it (`failover`). A coordinator that dies before the first start is simply replaced.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from wanma.job.run.generation_claims import Claim
 logger = logging.getLogger("wanma.elastic")
 
 SEARCH_SECONDS = 0.1
-"""Between two looks for another coordinator."""
+"""Time, in seconds, between two searches for another coordinator."""
 
 MakeJoin = Callable[[str], Join]
-"""Given the local address that reaches the coordinator."""
+"""Function that makes the request to join, given the local address that reaches the coordinator."""
 OnMessage = Callable[[Message], None]
 OnLost = Callable[[str], None]
-"""Given the reason, in words."""
+"""Function that gets the reason, in words, why the coordinator is lost for good."""
 
 
 class RemoteLink:
-    """The supervisor's side of the conversation, and the host of the coordinator if that is here too."""
+    """Link of a supervisor to its coordinator over TCP; it hosts the coordinator if that is here, too."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RemoteLink:
         self._make_join, self._on_message, self._on_lost = make_join, on_message, on_lost
         self._state: Literal["seeking", "attached", "cut", "orphaned", "closed"] = "seeking"
         self._place = place
-        """Of the coordinator that this node is with, or is trying."""
+        """Endpoint of the coordinator that this node is attached to, or is trying."""
         self._coordinator = ""
         self._session, self._name = Session(), new_nonce()
         self._dial: Dial | None = None
@@ -87,29 +87,29 @@ class RemoteLink:
         self._heard = self._since = time.monotonic()
         self._deadline = time.monotonic() + launch.start_seconds
         self._trying: Claim | None = None
-        """The claim whose place is tried; None: the rendezvous."""
+        """Claim whose endpoint is tried; None: the rendezvous is."""
         self._missed: set[int] = set()
-        """Claims at whose places nobody is."""
+        """Claims with nobody at their endpoint."""
         self._start: Start | None = None
         self._vacancy: Vacancy | None = None
         self._halted: Halted | None = None
         self._asked: StopRequest | None = None
-        """What this node's user has asked for, until the coordinator has heard it."""
+        """Stop request of this node's user, until the coordinator has received it."""
         self._address = place.address[0]
         self._presence: Presence | None = None
         self._host: Host | None = None
         self._former: list[Host] = []
-        """Coordinators of this node that others have followed."""
+        """Coordinators of this node that were replaced."""
         self._seek()
         self._beat()
 
     @property
     def place(self) -> str:
-        """Where the coordinator is, or is looked for."""
+        """Endpoint of the coordinator, or of the one that is tried."""
         return self._place.text
 
     def send(self, message: Message) -> None:
-        """To the coordinator; while there is none, what cannot wait is done here."""
+        """Send to the coordinator; while there is none, carry out here what cannot wait."""
         if self._state in ("attached", "cut"):
             if isinstance(message, StopRequest):
                 self._asked = message
@@ -121,7 +121,7 @@ class RemoteLink:
                 self._on_message(Abort(message.exit_code))
 
     def close(self, linger: bool) -> None:
-        """Let go; `linger`: not before the others have taken in the coordinator's last word."""
+        """Close the link; with `linger`, not before the others have the coordinator's last message."""
         self._state = "closed"
         self._hang_up()
         self._session.detach()
@@ -135,7 +135,7 @@ class RemoteLink:
     # Seeking -------------------------------------------------------------------------------------
 
     def _seek(self) -> None:
-        """Try where the run meets: as the newest claim says, or at the rendezvous, perhaps as its host."""
+        """Try the endpoint of the newest claim, or the rendezvous; host the coordinator if that is free."""
         if self._state != "seeking":
             return
         claim = self._newest()
@@ -173,7 +173,7 @@ class RemoteLink:
         self._later(self._seek)
 
     def _resolved(self, text: str) -> Place:
-        """A place, at the address that it has now, or had: the name server may be what is lost."""
+        """Resolve an endpoint; if the name server fails, return its former address."""
         try:
             return resolve(text)
         except WanmaError as error:
@@ -199,7 +199,7 @@ class RemoteLink:
     # Connections ---------------------------------------------------------------------------------
 
     def _call(self) -> None:
-        """Dial the coordinator's place, unless that is under way."""
+        """Dial the coordinator's endpoint, unless that is in progress."""
         if self._dial is None:
             self._dial = Dial(
                 self._loop,
@@ -222,7 +222,7 @@ class RemoteLink:
         self._wait = min(self._wait * 2, 1.0)
 
     def _attach(self) -> Attach:
-        """Which conversation is to go on; a new one, if it is not that with the same coordinator."""
+        """Return the session to continue; a new one for a coordinator that this node has not joined."""
         self._session.detach()
         if self._state in ("seeking", "orphaned"):
             self._session, self._name = Session(), new_nonce()
@@ -299,7 +299,7 @@ class RemoteLink:
             self._call()
 
     def _cut(self, reason: str) -> None:
-        """The connection has ended, which may be the network's doing."""
+        """Dial again after the end of a connection, which may be a fault of the network."""
         if self._state == "attached":
             logger.info("%s: %s", self._place.text, reason)
             self._session.detach()
@@ -324,7 +324,7 @@ class RemoteLink:
                 self._on_message(message)
 
     def _beat(self) -> None:
-        """Heartbeats out, and silence noticed."""
+        """Send heartbeats, and notice a silent coordinator."""
         silence = time.monotonic() - self._heard
         if self._state == "closed":
             return
@@ -332,7 +332,7 @@ class RemoteLink:
             if silence > self._launch.lost_seconds:
                 self._lose(f"no heartbeat for {silence:.0f} s", dead=False)
             elif silence > self._launch.lost_seconds / 2:
-                self._call()  # the old connection may be past help
+                self._call()  # the old connection may be broken
         if self._state == "attached" and self._session.connection is not None:
             self._session.connection.send(Beat(self._session.received))
         self._loop.call_later(self._launch.lost_seconds / 4, self._beat)
@@ -347,7 +347,7 @@ class RemoteLink:
         self._lose(f"the run has moved to {moved.place}", dead=False, to=claim)
 
     def _lose(self, reason: str, dead: bool, to: Claim | None = None) -> None:
-        """The coordinator is lost, dead or not; `to`: another one is known to have the run."""
+        """Process the loss of the coordinator, dead or not; `to`: claim of another that has the run."""
         self._hang_up()
         self._session.detach()
         self._wait = 0.05
@@ -371,7 +371,7 @@ class RemoteLink:
         self._deadline = time.monotonic() + self._launch.start_seconds
         self._place = self._resolved(claim.place)
         self._on_message(Halt())
-        if self._asked is not None:  # nobody may have heard it: ranks would start here again
+        if self._asked is not None:  # it may be lost: ranks would start here again
             self._on_message(Abort(self._asked.exit_code))
             return
         self._search()
@@ -380,7 +380,7 @@ class RemoteLink:
         return generation_claims.read(self._launch.run_directory, claim.generation) is not None
 
     def _its_claim(self) -> Claim | None:
-        """What the coordinator has claimed; None: that cannot be seen in this machine's run directory."""
+        """Return the coordinator's claim; None: this node's run directory does not show it."""
         assert self._start is not None
         for claim in (
             self._newest(),
@@ -427,7 +427,7 @@ class RemoteLink:
             self._take_over(vacancy)
 
     def _take_over(self, vacancy: Vacancy) -> None:
-        """Claim the run and host it here, if it is free at the rendezvous' port: firewalls let it through."""
+        """Claim the run and host it here, at the rendezvous' port if it is free: firewalls let it pass."""
         place = place_at(self._address, self._rendezvous.address[1])
         if (listener := listen_at(place)) is None:
             listener = listen_anywhere(self._address)

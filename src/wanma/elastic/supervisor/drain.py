@@ -1,8 +1,8 @@
-"""From the order to stop until the kill that follows it, on one node: what has to be given up when.
+"""Drain of one node: deadlines from the stop command to the kill that follows it.
 
-The ranks are asked to stop after their step, and save. Where that will not do in time, the coordinator is
-told (`Late`), ends all ranks, and asks the nodes to write what memory holds (`Rescue`,
-`elastic/recovery/flush_process.py`).
+The ranks are asked to stop after their step, and save. If that will not end in time, the node reports it
+(`Late`), and the coordinator ends all ranks and asks the nodes to flush their in-memory checkpoints
+(`Rescue`, `elastic/recovery/flush_process.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from wanma.elastic.transport.event_loop import Loop
 from wanma.observe.units import duration_text
 
 ANSWER_SECONDS = 0.5
-"""To hear of the other nodes what has become of their parts."""
+"""Time, in seconds, to learn the results of the other nodes' flushes."""
 
 
 class Departure:
-    """Keeps the time on one node.
+    """Drain controller of one node.
 
     Args:
-        images: what its ranks leave; None: nothing.
-        send: to the coordinator.
-        tell: what the user of this node reads.
+        launch: launch configuration.
+        loop: event loop.
+        images: files of the ranks' in-memory checkpoints; None: there are none.
+        send: sends a message to the coordinator.
+        tell: shows a text to the user of this node.
         out_of_time: called when the node has to leave as it is.
     """
 
@@ -46,23 +48,23 @@ class Departure:
         self._launch, self._loop, self._images = launch, loop, images
         self._send, self._tell, self._out_of_time = send, tell, out_of_time
         self.until: float | None = None
-        """When everything will be killed; None: nobody has said so."""
+        """Time of the kill; None: no kill was announced."""
         self._team: Team | None = None
         self._pace = StepPace()
         self._rescuer: Rescuer | None = None
 
     def watch(self, team: Team) -> None:
-        """The ranks of a generation, once they exist."""
+        """Watch the ranks of a generation, once they exist."""
         self._team, self._pace = team, StepPace()
         if self.until is not None:
             self._look(team)
 
     def see(self, team: Team) -> None:
-        """Take note of how long steps take; called every now and then."""
+        """Update the estimate of a step's time; called every now and then."""
         self._pace.see(team.positions())
 
     def begin(self, stop: Stop) -> bool:
-        """An order to stop has come; returns whether the time that it leaves is news."""
+        """Process a stop command, and return True if it brings a new deadline."""
         if stop.seconds is None:
             return False
         until = time.monotonic() + stop.seconds
@@ -75,7 +77,7 @@ class Departure:
         return True
 
     def rescue(self, order: Rescue, generation: int) -> None:
-        """Have the images written that this node is asked for; the answer goes to the coordinator."""
+        """Flush the in-memory checkpoints that the command names; the answer goes to the coordinator."""
         assert self._images is not None
         found = self._images.found(order.image)
         if self._rescuer is not None:
@@ -104,14 +106,14 @@ class Departure:
         )
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """End a flush in progress."""
         self._team = None
         if self._rescuer is not None:
             self._rescuer.close()
             self._rescuer = None
 
     def _look(self, team: Team) -> None:
-        """Will the step under way end in time?"""
+        """Report `Late` if the current step will not end in time; else check again later."""
         if team is not self._team or team.gone or self.until is None or self._rescuer is not None:
             return
         positions = team.positions()

@@ -1,8 +1,8 @@
-"""One node of a run: starts its ranks, passes on what they say, notices when they fail, hang or should stop.
+"""Supervisor of one node of a run: starts, watches and ends its ranks, and passes on their messages.
 
-`run_node` is the front door. The supervisor never imports torch and runs no thread: it waits in
-one loop for its fork server, its workers, its coordinator and the user's signals. What to do about
-an event is the coordinator's decision, for one node as for many; here it is carried out.
+`run_node` is the entry point. The supervisor never imports torch and runs no thread: it waits in one loop for
+its fork server, its workers, its coordinator and the user's signals. The coordinator decides how to react to
+an event, for one node as for many; here its decision is carried out.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory, write_atomically
 
 KILL_SECONDS = 1.0
-"""From SIGHUP to SIGKILL for ranks that have to go."""
+"""Time, in seconds, from SIGHUP to SIGKILL for ranks that have to end."""
 ANSWER_SECONDS = 2.0
-"""How long ranks may take to say where they stand."""
+"""Time, in seconds, that ranks may take to report their status."""
 REPEAT_SECONDS = 1.0
-"""A SIGTERM that comes again so soon is the same one: sent to the job, its shell and its processes each."""
+"""Time, in seconds, in which another SIGTERM is the same one: sent to the job, its shell and each process."""
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C has stopped."""
 SIGNALS = {
@@ -77,20 +77,21 @@ SIGNALS = {
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGHUP: "SIGHUP",
 }
-"""That ask the run to stop. SIGTERM says that a SIGKILL follows, SIGUSR1 that a SIGTERM does, some day."""
+"""Signals that ask the run to stop; SIGKILL follows a SIGTERM, and SIGTERM, some day, a SIGUSR1."""
 
 
 def run_node(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Outcome:
-    """Run this node's ranks to their end, whatever that is; no process of theirs survives the call.
+    """Run this node's ranks to their end; none of their processes survives the call.
 
     Args:
+        launch: launch configuration.
         on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message`; on
-            several nodes `joined` when all have come; where rank 0 is, `slow_rank`. Text that it returns
-            asks for an orderly end.
-        node: a fork server started earlier by `Node.start`; it is used up.
+            several nodes `joined` when all have joined; on the node of rank 0, `slow_rank`. Text that it
+            returns requests an orderly end.
+        node: fork server started earlier by `Node.start`; it is used up.
 
     Raises:
-        WanmaError: the machines could not meet, or this is no place to run; nothing was started.
+        WanmaError: the nodes could not meet, or this is no place to run; nothing was started.
     """
     node = node or Node.start(launch.preload, launch.environment)
     loop = Loop()
@@ -103,7 +104,7 @@ def run_node(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Out
 
 
 class Supervisor:
-    """The ranks of one node, seen from the loop."""
+    """Supervisor of one node, driven by the event loop."""
 
     def __init__(self, launch: Launch, on_event: OnEvent, node: Node, loop: Loop) -> None:
         self._launch, self._on_event, self._node, self._loop = launch, on_event, node, loop
@@ -112,15 +113,15 @@ class Supervisor:
         self._ready = False
         self._start: Start | None = None
         self._due: Start | None = None
-        """A start that waits for the fork server."""
+        """Start command that waits for the fork server."""
         self._ending: Abort | Over | None = None
         self._signals: dict[int, float] = {}
-        """Those that have come, and when they first did."""
+        """Signals that have come, and the time of each one's first."""
         self._stop, self._wish = 0, ""
-        """Exit code of a run that was asked to stop (0: it was not), and what here asked, if no signal."""
+        """Exit code of a run that was asked to stop (0: it was not), and the origin here, if no signal."""
         self._told_obstacle = False
         self._team: Team | None = None
-        """The newest one, also while none of it lives."""
+        """Newest worker group, also while none of it lives."""
         self._images = ImageFiles(launch.ranks_per_node) if launch.retries else None
         self._departure = Departure(
             launch,
@@ -131,7 +132,7 @@ class Supervisor:
             self._out_of_time,
         )
         self._halting = False
-        """From the order to end the ranks until all are gone."""
+        """True if a command has come to end the ranks, and some are not gone."""
         self._failed = FailureTime()
         self._store_listener: socket.socket | None = None
         self._way = Way(None, "", "")
@@ -168,14 +169,14 @@ class Supervisor:
     # The coordinator's words ---------------------------------------------------------------------
 
     def _join(self, address: str) -> Join:
-        """What this node offers; `address` is the one that reaches the coordinator."""
+        """Return this node's request to join; `address` is the one that reaches the coordinator."""
         self._way = way_from(address, self._launch.interface)
         return offer(self._launch, self._host, self._way.address, self._listen(), self._ready)
 
     def _listen(self) -> int:
-        """Bind the port of the next generation's store; 0: it needs none.
+        """Bind the port of the next generation's store, and return it; 0: it needs none.
 
-        Before anyone knows whether this is node 0: so the port can travel with the first word.
+        It is bound before the node rank is known, so that the port can be sent with the first message.
         """
         if self._launch.nodes * self._launch.ranks_per_node == 1 and not self._launch.is_script:
             return 0
@@ -232,7 +233,7 @@ class Supervisor:
                 self._end(message)
 
     def _take_plan(self, start: Start) -> None:
-        """What this node's ranks are to be told, where the coordinator has had the plan made."""
+        """Take the coordinator's plan for this node's ranks, if it has one."""
         if start.plan is None:
             return
         assert self._launch.replanner is not None
@@ -258,7 +259,7 @@ class Supervisor:
             self._end(Abort(1, Failure(reason, hint=LOST_HINT)))
 
     def _end(self, ending: Abort | Over) -> None:
-        """From here on only the deaths of the ranks matter."""
+        """End the ranks; from here on only their deaths matter."""
         self._ending = ending
         self._departure.close()
         if isinstance(ending, Abort):
@@ -267,7 +268,7 @@ class Supervisor:
         self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
 
     def _tell_end(self, ending: Abort | Over) -> None:
-        """What neither rank 0's record nor the failure tells here."""
+        """Tell the user the end, unless rank 0's record or the failure does."""
         if isinstance(ending, Abort) and ending.note:
             self._message(ending.note, level="warning")
         if self._start is not None and self._launch.nodes > 1:
@@ -290,7 +291,7 @@ class Supervisor:
     # A failure that is not the end ---------------------------------------------------------------
 
     def _halt(self, report: str) -> None:
-        """End the ranks at once: each waits for one that failed, and their state is in the images."""
+        """End the ranks at once: each waits for one that failed, and their in-memory checkpoints remain."""
         self._failed.note(self._team)
         self._halting = True
         self._due = None
@@ -308,7 +309,7 @@ class Supervisor:
     # The user's signals --------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
-        """Once: stop in order. The same again, or Ctrl-C after SIGTERM: leave at once."""
+        """Request a drain at the first signal; leave at once at the second, or at Ctrl-C after SIGTERM."""
         again = number in self._signals or (number == signal.SIGINT and signal.SIGTERM in self._signals)
         age = time.monotonic() - self._signals.setdefault(number, time.monotonic())
         repeated = number in (signal.SIGUSR1, signal.SIGHUP) or (
@@ -328,7 +329,7 @@ class Supervisor:
         self._end(Abort(exit_code))
 
     def _out_of_time(self) -> None:
-        """The kill is near: leave with the exit code that says so."""
+        """Leave with the exit code of a stop, as the kill is near."""
         if self._ending is None:
             self._message(
                 "the time is over (cluster.grace_seconds), and the step or its checkpoint is not at its end: "
@@ -366,7 +367,7 @@ class Supervisor:
             self._fork_server_died()
 
     def _fork_server_died(self) -> None:
-        """The kernel ends its workers; their children, and the proof that all are gone, are left to us."""
+        """Restart the fork server, or end; its workers are killed by the kernel, their children here."""
         self._ready = False
         if self._ending is None:
             how, hint = self._node.last_words()
@@ -421,7 +422,7 @@ class Supervisor:
         self._loop.call_later(self._works_period, lambda: self._tell_works(team))
 
     def _tell_works(self, team: Team) -> None:
-        """What the ranks here have done, to be compared with the others."""
+        """Send the work time of the ranks here, to be compared with the others'."""
         if self._ending is not None or team is not self._team or team.gone or self._halting:
             return
         self._link.send(Works(team.works()))
@@ -429,7 +430,7 @@ class Supervisor:
 
     @property
     def _works_period(self) -> float:
-        """Of very many nodes each speaks less often: the coordinator hears a hundred of them a second."""
+        """Time, in seconds, between reports of work time; the coordinator gets at most 100 a second."""
         return max(WINDOW_SECONDS / 2, self._launch.nodes / 100)
 
     def _worker_said(self, rank: LocalRank, message: Message) -> None:
@@ -445,12 +446,12 @@ class Supervisor:
                 rank.finished = rank.spoke = True
             case Paused():
                 rank.pausing = True
-                self._failed.note(self._team)  # from here on time is lost, as if there had been one
+                self._failed.note(self._team)  # lost time counts from here, as after a failure
             case Whereabouts():
                 rank.whereabouts = message
 
     def _exited(self, team: Team, rank: LocalRank, code: int) -> None:
-        rank.connection.read()  # what it said last may not have been read yet
+        rank.connection.read()  # its last messages may not have been read yet
         team.note_exit(rank, code)
         rank.connection.close()
         if self._halting:
@@ -472,7 +473,7 @@ class Supervisor:
     # Hangs ---------------------------------------------------------------------------------------
 
     def _look(self, team: Team) -> None:
-        """Has any rank moved?"""
+        """Check whether any rank has made progress."""
         if self._ending is not None or team is not self._team or team.gone or self._halting:
             return
         self._departure.see(team)

@@ -1,4 +1,4 @@
-"""The ranks of one generation on this node: their processes, and the board that they write on."""
+"""Worker group: the ranks of one generation on this node, their processes and their progress board."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ from wanma.job.run.worker import Event, Restart
 
 
 class Team:
-    """Forked by its constructor, which hands every rank what is its own.
+    """Worker group of a generation on this node, forked by its constructor.
 
     Args:
+        start: start command of the generation.
+        launch: launch configuration.
+        node: fork server.
+        loop: event loop.
         environment: added to that of the ranks.
-        store_listener: where rank 0, if it is here, serves the rendezvous store; closed.
-        images: where the ranks leave copies of their state; None: nobody keeps any.
-        failed_at: when the generation before failed, on the monotonic clock.
-        on_message: gets what the ranks say.
-        on_event: gets what a script's ranks print, and that they are started again.
+        store_listener: socket at which rank 0, if it is here, serves the rendezvous store; closed here.
+        images: files of the ranks' in-memory checkpoints; None: there are none.
+        failed_at: time at which the generation before failed, on the monotonic clock.
+        on_message: gets the ranks' messages.
+        on_event: gets the output of a script's ranks, and the notice of their restart.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Team:
         self.watch = Watch(self.board, launch, time.monotonic())
         self.ranks: list[LocalRank] = []
         self.kills = memory_kills()
-        """How often the kernel had killed for memory before."""
+        """Number of the kernel's out-of-memory kills before the start."""
         self._node = node
         self._output = self._shown(on_event) if launch.is_script else None
         if launch.is_script and start.first_rank == 0 and store_listener is not None:
@@ -136,35 +140,35 @@ class Team:
 
     @property
     def is_outside(self) -> bool:
-        """They run a script, and none of them has a session open."""
+        """True if the ranks run a script, and none of them has a session open."""
         return self._launch.is_script and all(position.is_outside for position in self.positions())
 
     @property
     def gone(self) -> bool:
-        """No rank lives any more."""
+        """True if no rank lives any more."""
         return all(rank.gone for rank in self.ranks)
 
     @property
     def finished(self) -> bool:
-        """All ranks did their work and have left."""
+        """True if all ranks did their work and have left."""
         return all(rank.finished and rank.gone for rank in self.ranks)
 
     @property
     def reached_step(self) -> int | None:
-        """The newest step that one of the ranks has finished; None: none has."""
+        """Newest step that one of the ranks has finished; None: none has."""
         return max((at.done for at in self.positions() if at.done is not None), default=None)
 
     @property
     def came_to(self) -> tuple[int | None, int]:
-        """`reached_step`, and the steps that were finished where the ranks stand (0 also before a report)."""
+        """Newest step (`reached_step`), and finished steps at the ranks' position (0 before a report)."""
         return self.reached_step, max((at.step for at in self.positions() if at.calls), default=0)
 
     def positions(self) -> list[Position]:
-        """Where the ranks stand."""
+        """Return the last reports of the ranks."""
         return [self.board.read(rank.spec.local_rank) for rank in self.ranks]
 
     def works(self) -> tuple[RankWork, ...]:
-        """What the ranks have done for themselves so far."""
+        """Return the work time of the ranks so far."""
         works = ((rank.spec.rank, self.board.work(rank.spec.local_rank)) for rank in self.ranks)
         return tuple(
             RankWork(rank, work.steps, work.group, work.data_seconds, work.compute_seconds)
@@ -173,18 +177,18 @@ class Team:
 
     @property
     def paused(self) -> bool:
-        """They have left so that others go on from where they were."""
+        """True if the ranks are suspended: they have left with in-memory checkpoints."""
         return self.finished and all(rank.pausing for rank in self.ranks)
 
     def rank(self, number: int) -> LocalRank:
         return self.ranks[number - self.start.first_rank]
 
     def request_stop(self, until: float | None, by_interrupt: bool) -> None:
-        """Ask the ranks to stop in order; a script that has no session open, as a terminal would.
+        """Request an orderly stop; a script without a session gets the signal that a terminal would send.
 
         Args:
-            until: when they have to be gone, on the monotonic clock; None: nobody has said so.
-            by_interrupt: a Ctrl-C asks for it.
+            until: deadline for the ranks, on the monotonic clock; None: no kill was announced.
+            by_interrupt: True if a Ctrl-C is the cause.
         """
         self.board.request_stop(until)
         if not self._launch.is_script or self._stopping:
@@ -197,7 +201,7 @@ class Team:
         self._loop.call_later(self._launch.grace_seconds, self._end_outsiders)
 
     def _end_outsiders(self) -> None:
-        """Scripts that did not leave when they were asked to."""
+        """Kill scripts that did not leave when they were asked to."""
         for rank in self.ranks:
             if self._is_outside(rank):
                 self._node.send(Signal(rank.spec.rank, signal.SIGKILL, group=True))
@@ -206,9 +210,9 @@ class Team:
         return not rank.gone and self.board.read(rank.spec.local_rank).is_outside
 
     def note_exit(self, rank: LocalRank, code: int) -> None:
-        """A rank's process has ended; that of a script may have done its work without saying so.
+        """Note the end of a rank's process; a script may have done its work without a report.
 
-        Its own `os._exit(0)` says so, and whatever ends it after it was asked to stop.
+        Its own `os._exit(0)` counts as done, and so does any end after it was asked to stop.
         """
         asked = self._stopping and self._is_outside(rank)
         if self._launch.is_script and not rank.spoke and (code == 0 or asked):
@@ -218,20 +222,20 @@ class Team:
         rank.code = code
 
     def kill(self, number: signal.Signals) -> None:
-        """Send a signal to the living ranks and all that they started."""
+        """Send a signal to the living ranks and all processes that they started."""
         for rank in self.ranks:
             if not rank.gone:
                 self._node.send(Signal(rank.spec.rank, number, group=True))
 
     def inspect(self) -> None:
-        """Ask the living ranks where they stand."""
+        """Ask the living ranks for their status."""
         for rank in self.ranks:
             if not rank.gone:
                 rank.connection.send(Inspect())
                 self._node.send(Signal(rank.spec.rank, signal.SIGUSR1, group=False))
 
     def standings(self, host: str) -> tuple[Standing, ...]:
-        """Where the living ranks stand, some time after `inspect`."""
+        """Return the status of the living ranks, some time after `inspect`."""
         now = time.monotonic()
         return tuple(rank.standing(self.board, host, now) for rank in self.ranks if not rank.gone)
 
@@ -244,17 +248,18 @@ class Team:
 
 
 def team_environment(launch: Launch, way: Way, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Additions for the workers; torch's sockets stay on the interface that the nodes share.
+    """Return additions to the workers' environment, which keep torch's sockets on the nodes' interface.
 
-    What the user has set in the environment counts, unless the job names an interface.
+    The user's own variables count, unless the job names an interface.
 
     Args:
-        way: by which this node and the others reach each other.
-        inherited: the environment that the workers have besides.
+        launch: launch configuration.
+        way: interface and address by which this node and the others reach each other.
+        inherited: environment that the workers have besides.
     """
     added = {**launch.environment, "OMP_NUM_THREADS": str(launch.threads_per_rank)}
     if way.interface is not None:
-        # NCCL takes a name for the beginning of one (eth1, and eth10 too) unless told otherwise.
+        # NCCL takes a name as a prefix (eth1, and eth10 too) unless told otherwise.
         for variable, value in zip(VARIABLES, (way.interface, f"={way.interface}"), strict=True):
             if launch.interface is not None or variable not in inherited:
                 added.setdefault(variable, value)

@@ -1,4 +1,4 @@
-"""One rank of this node as its supervisor knows it."""
+"""Supervisor's handle of one worker process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wanma.elastic.workers.progress_board import Board
 
 
 class LocalRank:
-    """A worker process: its channel, where it writes its stacks, and how far it got."""
+    """Worker process: its channel, the file for its stacks, and its state."""
 
     def __init__(
         self, spec: WorkerSpec, loop: Loop, on_message: Callable[[LocalRank, Message], None]
@@ -32,13 +32,13 @@ class LocalRank:
         """Exit code, negative for a signal; None while it lives."""
         self.finished = False
         self.pausing = False
-        """It leaves so that others go on from where it is."""
+        """True if it leaves suspended, with an in-memory checkpoint."""
         self.spoke = False
-        """It told how its work ended, well or not."""
+        """True if it has reported the end of its work, good or bad."""
         self.whereabouts = Whereabouts("")
         mine, self.child = socket.socketpair()
         self.stacks = os.memfd_create("wanma-stacks", os.MFD_CLOEXEC)
-        # Its end is told by the fork server, so a closed channel as such is no news.
+        # The fork server reports its end, so a closed channel as such means nothing.
         self.connection = Connection(
             loop, mine, f"rank {spec.rank}", lambda message: on_message(self, message), lambda _reason: None
         )
@@ -49,7 +49,7 @@ class LocalRank:
         return self.code is not None
 
     def standing(self, board: Board, host: str, now: float) -> Standing:
-        """Where it stands, after it has been asked."""
+        """Return its status, after it has been asked."""
         position = board.read(self.spec.local_rank)
         reported = position.calls > 0
         dump = os.pread(self.stacks, os.fstat(self.stacks).st_size, 0).decode(errors="replace")
