@@ -1,4 +1,4 @@
-"""wanma: a user brings a model, data and machines; wanma plans, launches, trains and reports.
+"""Distributed training of a user's own model: planning, launch, training, recovery and reports.
 
 The public names load on first use, so that the command line starts without importing torch.
 """

@@ -182,7 +182,7 @@ def _model(
     """Build the job's model, without any parallelism."""
     from wanma.models.model_spec import build_model, empty_model, model_spec
 
-    section = job.model.model_copy(update={"lora_rank": 0})  # adapters are added to the weights
+    section = job.model.model_copy(update={"lora_rank": 0})  # adapters are merged into the weights
     kind = model_kind(section)
     if kind == "custom":
         return _own_model(job, run, state)
@@ -260,8 +260,9 @@ def _image_sizes(
     Sizes on which the weights do not depend get a default: the data may no longer exist.
     """
     first = shapes.get("model.first.weight") or shapes["model.conv1.weight"]
-    height, width = (224, 224) if first[-1] == 7 else (32, 32)  # the kernel of a stem for large images
-    if "model.hidden.weight" in shapes:  # of a convnet: 32 × (height // 4) × (width // 4) inputs
+    # A stem with a 7 × 7 kernel is for large images.
+    height, width = (224, 224) if first[-1] == 7 else (32, 32)
+    if "model.hidden.weight" in shapes:  # a convnet's layer has 32 × (height // 4) × (width // 4) inputs
         height, width = 4, 4 * (shapes["model.hidden.weight"][1] // 32)
     if section.image_size is not None:
         height = width = section.image_size
@@ -317,14 +318,14 @@ class _Weights:
                 + "\n    ".join([*differences[:_NAMED], *more]),
                 f"put back the {run.job} that the run was trained with, or give its module (model=)",
             )
-        # Own modules say nothing of the names that published weights have.
+        # A user's own module has no mapping to the names of published weights.
         start = self._start if hasattr(model, "published") else None
         with torch.no_grad(), open_start(model, start) as unrounded:
             for name, tensor in held.items():
                 value = self._read(name, added, tensor.dtype, unrounded)
                 if tensor.shape == value.shape and tensor.dtype == value.dtype:
                     tensor.copy_(value)
-                else:  # another precision than torch's default, or a buffer that a forward made anew
+                else:  # another precision than torch's default, or a buffer that a forward replaced
                     tensor.data = value
 
     def _read(self, name: str, added: set[str], dtype: torch.dtype, unrounded: Unrounded) -> Tensor:

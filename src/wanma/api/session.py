@@ -136,7 +136,7 @@ def _inside(worker: Worker) -> Iterator[Worker]:
     try:
         with deaf():
             yield worker
-            # An exception that leaves the session is no way to stop, whoever asked for that.
+            # Only a session left without an exception counts as an orderly stop.
             in_session.set(False)
     finally:
         worker.control.progress(0, OUTSIDE)

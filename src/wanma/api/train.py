@@ -176,5 +176,5 @@ def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 continue
             if tensor.shape == weights[name].shape:
                 tensor.copy_(weights[name])
-            else:  # a buffer that a forward made anew
+            else:  # a buffer that a forward replaced
                 tensor.data = weights[name].to(tensor)

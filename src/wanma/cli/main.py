@@ -49,7 +49,7 @@ def _run(arguments: list[str]) -> int:
     from wanma.cli.parser import build_parser, parse
 
     parser = build_parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow; answers and exits
+    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions; prints them and exits
         import argcomplete
 
         argcomplete.autocomplete(parser, always_complete_options=False)

@@ -95,7 +95,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         raise _unknown_command(arguments[0], names)
-    # argparse takes positionals in one run only: what follows an option comes back as `rest`.
+    # argparse accepts one block of positionals: later ones are returned as `rest`.
     parsed, rest = parser.parse_known_args(arguments)
     if rest:
         wrong = [text for text in rest if text.startswith("-") or not hasattr(parsed, "overrides")]

@@ -158,10 +158,10 @@ def _device(cluster: Cluster, plan: Plan, calibration: Calibration) -> str:
     """Return the device whose rates the forecast used, by its name in the calibration."""
     node = cluster.nodes[0]
     device = node.devices[0] if plan.device == "cuda" else node.cpu
-    assert device is not None  # it was forecast
+    assert device is not None  # a forecast exists only for a known device
     return measured_name(device.name, calibration)
 
 
 def _seconds(found: Forecast) -> float:
-    assert found.step is not None  # `_forecast` has seen to it
+    assert found.step is not None  # `_forecast` has checked it
     return found.step.seconds

@@ -73,6 +73,6 @@ def _seconds(run: Callable[[], object], shared: float, seconds: float) -> float:
             run()
         return (clock() - began) * max(shared, 1.0) / times
 
-    run()  # the first one makes what later ones use
+    run()  # warm-up: the first run allocates buffers
     once = added_up([repeat(1)], everyone)[0] / ranks
     return repeat(max(1, int(seconds / max(once, 1e-9))))

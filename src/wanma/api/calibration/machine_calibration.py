@@ -101,7 +101,7 @@ def calibrate(
             f"--seconds {seconds:g} leaves {each:.1f} s for each of {len(counts)} numbers of ranks",
             f"give at least {LEAST_SECONDS * len(counts):g}, or fewer --ranks",
         )
-    kept = load_calibration(output)  # before the work, so that a damaged file is told of at once
+    kept = load_calibration(output)  # before the work, so that a damaged file is reported at once
     passes = min(max(int(each / PASS_SECONDS), 1), MOST_PASSES) if len(counts) > 1 else 1
     plans = [plainest_plan(node, count) for count in counts]
     found: list[list[Found]] = [[] for _ in plans]
@@ -206,7 +206,7 @@ def quickest(passes: Sequence[Found]) -> Found:
 
 def _measure(node: Node, plan: Plan, seconds: float) -> Found:
     ranks = plan.world_size
-    # Runs are kept below the folder where they are started: its disk is the one that they use.
+    # Run directories are below the working directory, so the benchmark measures its disk.
     here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
     request = Request(plan, seconds, _threads_per_core(node, plan), here)
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:

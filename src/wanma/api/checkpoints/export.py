@@ -87,7 +87,7 @@ def export(
         require_whole(checkpoint)
     path = checkpoint or find_whole(run.checkpoints, step, on_message)
     kept = run.path / "tokenizer"
-    # Data of one's own come as tokens: what the job says of a tokenizer has had no part in the run.
+    # A user's own dataset holds tokens: the job's tokenizer was not used by the run.
     reads_text = kept.is_dir() or bool(job.data.text or job.data.sources)
     tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer) if reads_text else None
     vocabulary = tokenizer.vocabulary if tokenizer is not None else None

@@ -54,7 +54,7 @@ class Sampling:
         chances = torch.softmax(logits, dim=-1)
         if self.top_p < 1:
             ordered, order = chances.sort(descending=True, stable=True)
-            beyond = ordered.cumsum(0) - ordered >= self.top_p  # the first one always stays
+            beyond = ordered.cumsum(0) - ordered >= self.top_p  # the likeliest token always stays
             chances = chances.index_fill(0, order[beyond], 0.0)
         return int(torch.multinomial(chances, 1, generator=generator))
 
@@ -88,7 +88,7 @@ def continuation(
         context.append(token)
         written.append(token)
         text = tokenizer.decode(written)
-        # A character may take several tokens: hold back what is not whole yet.
+        # A character may take several tokens: hold incomplete ones back.
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue
         yield text[len(shown) :]

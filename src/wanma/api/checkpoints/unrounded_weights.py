@@ -46,7 +46,7 @@ class Unrounded:
         try:
             found = self._read(name, box, shape)
         except WanmaError:
-            found = None  # damaged since
+            found = None  # the source was damaged since the run began
         if found is not None and torch.equal(found.to(rounded.dtype), rounded):
             return found
         self.rounded.add(name)
@@ -63,7 +63,7 @@ class Unrounded:
         pieces = choose(self._model.published(name, shape), self._source.files)
         if pieces is None:
             return None
-        for tensor, least in published_shapes([pieces]).items():  # of one that is fused, a part
+        for tensor, least in published_shapes([pieces]).items():  # a fused tensor may hold more
             held = self._source.shape(tensor)
             if len(held) != len(least) or any(has < needs for has, needs in zip(held, least, strict=True)):
                 return None

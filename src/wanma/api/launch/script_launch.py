@@ -160,7 +160,7 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         "cluster": section.model_dump(mode="json", exclude_unset=True),
         "run_id": f"{program.name}-{os.getpid() if section.nodes == 1 else agreed}",
         "retries": section.retries if is_ours else silent_retries,
-        # The fork server has it for itself alone.
+        # The supervisor sets this variable for the fork server only.
         "unset": [] if "OPENBLAS_NUM_THREADS" in os.environ else ["OPENBLAS_NUM_THREADS"],
     }
     allocator = section.allocator if is_ours or "allocator" in section.model_fields_set else "system"

@@ -62,7 +62,7 @@ def _run(script: str, order: Mapping[str, Any]) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
     sys.path.insert(0, str(Path(script).resolve().parent))
-    # Unlike runpy's, this module stays: what outlives the script's last line, such as a thread, finds it.
+    # Unlike runpy's, this module stays in sys.modules, for threads that outlive the script's last line.
     main = ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=builtins)
     sys.modules["__main__"] = main

@@ -107,7 +107,7 @@ def _axis_of(collective: Collective, plan: Plan, rank: int) -> str:
     """Return the mesh dimension, or dimensions, on whose group a collective runs."""
     ranks = collective.ranks
     members = set(ranks)
-    # Experts' ranks may be just those of another axis; what they alone do is to exchange tokens.
+    # The expert group may equal that of another dimension; only experts exchange tokens.
     order = ("ep", *AXES) if collective.kind == "all-to-all" and plan.ep > 1 else (*AXES, "ep")
     for axis in order:
         group = set(group_of(plan, axis, rank))

@@ -119,7 +119,7 @@ def train_job(
                     return called.see(event)
 
                 outcome = run_local(launch, on_event, node)
-                if job.cluster.nodes == 1:  # no rank lives that could still save
+                if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
                         clean(run.checkpoints)
                 failure = outcome.message if outcome.failure is not None else None
@@ -163,7 +163,7 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
             prepared = prepare_job(job, start, progress=progress, read_own=True)
         told = preflight(job, prepared.plan)
     except WanmaError as error:
-        error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
+        error.exit_code = EXIT_USAGE  # nothing was started, so it is a usage error
         raise
     return describe(job, prepared, told)
 
@@ -225,7 +225,7 @@ def to_bytes(request: Request) -> bytes:
         from wanma.models.user_modules.overlapping_parameters import refuse_shared_memory
         from wanma.models.user_modules.parameter_hooks import hooks_of
 
-        refuse_shared_memory(model)  # which is no longer seen when it has been sent
+        refuse_shared_memory(model)  # sharing is lost by pickling
         request = replace(request, parameter_hooks=hooks_of(model))
     for name, value in request.objects.items():
         try:

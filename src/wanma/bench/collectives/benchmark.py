@@ -83,7 +83,7 @@ def bench_collectives(
     (node,) = discover().nodes
     uses_gpus = section.device != "cpu"
     device = "cuda" if node.devices and uses_gpus else "cpu"
-    from wanma.bench.collectives.worker import known_algorithms  # torch
+    from wanma.bench.collectives.worker import known_algorithms  # imports torch
 
     asked = Asked(
         sizes_of(sizes), algorithms_of(collectives, algorithms, known_algorithms(device)), dtypes_of(dtypes)
@@ -100,7 +100,7 @@ def bench_collectives(
     else:
         counts = rank_counts(node, ranks, least=2, uses_gpus=uses_gpus)
     _check_memory(asked, max(counts), device)
-    # Before the work, so that a damaged calibration is told of at once.
+    # The calibration is read first, so that a damaged one is reported at once.
     bench = _Bench(node, section, asked, seconds, load_calibration())
     return [sweep for count in counts if (sweep := _measure(bench, count, progress)) is not None]
 

@@ -162,14 +162,14 @@ def _limits(request: Request, group: dist.ProcessGroup, device: torch.device) ->
         return copies, "copying within memory, all ranks at once"
     ranks = request.plan.world_size
     here = ranks // request.machines if request.machines > 1 else 1
-    # Ranks of the same number on each machine form a ring; made by all ranks, in the same order.
+    # Ranks with the same local rank form a ring; all ranks create all rings, in the same order.
     rings = [dist.new_group(list(range(first, ranks, here))) for first in range(here)]
     mine = rings[group.rank() % here]
     assert mine is not None
 
     def measure(size: int, seconds: float) -> float:
         took = collective_seconds("send", size, mine, device, seconds)
-        # The rings ran side by side: together they moved as many messages as there are.
+        # The rings ran side by side: together they moved one message per rank.
         mean = added_up([took], group)[0] / ranks
         return mean / here
 

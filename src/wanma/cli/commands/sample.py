@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load(run_directory, step=arguments.step, on_message=warn)
     for number, prompt in enumerate(arguments.prompt):
         pieces = loaded.stream(prompt, arguments.tokens, seed=arguments.seed + number, **options)
-        first = next(pieces, "")  # what cannot be sampled from is told before anything is printed
+        first = next(pieces, "")  # errors of the model come before any output
         print(("\n" if number else "") + prompt, end=first, flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)

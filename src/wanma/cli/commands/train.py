@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.job.file.loading import load_job
 
     job = load_job(arguments.job, [*arguments.overrides, *_options_as_overrides(arguments)])
-    # The room that needs torch comes after the job is known to be right.
+    # Modules that need torch are imported once the job is valid.
     from wanma.api.run.job_run import dry_run, train_job
 
     if arguments.dry_run:

@@ -68,7 +68,7 @@ def job_from(
     if isinstance(value, Job):
         if not overrides:
             return value
-        value = value.model_dump(exclude_unset=True)  # what nobody said stays open to the planner
+        value = value.model_dump(exclude_unset=True)  # unset keys stay open to the planner
     if not isinstance(value, Mapping):
         raise JobError(
             f"a job cannot be made from {type(value).__name__}",
@@ -106,7 +106,7 @@ def parse_override(text: str) -> Override:
     value = _literal(raw)
     key = keys().get(".".join(part for part in path if not part.isdigit()))
     if key is not None and key.text and not isinstance(value, str):
-        value = raw  # a name such as 12 or 2026-01-01 stays what it looks like
+        value = raw  # a name such as 12 or 2026-01-01 stays text
     return Override(path, value)
 
 
@@ -135,7 +135,7 @@ def _build(
     if mistakes:
         raise refuse(mistakes, places)
     try:
-        # Strict, and through JSON: there a list is good for a tuple, and true is still no 1.
+        # Strict mode through JSON accepts a list for a tuple, and still rejects true for 1.
         return Job.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
         raise refuse(from_pydantic(error, given), places) from None

@@ -31,7 +31,7 @@ def read_tables(
         return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
     except RecursionError:
         raise JobError(f"{path} is nested too deeply to be a {what}") from None
-    except ValueError as error:  # a number or date that is well written but cannot be
+    except ValueError as error:  # a well-formed number or date that does not exist
         raise JobError(f"{path}: {error}") from None
 
 

@@ -192,7 +192,7 @@ class Plan:
     @property
     def reshards(self) -> bool:
         """True if ranks gather parameters for each use of a block, and free them after it."""
-        # A pipeline's schedule says itself when a stage's parameters are gathered and let go.
+        # A pipeline's schedule decides itself when a stage's parameters are gathered and freed.
         return (self.shard == "parameters" or self.offload_parameters != "nothing") and self.pp == 1
 
     @property

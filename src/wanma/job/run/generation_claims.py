@@ -54,7 +54,7 @@ def make(run: Path, claim: Claim) -> bool:
         try:
             _append(path, asdict(claim), os.O_CREAT | os.O_EXCL)
         except FileExistsError:
-            # A server may have answered twice: then it is this one's after all.
+            # A file server may process the request twice: then the claim is this coordinator's own.
             there = read(run, claim.generation)
             if there is None or there.coordinator != claim.coordinator:
                 return False
@@ -76,7 +76,7 @@ def read(run: Path, generation: int) -> Claim | None:
         return None
     said: dict[str, Any] = {}
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # being written, or its writer died over it
+        with contextlib.suppress(ValueError, TypeError):  # a line that is being written, or whose writer died
             said.update({name: value for name, value in dict(json.loads(line)).items() if value is not None})
     place, coordinator, host = (said.get(name, "") for name in ("place", "coordinator", "host"))
     return Claim(

@@ -42,7 +42,7 @@ class LastingStream:
 
     def flush(self) -> None:
         if self._slow is not None:
-            return  # the thread keeps nothing back
+            return  # the thread buffers nothing
         try:
             self._stream.flush()
         except OSError:

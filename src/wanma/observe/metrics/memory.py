@@ -27,7 +27,7 @@ class HostMemory:
 
 def host_memory(status: Path = STATUS) -> HostMemory:
     """Return the resident memory, now and at its peak since the process began or `reset_peak`."""
-    if not status.exists():  # not Linux: the peak is not to be had for one process
+    if not status.exists():  # not Linux: the peak of one process is unknown
         import psutil
 
         resident = psutil.Process().memory_info().rss
@@ -45,7 +45,7 @@ def reset_peak(device: str = "cpu") -> None:
         torch = sys.modules["torch"]
         torch.cuda.reset_peak_memory_stats()
     else:
-        # Where the kernel has or allows no such reset, the peak counts from the start of the process.
+        # Without a reset by the kernel, the peak counts from the start of the process.
         with contextlib.suppress(OSError):
             CLEAR.write_text(RESET_PEAK)
 

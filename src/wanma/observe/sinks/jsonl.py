@@ -124,7 +124,7 @@ def drop_steps(run: RunDirectory, first: int) -> None:
             return
         file.seek(end)
         dropped = file.read()
-    with contextlib.suppress(OSError):  # no room for what is repeated anyhow
+    with contextlib.suppress(OSError):  # no room; the steps are repeated anyway
         _dropped(run).write_bytes(dropped)
     os.truncate(metrics, end)
 
