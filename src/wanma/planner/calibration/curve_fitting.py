@@ -147,6 +147,7 @@ def _with_products(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> 
 
 
 def _with_attention(chip: Chip, points: Sequence[Point]) -> Chip:
+    """Return `chip` with an attention curve for every measured precision."""
     for name, forward in _by_precision(points, "attention"):
         if name not in chip.products:
             continue
@@ -192,6 +193,7 @@ def _with_links(machine: Machine, points: Sequence[Point], ranks: int) -> Machin
 
 
 def _best_link(machine: Machine, points: Sequence[Point], ranks: int, ramps: Iterable[float]) -> Link:
+    """Return the link level that forecasts the times of these collectives best."""
     fastest = max(point.shape[1] / point.seconds for point in points)
     rates = [fastest * 2 ** (step / 4) for step in range(-4, 17)]
     grid = itertools.product(LATENCIES, rates, ramps)
@@ -224,6 +226,7 @@ _COLLECTIVES: dict[str, Callable[[Machine, Group, float], float]] = {
 
 
 def _by_precision(points: Sequence[Point], operator: str) -> list[tuple[str, list[Point]]]:
+    """Return the points of one operator, grouped by precision."""
     own = [point for point in points if point.operator == operator]
     names = dict.fromkeys(point.precision for point in own)
     return [(name, [point for point in own if point.precision == name]) for name in names]

@@ -89,6 +89,7 @@ def _fresh(trim: Callable[[int], int]) -> Callable[[], object]:
 
 
 def _to_host(device: torch.device) -> Callable[[], object]:
+    """Return a run that copies from the device to page-locked host memory."""
     import torch
 
     content = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -105,6 +106,7 @@ def _stream() -> Callable[[], object]:
 
 
 def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
+    """Return a run that copies to or from a mapped file, and then releases its pages."""
     import torch
 
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -125,6 +127,7 @@ def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
 
 
 def _disk(folder: Path) -> Callable[[], object]:
+    """Return a run that writes a file and waits until the disk has it."""
     content = os.urandom(COPIED_BYTES)  # random, because some disks compress
 
     def run() -> None:

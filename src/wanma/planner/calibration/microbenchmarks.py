@@ -126,6 +126,7 @@ class Case:
 def _cases(
     group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], shared: float
 ) -> Iterator[Case]:
+    """Yield the cases of a device: operators in each precision, and collectives."""
     on_cpu = device.type == "cpu"
     timed = partial(_timed, device, shared)
     products, streams, attentions, buffers = (
@@ -171,6 +172,8 @@ def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Tim
 def _attention(
     device: torch.device, shape: tuple[int, int, int, int], name: str, timed: _Timing
 ) -> Iterator[Case]:
+    """Yield the cases of causal attention, forward and backward."""
+
     def parts() -> list[Tensor]:
         made = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
         return [part.transpose(1, 2) for part in made]

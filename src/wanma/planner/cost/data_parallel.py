@@ -124,6 +124,7 @@ class DataParallel:
         return ahead + waited * copies.out, late + waited * copies.back
 
     def _moved(self, parameters: float, kept_bytes: float, micro_batches: int) -> Moved:
+        """Return the seconds of one block's offload transfers in one micro-batch."""
         plan, machine = self.plan, self.machine
         shards = parameters / plan.tp / self.shards.size
         weights = weights_seconds(machine, plan, shards) if self.gathers_again else 0.0

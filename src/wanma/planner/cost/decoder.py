@@ -100,6 +100,7 @@ def decoder_blocks(
 def _block_parameters(
     dimensions: DecoderDimensions, plan: Plan, software: Software, *, experts: bool
 ) -> float:
+    """Return the parameters of one block, before `tp`, on one rank of `ep`."""
     attention = attention_half(dimensions).parameters
     half = feed_forward_half(dimensions, experts=experts)
     dense = half.parameters - half.experts

@@ -169,9 +169,11 @@ class Summing:
         return "nothing" if CODEC_BYTES.get(kind, 0.0) >= self.whole_bytes else kind
 
     def _thin_bytes(self) -> float:
+        """Return the bytes per element of PowerSGD's two thin factors in fp32."""
         return 4.0 * self.plan.compression_rank * 2 / MATRIX_SIDE
 
     def _moving(self, kind: Compression, elements: float) -> float:
+        """Return the seconds that the method computes on the device for so many elements."""
         is_compiled = kind == "int8" and self.plan.device == "cpu"
         moved = CPU_INT8_BYTES if is_compiled else MOVED_BYTES[kind]
         return streaming_seconds(self.machine.chip, elements * moved, KERNELS[kind])

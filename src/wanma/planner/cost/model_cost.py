@@ -77,6 +77,7 @@ def stages_of(pieces: Pieces, plan: Plan) -> list[Stage]:
 
 
 def _stage(pieces: Pieces, plan: Plan, counts: tuple[int, ...], is_first: bool, is_last: bool) -> Stage:
+    """Return the stage that holds `counts` blocks of each group."""
     held = [(kind, count) for kind, count in zip(pieces.blocks, counts, strict=True) if count]
     ends = (*(pieces.before if is_first else ()), *(pieces.after if is_last else ()))
     total = sum(counts)

@@ -191,6 +191,7 @@ class _Device:
         return streaming_seconds(self.chip, moved / shared, operator.kernels)
 
     def _product(self, operator: Operator, product: Product, elements: float) -> float:
+        """Return the seconds of an operator that is a product or a convolution."""
         sized = product.sized(self.samples)
         precision = self._precision(operator)
         moved = elements / operator.kernels
@@ -227,6 +228,7 @@ class _Device:
         return product_precision(self.plan, self.software) if self.is_block else precision
 
     def _attention(self, operator: Operator, attention: Attention) -> float:
+        """Return the seconds of one kernel of fused attention."""
         return attention_seconds(
             self.chip,
             attention.sequences * self.samples,
@@ -289,6 +291,7 @@ def _context_seconds(attention: Attention, plan: Plan, machine: Machine) -> floa
 
 
 def _times(part: PartTime, count: int) -> PartTime:
+    """Return the cost of `count` equal layers."""
     if count == 1:
         return part
     return PartTime(**{name: count * value for name, value in vars(part).items()})

@@ -146,6 +146,7 @@ def measured_name(device: str, calibration: Calibration) -> str:
 
 
 def _only_kind(node: Node) -> Device:
+    """Return the node's kind of device; raise if it has several."""
     names = sorted({device.name for device in node.devices})
     if len(names) > 1:
         raise _UnknownRateError(
@@ -156,6 +157,7 @@ def _only_kind(node: Node) -> Device:
 
 
 def _accelerated(node: Node) -> Machine:
+    """Return the hardware model of one node with accelerators, from the catalogue's figures."""
     chip, doubt, assumed = _chip(_only_kind(node))
     links, link_doubt, link_assumed = _inside(node, len(node.devices))
     doubt = math.hypot(doubt, link_doubt)
@@ -290,10 +292,12 @@ compiler, takes three to eight times as long."""
 
 
 def _threads(node: Node, ranks: int, threads: int | None) -> int:
+    """Return the threads of one rank; default: its share of the cores."""
     return threads or max(node.cores // ranks, 1)
 
 
 def _local(ranks: int) -> Link:
+    """Return the link between processes of one node over shared memory."""
     return Link(ranks, _SHARED_STEP_SECONDS, _SHARED_BYTES_PER_SECOND)
 
 
@@ -346,6 +350,7 @@ def _placement(node: Node) -> list[str]:
 
 
 def _link(level: Level, devices: int, share: float, slower: float) -> Link:
+    """Return the link level with the attained share of a level's rate."""
     rate = level.bandwidth_bytes_per_second * share
     return Link(devices, level.latency_seconds * slower, rate, RAMP_BYTES)
 

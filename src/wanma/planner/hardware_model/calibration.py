@@ -98,6 +98,7 @@ class Measured:
 
     @property
     def key(self) -> tuple[str, int, int]:
+        """Return the identity of the measurement: device, ranks, threads."""
         return self.device, self.ranks, self.threads
 
 
@@ -187,6 +188,7 @@ class Calibration:
         return Calibration((*kept, *new.values()), corrections)
 
     def with_corrections(self, device: str, corrections: Corrections) -> Calibration:
+        """Return the calibration with these correction factors for `device`."""
         return replace(self, corrections={**self.corrections, device: corrections})
 
     def merge(self, other: Calibration) -> Calibration:
@@ -195,6 +197,7 @@ class Calibration:
         return replace(both, corrections={**both.corrections, **other.corrections})
 
     def to_json(self) -> dict[str, Any]:
+        """Return the calibration as JSON values."""
         return {
             "version": VERSION,
             "measured": [_plain(one) for one in self.measured],

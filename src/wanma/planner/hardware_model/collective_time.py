@@ -218,6 +218,7 @@ _Widths = list[tuple[Link, int]]
 
 
 def _widths(machine: Machine, levels: list[Link], group: Group) -> _Widths:
+    """Return each level with the number of members that reach each other within it."""
     return [
         (link, group.size if number == len(levels) - 1 else group.inside(link, machine.devices))
         for number, link in enumerate(levels)

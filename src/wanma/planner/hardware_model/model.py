@@ -132,6 +132,7 @@ class Host:
 
     @property
     def write_rate(self) -> float:
+        """Return the bytes per second of writing an offloaded file."""
         rate = self.file_write_bytes_per_second
         return rate if self.keeps_files else min(rate, self.disk_bytes_per_second)
 
@@ -155,6 +156,7 @@ class Program:
     """Seconds per block and micro-batch where its parameters are gathered as well."""
 
     def scaled(self, factor: float) -> Program:
+        """Return the overhead with all its times multiplied by `factor`."""
         return Program(
             self.kernel_seconds * factor,
             self.tensor_seconds * factor,
@@ -206,6 +208,7 @@ class Machine:
 
     @property
     def devices(self) -> int:
+        """Return the number of devices."""
         return self.links[-1].devices
 
     def running(self, collective: str) -> Machine:

@@ -115,4 +115,5 @@ def streaming_seconds(chip: Chip, moved_bytes: float, kernels: int = 1) -> float
 
 
 def _streamed(chip: Chip, moved_bytes: float) -> float:
+    """Return the seconds of reading and writing `moved_bytes` at the attained memory rate."""
     return moved_bytes / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)

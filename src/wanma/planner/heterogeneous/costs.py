@@ -126,7 +126,7 @@ _PLAYED_ROUNDS = 6
 
 
 def _play(pipeline: Pipeline, micro_batches: int) -> float:
-    """Return the seconds of simulating every operation of 1F1B once, diagonal by diagonal.
+    """Return the simulated seconds of 1F1B, with every operation run once, diagonal by diagonal.
 
     In turn `number`, stage `s` runs the forward of micro-batch `number` and then the backward of `number` −
     (stages − 1 − s), as 1F1B orders them.
@@ -434,6 +434,7 @@ def exchange_seconds(link: Link, groups: int, part_bytes: float) -> float:
 
 
 def _sum(parts: Sequence[tuple[Part, int]]) -> Part:
+    """Return the cost of (layer, count) pairs as one stage."""
     kinds = dict.fromkeys(parts[0][0].kinds, 0.0)
     for part, count in parts:
         for name, seconds in part.kinds.items():
@@ -467,6 +468,7 @@ def mixed_step_time(costs: MixedCosts, plan: Plan, global_batch: int) -> StepTim
 
 
 def _group_step(costs: MixedCosts, replicas: Replicas, micro_batches: int, plan: Plan) -> StepTime:
+    """Return the step time of one group of equal replicas."""
     pipeline = costs.pipeline(replicas, plan.shard, micro_batches > 1)
     played = replica_seconds(pipeline, micro_batches)
     tail = costs.tail(replicas, pipeline.stages, len(plan.placement), plan.shard)

@@ -43,10 +43,12 @@ class Shape(NamedTuple):
 
     @property
     def groups(self) -> int:
+        """Return the number of groups."""
         return len(self.spans) + len(self.singles)
 
     @property
     def kinds(self) -> set[int]:
+        """Return all kinds of devices that the groups use."""
         return {kind for span in self.spans for kind in span} | set(self.singles)
 
 
@@ -132,6 +134,7 @@ class _Search:
         self.pruned = Counter[str]()
 
     def run(self) -> None:
+        """Search all sets of groups, and collect the plans found."""
         for shape in _shapes(self.usable, self.space.rest):
             for shard in self.space.shard:
                 # Plans of one kind alone are the baseline of mixed plans, and so are always found.
@@ -321,6 +324,7 @@ class _Search:
     # ------------------------------------------------------------ bounds
 
     def _of(self, nodes: tuple[int, ...]) -> Options:
+        """Return all replica shapes on these kinds of devices, from a cache."""
         if nodes not in self._options:
             self._options[nodes] = Options(self.costs, self.space, nodes)
         return self._options[nodes]
@@ -345,6 +349,7 @@ class _Search:
         return self._densities[kind]
 
     def _densest(self, kind: int, seconds: float) -> float:
+        """Return the upper bound of samples per device, over all shapes on one kind."""
         options = self._of((kind,))
         devices = options.devices[:, 0]
         uppers = options.samples * self._most((kind,), seconds) / devices
@@ -397,6 +402,7 @@ def _shapes(kinds: Sequence[int], rest: bool) -> Iterator[Shape]:
 
 
 def candidate(costs: MixedCosts, shares: Sequence[Share], shard: Shard, batch: int) -> Candidate:
+    """Return the placed plan of these groups with its forecast."""
     plan = placed_plan(costs.start, shares, shard, batch)
     return Candidate(plan, mixed_forecast(costs, plan, batch), NOT_RUN)
 

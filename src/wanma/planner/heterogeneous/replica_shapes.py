@@ -202,6 +202,7 @@ class _Tables:
         return self._of(one, deep)[2]
 
     def _of(self, one: Segment, deep: bool) -> tuple[Numbers, Numbers, Numbers]:
+        """Return (block, ends, backward share) rows of one kind and `tp`, from a cache."""
         key = (one.node, one.tp, deep)
         if key not in self._rows:
             # Lowest cost: no gradients to add up, no weights to cast.
@@ -223,6 +224,7 @@ class _Tables:
 
 
 def _deep(segments: Sequence[Segment]) -> bool:
+    """Return whether a replica has several stages."""
     return sum(one.stages for one in segments) > 1
 
 

@@ -59,6 +59,7 @@ class _Events:
         resource: object | None = None,
         beside: object | None = None,
     ) -> int:
+        """Add a task that starts after others; return its number."""
         number = len(self.tasks)
         self.tasks.append(_Task(seconds, resource, beside, len(after)))
         for earlier in after:
@@ -105,6 +106,7 @@ class _Step:
         self.made: dict[tuple[int, int], list[list[int]]] = {}
 
     def run(self) -> float:
+        """Create all tasks of the step; return its seconds."""
         data_rank = 0
         for number, replicas in enumerate(self.plan.placement):
             for stage in range(len(replicas.places)):

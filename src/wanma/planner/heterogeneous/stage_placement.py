@@ -58,6 +58,7 @@ class Placed:
         return self._of(many=True)
 
     def _of(self, *, many: bool) -> tuple[Pipeline, float]:
+        """Return the pipeline of one copy, and the seconds after its last backward."""
         pipeline = self._costs.pipeline(self.replicas, self._shard, many)
         tail = self._costs.tail(self.replicas, pipeline.stages, self._groups, self._shard)
         return pipeline, tail.seconds
@@ -304,6 +305,7 @@ class Placer:
         return tuple(found) if start == blocks else None
 
     def _seconds(self, unit: Units, start: int, stop: int) -> float:
+        """Return the seconds of the blocks from `start` to `stop` in one stage."""
         counts = self.costs.counts(start, stop)
         return sum(count * part.seconds for count, part in zip(counts, unit.blocks, strict=True))
 
@@ -313,10 +315,12 @@ _ANY = 1 << 20
 
 
 def _places(option: Option) -> list[Place]:
+    """Return the place of each stage, without blocks."""
     return [place for one in option.segments for place in [Place(one.node, 0, one.tp)] * one.stages]
 
 
 def _replicas(option: Option, count: int, blocks: Sequence[int]) -> Replicas:
+    """Return `count` copies of a replica shape with so many blocks in each stage."""
     places = tuple(
         Place(place.node, number, place.tp) for place, number in zip(_places(option), blocks, strict=True)
     )

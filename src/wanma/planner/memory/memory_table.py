@@ -125,6 +125,7 @@ def tabulate(
 
 
 def _trained_share(layers: Sequence[Layer]) -> float:
+    """Return the trained share of the parameters of some layers, 0 .. 1."""
     parameters = sum(layer.count * layer.parameters for layer in layers)
     trained = sum(layer.count * layer.parameters * layer.trained_share for layer in layers)
     return trained / parameters if parameters else 1.0
@@ -141,6 +142,7 @@ def _units(workload: Workload) -> tuple[list[Layer], list[Layer], list[Layer]]:
 
 
 def _kind(layer: Layer, plan: Plan, parts: BlockBytes, whole: float = 0.0, experts: int = 1) -> BlockKind:
+    """Return the sizes of a group of blocks; `whole` parameters of each are not split by `tp`."""
     split = layer.parameters - layer.expert_parameters - whole
     of_experts = layer.expert_parameters / plan.tp
     return BlockKind(

@@ -56,6 +56,7 @@ class Parameters(NamedTuple):
 
     @property
     def held(self) -> float:
+        """Return the number of all its parameters."""
         return self.blocks + self.experts + self.ends
 
     def smaller(self, elements: float) -> float:
@@ -180,6 +181,7 @@ def state_of(
 def _copies(
     mine: Parameters, shards: float, elements: float, trained_share: float, software: Software
 ) -> State:
+    """Return the model states of frameworks with unsharded copies of weights (Megatron-LM)."""
     gradients = mine.held * software.accumulated_bytes * trained_share
     if software.empty_gradients:
         gradients += 2 * mine.shapes
@@ -216,6 +218,7 @@ def _shards(
     has_common_weights: bool,
     rounds_frozen: bool,
 ) -> State:
+    """Return the model states of sharded master weights (FSDP2), or of weights that compute themselves."""
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
     # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master weights,

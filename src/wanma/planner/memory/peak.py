@@ -56,8 +56,8 @@ tensors are made before the first step and lie below all others, without holes (
 
 *Passing*: while an aligned tensor is placed, its hole needs up to 96 bytes more than the tensor, so that a
 hole between two long-lived tensors is too small for the next of its size; and a large hole is filled by small
-tensors. A tenth is the least with which none of the fitted runs of benchmarks/planner/memory_runs.py needs 2
-% more than its forecast.
+tensors. A tenth is the least with which none of the fitted runs of benchmarks/planner/memory_runs.py exceeds
+its forecast by 2 %.
 
 *Late*: gradients lie where backward found room, and until the update nothing larger than the holes between
 them has room there. An embedding's gradient, made last of all, and the buffer in which a unit's gradients are
@@ -169,12 +169,13 @@ class RankMemory(NamedTuple):
     """Six moments: at the loss, as backward goes through the head, its first block and its last, as it
     reaches the layers before the blocks, and as it ends."""
     on_top: float
-    """Bytes of tensors made as backward ends that exceed the peak of the moments before."""
+    """Bytes by which tensors made as backward ends exceed the largest moment."""
     plan: Plan
     software: Software
 
     @property
     def peak(self) -> Moment:
+        """Return the moment with most temporary bytes."""
         return max(self.moments, key=sum)
 
     @property
@@ -190,6 +191,7 @@ class RankMemory(NamedTuple):
 
     @property
     def forecast(self) -> Forecast:
+        """Return the memory forecast of this rank, by kind."""
         peak, away = self.peak, {"nothing": 0.0, "host": self.state.host, "disk": self.state.disk}
         away[self.plan.offload_activations] += self.away
         return Forecast(
@@ -267,6 +269,7 @@ def unlike_ranks(plan: Plan, stages: list[tuple[int, ...]], step: Setting) -> It
 def _rank_memory(
     rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]], step: Setting
 ) -> RankMemory:
+    """Return the memory of one pipeline rank."""
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
     state = state_of(
         parameters_of(rank, table, plan, stages),
@@ -380,6 +383,7 @@ class _Activations(NamedTuple):
 def _activations(
     rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: Setting
 ) -> _Activations:
+    """Return the bytes of activations of one rank, with its stages' blocks in `mine`."""
     flights = kept_of_stages(rank, plan, step)
     kept = block = away = working = deepest = 0.0
     for counts, flight in zip(mine, flights, strict=True):
@@ -442,6 +446,7 @@ def held_logits(logits: float, plan: Plan, software: Software) -> float:
 
 
 def runtime_bytes(plan: Plan) -> int:
+    """Return the bytes of a rank beside its tensors: Python and torch, or CUDA and NCCL."""
     if plan.device == "cpu":
         return CPU_RUNTIME_BYTES
     axes = (plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep)

@@ -104,6 +104,7 @@ def _of_rank(
     stages: list[tuple[int, ...]],
     setting: Setting,
 ) -> Array:
+    """Return the peak bytes of one pipeline rank, as an array of shape (recomputes, states)."""
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
     logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
     boundary = boundary_bytes(table, plan, setting, numbers)

@@ -89,6 +89,7 @@ def _split(
     micro_batches: Number,
     send_seconds: Number,
 ) -> Array:
+    """Return the lower bound of schedules with split backward, of shape (variants,)."""
     assert schedule in SPLIT_BACKWARD
     stages = forward.shape[1]
     begins = np.zeros_like(busy)

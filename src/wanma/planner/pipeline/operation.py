@@ -38,4 +38,5 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of all operations."""
         return self.forward + self.backward + self.weights

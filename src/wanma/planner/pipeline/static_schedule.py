@@ -32,6 +32,7 @@ class Size(NamedTuple):
         return self.forwards(self.stages + stage, indices)
 
     def operation(self, number: int) -> Operation:
+        """Return the operation of a number."""
         stage, index = divmod(number, self.micro_batches)
         if stage < self.stages:
             return Operation("forward", stage, index)
@@ -100,6 +101,7 @@ def play_in_order(
 
 
 def _gpipe(rank: int, size: Size) -> list[int]:
+    """Return the order of GPipe on one rank (Huang et al. 2019)."""
     every = range(size.micro_batches)
     forwards = [
         number for stage in range(rank, size.stages, size.pp) for number in size.forwards(stage, every)
@@ -135,6 +137,7 @@ def _interleaved(rank: int, size: Size) -> list[int]:
 
 
 def _alternating(forwards: list[int], backwards: list[int], warm_up: int) -> list[int]:
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     order = [0] * (len(forwards) + len(backwards))
     both = 2 * (len(forwards) - warm_up)
