@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "wanma"
 FLOORS = {
     "cli": 8,
     "api": 7,
-    "mlops": 7,
     "bench": 7,
+    "diagnosis": 7,
+    "sweep": 7,
+    "evaluation": 7,
+    "registry": 7,
+    "pipeline": 7,
+    "serving": 7,
     "federated": 7,
     "dashboard": 7,
     "engines": 6,
     "elastic": 5,
     "training": 4,
+    "parameter_server": 4,
     "parallel": 3,
     "planner": 2,
     "report": 2,
@@ -42,6 +50,7 @@ ROOT_FILES = {
 }
 
 LONGEST_FILE = 500
+LARGEST_FOLDER = 16
 
 TORCH_FREE = (
     "wanma",
@@ -58,13 +67,14 @@ TORCH_FREE = (
     "wanma.job.run.worker",
     "wanma.job.file.serialization",
     "wanma.data.opening",
+    "wanma.data.text.preparation_process",
     "wanma.hardware.catalogue.lookup",
     "wanma.hardware.cluster_file.reader",
     "wanma.hardware.cluster_file.export",
     "wanma.hardware.discovery.node",
     "wanma.hardware.checks.doctor",
     "wanma.models.config.resolution",
-    "wanma.observe.console.console",
+    "wanma.observe.console.opening",
     "wanma.report.report_page",
     "wanma.report.run_report",
     "wanma.report.terminal",
@@ -72,6 +82,7 @@ TORCH_FREE = (
 """What must start at once: importing torch takes the better part of a second."""
 
 FILES = sorted(SOURCE.rglob("*.py"))
+ROOMS = sorted({path.relative_to(SOURCE).parts[0] for path in FILES if path.parent != SOURCE})
 
 
 def test_every_folder_is_a_room_of_the_house() -> None:
@@ -109,6 +120,32 @@ def test_a_file_reads_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST_FILE, "look for the second idea in it"
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_files_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    assert not circle(room_imports(room))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_sub_packages_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    packages: dict[str, set[str]] = {}
+    for module, imports in room_imports(room).items():
+        package = sub_package(module)
+        packages.setdefault(package, set()).update({sub_package(other) for other in imports} - {package})
+    assert not circle(packages)
+
+
+def test_a_folder_is_surveyed_at_a_glance() -> None:
+    folders = {path.parent for path in FILES}
+    sizes = {str(folder.relative_to(SOURCE)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: size for folder, size in sizes.items() if size > LARGEST_FOLDER} == {}, (
+        "cut it into sub-packages, each named for what it holds"
+    )
+
+
+def test_a_room_has_one_level_of_sub_packages() -> None:
+    assert [str(path) for path in FILES if len(path.relative_to(SOURCE).parts) > 3] == []
+
+
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_what_must_start_at_once_does_not_import_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
@@ -133,25 +170,98 @@ def test_no_way_of_importing_is_overlooked(tmp_path: Path, source: str, room: st
     assert [found for _, found in _imports(ast.parse(source), path)] == [room]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from wanma.training.run import trainer",
+        "from wanma.training.run.trainer import Trainer",
+        "from ..run.trainer import Trainer",
+        "def f():\n    import wanma.training.run.trainer",
+        "if TYPE_CHECKING:\n    from wanma.training.run.trainer import Trainer",
+    ],
+)
+def test_no_import_within_a_room_is_overlooked(source: str) -> None:
+    path = SOURCE / "training" / "loop" / "imagined.py"
+    found = [module for _, module in _imported_modules(ast.parse(source), path)]
+    assert found == ["wanma.training.run.trainer"]
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Names that import each other in a circle, the first repeated at the end; empty if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of the module or package that a file holds."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(("wanma", *parts)).removesuffix(".__init__")
+
+
+def sub_package(module: str) -> str:
+    """`wanma.room.package` that a module belongs to; a file beside the packages stands for itself."""
+    return ".".join(module.split(".")[:3])
+
+
+def room_imports(room: str) -> dict[str, set[str]]:
+    """Modules of `room` and the other modules of it that each imports, those for types included."""
+    modules = {module_name(path): path for path in FILES if path.relative_to(SOURCE).parts[0] == room}
+    return {
+        module: {imported for _, imported in _imported_modules(parsed(path), path)}
+        & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Syntax tree of a file, parsed once for all tests."""
+    return ast.parse(path.read_text(), str(path))
+
+
 def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
     """(line, room) of everything that a file imports or names as a module of ours."""
-    yield from _imports(ast.parse(path.read_text(), str(path)), path)
+    yield from _imports(parsed(path), path)
 
 
 def _imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    named = (
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"wanma(\.\w+)+(:\w+)?", node.value)
+    )
+    for line, module in (*_imported_modules(tree, path), *named):
+        top, _, rest = module.partition(".")
+        room = re.split(r"[.:]", rest)[0]
+        if top == "wanma" and room and not room.startswith("__"):
+            yield line, room
+
+
+def _imported_modules(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of what a file imports; a name that is a module of ours counts as one."""
     package = ("wanma", *path.relative_to(SOURCE).parts[:-1])
     for node in ast.walk(tree):
-        modules: list[str] = []
         if isinstance(node, ast.Import):
-            modules = [name.name for name in node.names]
+            for name in node.names:
+                yield node.lineno, name.name
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, node.module) if node.module else base)
-            modules = [f"{module}.{name.name}" for name in node.names] if module == "wanma" else [module]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            modules = [node.value] if re.fullmatch(r"wanma(\.\w+)+(:\w+)?", node.value) else []
-        for module in modules:
-            top, _, rest = module.partition(".")
-            room = re.split(r"[.:]", rest)[0]
-            if top == "wanma" and room and not room.startswith("__"):
-                yield node.lineno, room
+            for imported in {_module_of(module, name.name) for name in node.names}:
+                yield node.lineno, imported
+
+
+def _module_of(module: str, name: str) -> str:
+    folder = SOURCE.joinpath(*module.split(".")[1:])
+    if module == "wanma" or (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+        return f"{module}.{name}"
+    return module

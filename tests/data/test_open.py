@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from wanma.data import opening as front_door
 from wanma.data.datasets.dataset import Data
-from wanma.data.opening import cache_folder, open_data, prepare
+from wanma.data.opening import open_data, prepare
 from wanma.data.sampling.batch_size_schedule import global_batch, samples_before
+from wanma.data.text.corpus import cache_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection, SourceSection
@@ -266,7 +267,7 @@ def test_storage_with_threads_is_prepared_in_another_process(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front_door, "starts_threads", lambda _: True)
-    monkeypatch.setattr(front_door, "ensure_token_file", None)  # not in this process
+    monkeypatch.setattr("wanma.data.text.corpus.ensure_token_file", None)  # not in this process
     seen: list[tuple[int, int]] = []
     job = section(corpus).model_copy(update={"cache": str(tmp_path)})
     prepare(job, lambda done, total: seen.append((done, total)))

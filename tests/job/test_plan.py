@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.job.plan.placement import Place, Replicas
-from wanma.job.plan.plan import AXES, Plan
-from wanma.job.plan.rank_timing import why_equal_counts
+from wanma.job.plan.plan import AXES, Plan, why_equal_counts
 from wanma.job.sections.parallel import Shard
 
 sizes = st.integers(1, 4)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.job import ModelSection
-from wanma.models.layers.lora import add_adapters, is_adapter, merge, with_adapters
-from wanma.models.model_spec import build_model, custom_spec, model_spec
+from wanma.models.layers.lora import add_adapters, is_adapter, merge
+from wanma.models.model_spec import build_model, custom_spec, model_spec, with_adapters
 from wanma.models.structure.parameter_initialization import initial_part, initial_value
 
 DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64}

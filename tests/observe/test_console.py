@@ -15,7 +15,8 @@ import pytest
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.observe import ObserveSection
-from wanma.observe.console.console import PlainConsole, open_console
+from wanma.observe.console.console import PlainConsole
+from wanma.observe.console.opening import open_console
 from wanma.observe.console.progress import Curve, Progress, recovery_text, sparkline
 
 
@@ -105,7 +106,7 @@ import sys, time
 from pathlib import Path
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.observe import ObserveSection
-from wanma.observe.console.console import open_console
+from wanma.observe.console.opening import open_console
 
 with open_console(RunDirectory(Path("runs/gpt")), ObserveSection(), 30) as console:
     console.write({"kind": "start", "step": 0, "steps": 30, "time": 0.0})
@@ -154,7 +155,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(argument: str)
 
 
 def test_the_console_needs_neither_torch_nor_rich_until_it_is_live() -> None:
-    code = "import sys, wanma.observe.console.console; assert not {'torch', 'rich'} & set(sys.modules)"
+    code = "import sys, wanma.observe.console.opening; assert not {'torch', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

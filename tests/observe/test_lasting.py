@@ -15,8 +15,8 @@ import pytest
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console import fault_tolerant_stream
-from wanma.observe.console.console import open_console
 from wanma.observe.console.fault_tolerant_stream import LastingStream
+from wanma.observe.console.opening import open_console
 
 
 class Disk(io.StringIO):

@@ -35,7 +35,7 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import OUTSIDE, Unsupervised, Worker, current_worker, in_session, launched_cluster
 from wanma.job.sections.job import ClusterSection, Job
 from wanma.models.config.resolution import model_kind
-from wanma.observe.console.console import open_console
+from wanma.observe.console.opening import open_console
 from wanma.planner.preparation.job_planning import (
     Prepared,
     finish,

@@ -6,27 +6,21 @@ forked.
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from wanma.data.datasets.image_files import find_images, read_images
 from wanma.data.sampling.batch_size_schedule import samples_before
-from wanma.data.text.documents import STDLIB, Document, list_documents, starts_threads
+from wanma.data.text.corpus import build_token_files, cache_folder, entries, texts_of
+from wanma.data.text.documents import starts_threads
 from wanma.data.text.preparation_process import prepare_elsewhere
-from wanma.data.text.token_file import TokenFile, ensure_token_file
+from wanma.data.text.token_file import ensure_token_file
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
-from wanma.data.text.validation_split import split_documents
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import TrainSection
 
 if TYPE_CHECKING:
     from wanma.data.datasets.dataset import Data
-
-log = logging.getLogger("wanma.data")
 
 
 def prepare(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
@@ -44,32 +38,10 @@ def prepare(section: DataSection, progress: Callable[[int, int], None] | None = 
         find_images(section.images)
     elif section.factory:
         return  # a dataset may import anything, torch and threads included: only ranks open it
-    elif any(starts_threads(entry) for entry in _entries(section)):
+    elif any(starts_threads(entry) for entry in entries(section)):
         prepare_elsewhere(section, progress)
     else:
         build_token_files(section, progress)
-
-
-def build_token_files(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
-    """Build the token files of text, and check that they hold enough for the job's sequences."""
-    texts = _texts(section)
-    tokenizer = load_tokenizer(section.tokenizer)
-    files: list[TokenFile] = []
-    totals = [sum(document.size for document in text.documents) for text in texts]
-    for number, text in enumerate(texts):
-        before = sum(totals[:number])
-
-        def advance(done: int, _: int, before: int = before) -> None:
-            if progress is not None:
-                progress(before + done, sum(totals))
-
-        files.append(ensure_token_file(text.documents, tokenizer, cache_folder(section), advance))
-    splits = split_documents(files, section.validation_fraction, section.sequence_length)
-    if splits[0].cut:
-        log.warning(
-            "too few documents to keep whole ones for validation; the last %.1f%% of each is kept instead",
-            splits[0].cut * 100,
-        )
 
 
 def open_data(section: DataSection, train: TrainSection, dataset: Any = None) -> Data:
@@ -118,42 +90,13 @@ def _open_own(dataset: Any, section: DataSection, train: TrainSection, total: in
     return open_dataset((training, validation), section, train.seed, total)
 
 
-def cache_folder(section: DataSection) -> Path:
-    """Return the folder of token files: `data.cache`, or wanma's folder in the user's cache."""
-    if section.cache is not None:
-        return Path(section.cache).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "wanma"
-
-
-def _entries(section: DataSection) -> list[str]:
-    return [*section.text, *(entry for source in section.sources for entry in source.text), section.tokenizer]
-
-
-@dataclass(frozen=True)
-class _Text:
-    name: str
-    weight: float
-    documents: Sequence[Document]
-
-
-def _texts(section: DataSection) -> list[_Text]:
-    """Return the text sources of a job; without any, the standard library's source."""
-    if section.sources:
-        return [
-            _Text(source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text"))
-            for number, source in enumerate(section.sources)
-        ]
-    return [_Text("text", 1.0, list_documents(section.text or [STDLIB]))]
-
-
 def _open_text(section: DataSection, train: TrainSection, tokenizer: Tokenizer, total: int) -> Data:
     from wanma.data.datasets.token_dataset import TextSource, TokenData
 
     cache = cache_folder(section)
     sources = [
         TextSource(text.name, text.weight, ensure_token_file(text.documents, tokenizer, cache))
-        for text in _texts(section)
+        for text in texts_of(section)
     ]
     return TokenData(
         sources,

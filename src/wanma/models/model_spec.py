@@ -29,7 +29,7 @@ from wanma.models.config.resolution import (
     vision_dimensions,
 )
 from wanma.models.layers.batch_norm import convert_batch_norm
-from wanma.models.layers.lora import with_adapters
+from wanma.models.layers.lora import add_adapters, is_adapter
 from wanma.models.structure.parallel_spec import Layout, tie_parameters
 from wanma.models.structure.parameter_initialization import initial_value
 from wanma.models.structure.parameter_roles import is_frozen
@@ -274,3 +274,12 @@ class _Factory:
         given = f"**{self.arguments!r}" if self.arguments else ""
         code = f"import {module}; {module}.{name}({given})"
         return f"python -c {shlex.quote(code)}"
+
+
+def with_adapters(spec: ModelSpec, section: ModelSection) -> ModelSpec:
+    """Return `spec` of a model with the adapters of `section`, if any."""
+    if section.lora_rank == 0:
+        return spec
+    return replace(
+        spec, make=lambda: add_adapters(spec.make(), section), frozen=lambda name: not is_adapter(name)
+    )

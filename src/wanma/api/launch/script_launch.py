@@ -32,7 +32,8 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import ClusterSection
 from wanma.job.sections.observe import ObserveSection
-from wanma.observe.console.console import Console, open_console
+from wanma.observe.console.console import Console
+from wanma.observe.console.opening import open_console
 
 PRELOAD = (
     "torch",

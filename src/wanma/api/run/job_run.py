@@ -40,8 +40,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
-from wanma.observe.console.console import open_console
 from wanma.observe.console.dataset_progress import show_preparing
+from wanma.observe.console.opening import open_console
 from wanma.planner.preparation.job_planning import Prepared, first_layout, notes, prepare_job
 from wanma.training.loop.train_request import Request
 

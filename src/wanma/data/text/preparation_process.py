@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from wanma.data.text.corpus import build_token_files
 from wanma.job.errors import WanmaError
 from wanma.job.sections.data import DataSection
 
@@ -39,8 +40,6 @@ def prepare_elsewhere(section: DataSection, progress: Callable[[int, int], None]
 
 
 def main() -> None:
-    from wanma.data.opening import build_token_files
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; our parent decides
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer

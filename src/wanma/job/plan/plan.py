@@ -7,13 +7,13 @@ their micro-batches (`micro_batches`). These are functions of the plan alone, so
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from wanma.job.plan.placement import Replicas
-from wanma.job.plan.rank_timing import starts, why_equal_counts
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Precision
 from wanma.job.sections.parallel import Compression, ContextKind, Offload, Recompute, Schedule, Shard
@@ -405,3 +405,31 @@ class Plan:
             f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
             f"{seldom}"
         )
+
+
+def starts(shares: Sequence[int], global_batch: int) -> list[int]:
+    """Return the first row of every data rank, and the total number of rows."""
+    whole = sum(shares)
+    return [global_batch * before // whole for before in accumulate(shares, initial=0)]
+
+
+def why_equal_counts(plan: Plan) -> str | None:
+    """Return the reason why all data ranks need equally many micro-batches; None if they may differ.
+
+    Their sizes may differ in any case. If data ranks communicate once per step, a rank with a third of the
+    rows runs a third of the micro-batches; if they communicate within each, it runs as many smaller ones.
+    """
+    if plan.ep > 1:
+        return "tokens visit the experts of other data ranks within every micro-batch (ep)"
+    if plan.pp > 1:
+        if plan.virtual_stages > 1 and not plan.computes_with_state:
+            return (
+                f"under schedule '{plan.schedule}' the stages of a rank are gathered and reduced in an order "
+                "that their number decides"
+            )
+        return None  # torch's schedules gather at the first use in a step, and reduce after the last one
+    if plan.shard in ("gradients", "parameters"):
+        return f"{plan.shard} that are sharded are exchanged within every micro-batch"
+    if plan.shard == "optimizer" and plan.offload_parameters != "nothing":
+        return "parameters that are offloaded are gathered within every micro-batch"
+    return None

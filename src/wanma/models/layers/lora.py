@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.sections.job import ModelSection
-
-if TYPE_CHECKING:
-    from wanma.models.model_spec import ModelSpec
 
 _A, _B = "lora_a", "lora_b"
 
@@ -41,15 +37,6 @@ class Adapted(nn.Module):
         added = F.linear(F.linear(x, self.lora_a), self.lora_b)
         result: Tensor = super().forward(x) + added * self.lora_scale
         return result
-
-
-def with_adapters(spec: ModelSpec, section: ModelSection) -> ModelSpec:
-    """Return `spec` of a model with the adapters of `section`, if any."""
-    if section.lora_rank == 0:
-        return spec
-    return replace(
-        spec, make=lambda: add_adapters(spec.make(), section), frozen=lambda name: not is_adapter(name)
-    )
 
 
 def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:

@@ -6,13 +6,11 @@ for the live display, when it opens.
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 from typing import Self, TextIO
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.fault_tolerant_stream import LastingStream
 from wanma.observe.console.progress import (
     Progress,
@@ -25,31 +23,6 @@ from wanma.observe.console.progress import (
 from wanma.observe.units import duration_text
 
 LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
-
-
-def open_console(
-    run: RunDirectory, observe: ObserveSection, steps: int, stream: TextIO | None = None
-) -> Console:
-    """Open the console of `observe.console`; use it in a `with`, so that the terminal is restored.
-
-        with open_console(run, job.observe, job.train.steps) as console:
-            console.write(event)
-
-    Args:
-        steps: last step of the run.
-        stream: output stream; default: standard output.
-    """
-    stream = stream or sys.stdout
-    mode = observe.console
-    if mode == "auto":
-        mode = "live" if stream.isatty() else "plain"
-    if mode == "live":
-        from wanma.observe.console.live import LiveConsole
-
-        return LiveConsole(run, steps, stream)
-    if mode == "quiet":
-        return Console(run, steps, stream)
-    return PlainConsole(run, steps, stream, observe.log_every_steps)
 
 
 class Console:

@@ -20,7 +20,7 @@ from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
 from wanma.planner.cost.decoder_layers import Software, product_precision
 from wanma.planner.cost.frozen import trained_blocks, trained_pieces
 from wanma.planner.cost.model_cost import Blocks, Pieces, stages_of
-from wanma.planner.cost.offload import is_moving, updates_on_host, with_kept
+from wanma.planner.cost.offload import is_moving, updates_on_host
 from wanma.planner.cost.site_synchronization import sent_bytes
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.cost.traced_module import (
@@ -31,6 +31,7 @@ from wanma.planner.cost.traced_module import (
 )
 from wanma.planner.forecast.goodput import useful_time
 from wanma.planner.forecast.node_crossing import crossing, crossing_reasons, on_one_machine
+from wanma.planner.forecast.offloaded_activations import with_kept
 from wanma.planner.forecast.problem import Problem
 from wanma.planner.forecast.run_cost import LEAST_SHARE, run_cost
 from wanma.planner.forecast.step_overhead import around

@@ -33,9 +33,8 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Worker
 from wanma.job.sections.job import Job
 from wanma.models.keyed_random.forward_draws import Forward
-from wanma.models.layers.lora import with_adapters
 from wanma.models.layers.router import set_loss_factor
-from wanma.models.model_spec import custom_spec, with_frozen
+from wanma.models.model_spec import custom_spec, with_adapters, with_frozen
 from wanma.models.structure.parameter_roles import is_frozen
 from wanma.models.user_modules.validation import check_ready
 from wanma.models.workload.model_workload import module_workload

@@ -18,8 +18,7 @@ from wanma.data.opening import open_data
 from wanma.job.file.import_path import import_object
 from wanma.job.run.worker import Worker
 from wanma.job.sections.job import Job
-from wanma.models.layers.lora import with_adapters
-from wanma.models.model_spec import ModelSpec, custom_spec, model_spec, with_frozen
+from wanma.models.model_spec import ModelSpec, custom_spec, model_spec, with_adapters, with_frozen
 from wanma.models.user_modules.parameter_hooks import register_hooks
 from wanma.models.user_modules.validation import check_ready
 from wanma.parallel.data_parallel.fsdp_errors import explaining

@@ -1,0 +1,35 @@
+"""Opening of the console that a job asks for: live, plain or quiet."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.observe import ObserveSection
+from wanma.observe.console.console import Console, PlainConsole
+
+
+def open_console(
+    run: RunDirectory, observe: ObserveSection, steps: int, stream: TextIO | None = None
+) -> Console:
+    """Open the console of `observe.console`; use it in a `with`, so that the terminal is restored.
+
+        with open_console(run, job.observe, job.train.steps) as console:
+            console.write(event)
+
+    Args:
+        steps: last step of the run.
+        stream: output stream; default: standard output.
+    """
+    stream = stream or sys.stdout
+    mode = observe.console
+    if mode == "auto":
+        mode = "live" if stream.isatty() else "plain"
+    if mode == "live":
+        from wanma.observe.console.live import LiveConsole  # rich is imported only where it draws
+
+        return LiveConsole(run, steps, stream)
+    if mode == "quiet":
+        return Console(run, steps, stream)
+    return PlainConsole(run, steps, stream, observe.log_every_steps)

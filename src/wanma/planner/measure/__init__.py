@@ -1,1 +1,0 @@
-"""Empty package; calibration is in `wanma.planner.calibration`."""

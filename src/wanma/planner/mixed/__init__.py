@@ -1,1 +1,0 @@
-"""Empty package; plans for heterogeneous clusters are in `wanma.planner.heterogeneous`."""
