@@ -1,6 +1,6 @@
 """Selection of the gradient bucket size and of hierarchical all-reduce among replicas.
 
-The runtime does what the plan says (`parallel.data_sums`), and forecasts take the time of just that. Pure
+The runtime follows the plan (`parallel.gradients.reduction_groups`), and forecasts count the same. Pure
 functions, without torch.
 """
 
@@ -31,7 +31,7 @@ def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
         machine: rates of devices and links; None, or one without rates: the links are unknown.
 
     Raises:
-        JobError: the job asks for a setting that makes no sense in this plan; names the key.
+        JobError: a setting of the job makes no sense in this plan; names the key.
     """
     parallel, nodes = job.parallel, job.cluster.nodes
     if machine is not None and machine.unknown:
@@ -154,7 +154,7 @@ def fewest_bytes(plan: Plan, machine: Machine) -> int:
 def _both_ways(plan: Plan, machine: Machine) -> tuple[float, float]:
     """Return seconds to all-reduce the largest bucket: (hierarchical, in a ring)."""
     replicas, elements = _replicas(plan), REDUCED_TOGETHER_BYTES / _GRADIENT_BYTES
-    # As it is asked before buckets are chosen, and to explain it after: in the same buckets.
+    # The largest bucket, so that choice and later explanation compare the same.
     summing = Summing(replace(plan, bucket_bytes=REDUCED_TOGETHER_BYTES), machine, _GRADIENT_BYTES)
     by_machines = summing.all_reduce(replicas, elements, "hierarchical")
     return by_machines, summing.all_reduce(replicas, elements, "ring")

@@ -70,7 +70,7 @@ def plan_for(
             cluster can have.
 
     Raises:
-        JobError: the job contradicts itself, the model or the machines, or nothing fits; says what would.
+        JobError: the job contradicts itself, the model or the nodes, or nothing fits; names a remedy.
     """
     if job.parallel.auto and why_not_by_time(job, cluster, workload, dimensions, calibration) is None:
         return automatic(job, cluster, workload, dimensions, calibration, worlds=worlds)
@@ -94,9 +94,9 @@ def automatic(
         or_forecast_only: accept the fastest forecast-only plan where no plan is runnable.
 
     Raises:
-        JobError: what the job fixes leaves no plan, or none that fits; says what would.
+        JobError: the job's settings leave no plan, or none that fits; names a remedy.
     """
-    synchronization_of(job.parallel)  # sites are never chosen
+    synchronization_of(job.parallel)  # only for its checks: the search has no sites
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
     best = found.shown if or_forecast_only else found.best
@@ -122,7 +122,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
     """Return the part of a job's plan that does not depend on the model: mesh sizes, device, threads.
 
     Raises:
-        JobError: sizes that contradict each other or the machine; names the keys.
+        JobError: the sizes contradict each other or the nodes; names the keys.
     """
     parallel = job.parallel
     device = device_of(job, cluster)
@@ -179,7 +179,7 @@ def complete(
 ) -> Planned:
     """Choose what a layout leaves open, micro-batch and recompute, and forecast the plan.
 
-    By the time of a step where the machine's rates are known; else the largest micro-batch and the least
+    By step time where the rates of the devices are known; else the largest micro-batch and the least
     recompute that fit.
 
     Args:
@@ -280,7 +280,7 @@ def _by_rule(problem: Problem, plan: Plan, rows: int) -> tuple[Plan, list[str]]:
     """Return `plan` with the largest micro-batch and the least recompute that fit, where the job allows.
 
     Raises:
-        JobError: no micro-batch gives every rank whole groups, or the schedule cannot run them.
+        JobError: no micro-batch holds whole sample groups on every rank, or the schedule cannot run them.
     """
     job, workload = problem.job, problem.workload
     group = group_of(job, problem.dimensions, workload)
@@ -337,7 +337,7 @@ def _automatic(job: Job, cluster: Cluster, device: str) -> ParallelSection:
     parallel = job.parallel
     if parallel.dp_shard > 1:
         return parallel
-    # Machines that are not here are taken to be like those that are.
+    # Remote nodes are assumed to have as many devices as those described.
     on_each = min(len(node.devices) for node in cluster.nodes) if device == "cuda" else 1
     others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
     return parallel.model_copy(update={"dp_shard": max(on_each * job.cluster.nodes // others, 1)})
@@ -355,10 +355,10 @@ def _micro_batches(job: Job, plan: Plan, group: Group, largest: int) -> list[int
     """List the micro-batch sizes to try, in samples, largest first.
 
     Raises:
-        JobError: none gives every rank whole groups.
+        JobError: no size holds whole sample groups on every rank.
     """
     if plan.pp > 1:
-        sizes = admitted_micro_batches(job, plan, largest) or [1]  # which is then refused with the reason
+        sizes = admitted_micro_batches(job, plan, largest) or [1]  # size 1 is then refused with the reason
     elif group.size == 1:
         return [largest >> halvings for halvings in range(largest.bit_length())]
     else:

@@ -67,7 +67,7 @@ def find_plans(
     searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
     found = [_marked(problem, search(problem, space, keep=keep)) for problem, space in searches]
     on_gpus = is_mixed(cluster) and device_of(job, cluster) == "cuda"
-    # A run that goes on with fewer machines does not know which of unlike ones are left.
+    # An elastic run cannot know in advance which node groups are left.
     is_elastic = job.cluster.min_nodes not in (None, job.cluster.nodes)
     if on_gpus and dimensions is not None and not said_keys(job):
         problem = problem_of(job, cluster, workload, dimensions, calibration)
@@ -177,7 +177,7 @@ def _searches(
             problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
             threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
             for start in _starts(problem, machines):
-                # As in the end of the most replicas there can be: the size decides what memory they share.
+                # Bucket size of the largest number of replicas: it decides their memory.
                 buckets = bucket_of(job, replace(start, dp_replicate=world), problem.machine)
                 start = replace(start, threads_per_rank=threads, bucket_bytes=buckets)
                 yield (
@@ -195,7 +195,7 @@ def _exact(job: Job, machines: Cluster) -> Plan:
         **plan_fields(job),
         overlap=job.parallel.overlap,
         bucket_bytes=job.parallel.bucket_bytes or REDUCED_TOGETHER_BYTES,
-        # Where a plan has no use for it, it is as if it were not so, and `choose` takes it away.
+        # Plans without use for it ignore it, and `job_planner` removes it.
         hierarchical=job.parallel.hierarchical is not False and job.cluster.nodes > 1,
     )
 
@@ -205,7 +205,7 @@ def _starts(problem: Problem, machines: Cluster) -> list[Plan]:
     job = problem.job
     exact, allowed = _exact(job, machines), allowed_approximations(job)
     found = [exact]
-    # Any other model was read in the job's precision, and may compute parts of itself in another.
+    # Other models were traced in the job's precision, and may compute parts in another.
     if "bf16" in allowed and exact.precision == "fp32" and problem.dimensions is not None:
         half = replace(exact, precision="bf16", approximate=(*exact.approximate, "bf16"))
         if unknown_rates(problem, half) is None:

@@ -95,7 +95,7 @@ def replan(
     devices.
 
     Args:
-        problem: as the run was planned.
+        problem: planning problem of the run.
         running: its plan.
         cluster_now: all nodes that are there, more or fewer than before.
         steps_left: steps left of the job.
@@ -113,9 +113,9 @@ def replan(
     if steps_left < 1:
         raise ValueError(f"steps_left = {steps_left}: there is nothing to plan for")
     machines = cluster_now.node_count
-    seldom = running.synchronization is not None  # no search knows of sites: as many as there is room for
+    seldom = running.synchronization is not None  # searches have no sites: use all nodes
     job = _on(problem.job, machines) if seldom else _opened(problem.job, running, machines)
-    # What is there for a run that goes on: as many ranks on each machine as now.
+    # A run that continues keeps its number of ranks per node.
     each = max(math.ceil(running.world_size / problem.cluster.node_count), 1)
     now = problem_of(job, cluster_now, problem.workload, problem.dimensions, calibration, ranks=each)
     obstacle = _obstacle(now, running, each)
@@ -150,7 +150,7 @@ def replan(
         if step_seconds is not None:
             old, new = step_seconds, step_seconds * new / old
     elif step_seconds is not None:
-        # Nobody knows how fast the machines are, but the job asks for as many as there are.
+        # Rates are unknown, but the job asks for all nodes: assume linear scaling.
         old, new = step_seconds, step_seconds * running.world_size / best.world_size
         sure = " at best"
     else:
@@ -189,14 +189,14 @@ def change_cost(
 
 
 def _opened(job: Job, running: Plan, machines: int) -> Job:
-    """Return the job as a search may plan it anew on `machines` nodes."""
+    """Return the job with the settings open that a re-plan on `machines` nodes may change."""
     parallel = job.parallel
     kept = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_KEYS) | {"auto"})
     if not parallel.auto:
-        # Where one rank had all of the state, several may share it now, and the other way round.
+        # The state may now be sharded where one rank had all of it, and conversely.
         kept["shard"] = parallel.shard if running.shard != "nothing" else None
         kept["virtual_stages"] = running.virtual_stages
-    # What made sense on the machines before need not on these.
+    # The choice for the former nodes need not suit these.
     kept |= {"hierarchical": _reconsidered(parallel), "bucket_bytes": None}
     section = ParallelSection.model_validate({**kept, "auto": True})
     return _on(job, machines).model_copy(update={"parallel": section})

@@ -128,7 +128,7 @@ def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
                 log.seek(max(0, log.seek(0, 2) - LOG_BYTES))
                 peaks = _PEAK.findall(log.read())
         except OSError:
-            continue  # a log that cannot be read tells nothing; the report lists logs on their own
+            continue  # unreadable logs are skipped; the report lists logs elsewhere
         if peaks and number.isdigit():
             found[int(number)] = int(peaks[-1])
     return found

@@ -26,7 +26,7 @@ def charts(report: Report) -> list[Chart]:
         Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
     ]
     shown = [chart for chart in every if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
-    if shown and sum(not chart.wide for chart in shown) % 2:  # two in a row, and none alone in the last
+    if shown and sum(not chart.wide for chart in shown) % 2:  # two charts in a row; a last odd one is wide
         shown[-1] = replace(shown[-1], wide=True)
     return shown
 

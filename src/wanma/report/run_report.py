@@ -220,13 +220,13 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> St
 
 
 def is_alive(process: Any) -> bool:
-    """Return whether a process of this machine lives, by its number as a record has it."""
+    """Return whether a process of this node lives, by its recorded process number."""
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, TypeError, ValueError):
         return False
     except PermissionError:
-        return True  # somebody else's, but there
+        return True  # another user's process, but alive
     return True
 
 

@@ -86,7 +86,7 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
     for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last sign"):
-        # On a narrow terminal these give way, not the names alone.
+        # On a narrow terminal these columns wrap too, not only the names.
         table.add_column(name, justify="right", no_wrap=name not in ("steps", "last sign"))
     for run in runs:
         if (script := read_script(run)) is not None:

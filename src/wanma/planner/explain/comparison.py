@@ -41,7 +41,7 @@ class Difference:
     seconds: float
     """Seconds beyond the best plan's; negative where it is less."""
     cause: str
-    """Cause, such as 'TP 16 crosses nodes'; empty where the plan's settings do not tell."""
+    """Cause, such as 'TP 16 crosses nodes'; empty where no setting explains it."""
     what: str
     """Name of the time, such as 'exposed all-reduce'."""
 
@@ -147,7 +147,7 @@ def _differences(
     for kind, (what, cause) in _KINDS.items():
         seconds = getattr(step, kind) - getattr(best, kind)
         if abs(seconds) >= NAMED * best.seconds:
-            # What is lost is the plan's doing, what is gained that the best one pays and this one does not.
+            # A loss has its cause in this plan's settings, a gain in those of the best plan.
             if seconds > 0:
                 found.append(Difference(kind, seconds, cause(problem, plan, best_plan), what(plan)))
             else:

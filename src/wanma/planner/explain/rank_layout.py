@@ -85,7 +85,7 @@ def group_of(plan: Plan, axis: str, rank: int) -> tuple[int, ...]:
             break
         stride *= replicas if name == "dp_replicate" else getattr(plan, name)
     at = plan.coordinates(rank)[axis]
-    if axis == "dp_replicate":  # of all sites, each of which has its own ranks in a row
+    if axis == "dp_replicate":  # over all sites; the ranks of a site are consecutive
         first = rank % plan.site_ranks - at % replicas * stride
         starts = range(first, plan.world_size, plan.site_ranks)
         return tuple(start + place * stride for start in starts for place in range(replicas))

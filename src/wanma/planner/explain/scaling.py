@@ -53,7 +53,7 @@ def scaling(
 ) -> tuple[ScalePoint, ...]:
     """Find the best plan by `plans` on as many of the cluster's nodes as make each of `counts` devices.
 
-    A count that fills no whole machines, and one on which nothing fits, is a point without a plan.
+    A count that fills no whole nodes, or on which nothing fits, gives a point without a plan.
     """
     points = []
     per_device = None

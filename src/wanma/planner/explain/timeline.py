@@ -157,7 +157,7 @@ def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
     pace = interval.seconds / sum(parts.values()) if anatomy.shared > 1 else 1.0
     known = {name: pace * seconds for name, seconds in parts.items() if seconds > 0}
     sent = interval.seconds - sum(known.values())
-    if sent > 1e-9 * interval.seconds:  # where a program waits for what it sends
+    if sent > 1e-9 * interval.seconds:  # where the framework waits for its sends
         known["send"] = sent
     return Span(
         interval.rank, "compute", kind, interval.start + delay, interval.seconds, stage, micro_batch, known
@@ -239,7 +239,7 @@ def _events(span: Span, thread: int) -> list[dict[str, Any]]:
     if len(span.parts) > 1:
         start = span.start
         for part, seconds in span.parts.items():
-            inside = min(seconds, span.end - start)  # rounding must not let a part outlast its whole
+            inside = min(seconds, span.end - start)  # rounding must not let a part end after its span
             events.append(_complete(span.rank, thread, part, part, start, inside, {}))
             start += inside
     return events

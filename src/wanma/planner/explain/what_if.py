@@ -48,7 +48,7 @@ def changed(cluster: Cluster, text: str) -> Cluster:
             except JobError as error:
                 if error.message.startswith("--what-if"):
                     raise
-                # Of who else reads such sizes, and does not know where they stand.
+                # Errors of other parsers of sizes do not name the option.
                 raise JobError(f"--what-if {key}={changes[key]}: {error.message}", error.hint) from None
     return cluster
 
@@ -153,7 +153,7 @@ def _exchanged(node: Node, kind: DeviceKind) -> Node:
     """Return the node with equally many devices of `kind` behind the same network cards."""
     then = machines(kind, node.count, len(node.devices) or None, cards=None)
     before = find_named(node.devices[0].name) if node.devices else None
-    # What joined the devices of several machines without a card (NVLink of an NVL72) leaves with them.
+    # A device link between nodes (NVLink of an NVL72) is replaced with its devices.
     own = before.link.name if before and before.link else None
     cards = tuple(level for level in node.network if level.name != own)
     across = network(None, len(then.devices), kind)

@@ -196,16 +196,16 @@ def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Val
     if total == 0:
         return np.asarray(1 / (1 + stalls))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        success = np.exp(-total * every[0] * (1 + stalls))  # of a block, once or until it is given up
-        seconds = (1 - success) / total  # until then
-        ends = [(1 - success) * rate / total for rate in rates]  # by the level that restores
+        success = np.exp(-total * every[0] * (1 + stalls))  # probability that a block completes
+        seconds = (1 - success) / total  # expected time until completion or failure
+        ends = [(1 - success) * rate / total for rate in rates]  # probability of a failure, by restoring tier
         for level, (copy, _) in enumerate(levels):
             if level:
                 blocks = every[level] / every[level - 1]
                 begun = np.where(success < 1, (1 - success**blocks) / (1 - success), blocks)
                 success, seconds, ends = success**blocks, seconds * begun, [end * begun for end in ends]
             undisturbed = np.exp(-total * copy.restore_seconds)
-            kept = 1 - (1 - undisturbed) * sum(rates[: level + 1]) / total  # of restores, not begun again
+            kept = 1 - (1 - undisturbed) * sum(rates[: level + 1]) / total  # share of restores not restarted
             restoring = (1 - undisturbed) / total / kept
             lost = [(1 - undisturbed) * rate / total / kept for rate in rates]
             again = 1 / (1 - ends[level] * undisturbed / kept)
@@ -242,7 +242,7 @@ def simulate(
     if not exact or any(far % near for near, far in pairwise(ticks)):
         raise ValueError(f"each interval must be a multiple of the one before: {list(intervals)}")
     stalls = sum(copy.stall_seconds / seconds for (copy, _), seconds in zip(levels, intervals, strict=True))
-    pace = intervals[0] * (1 + stalls)  # of the clock, for a tick: the work between two of the nearest copies
+    pace = intervals[0] * (1 + stalls)  # clock time per tick, the work between two nearest checkpoints
     duration = days * DAY
     rates = np.array([rate for _, rate in levels])
     random = np.random.default_rng(seed)
@@ -253,7 +253,7 @@ def simulate(
         if time >= ready:
             reached, level = start + (time - ready) / pace, kind
             start = int(reached)
-        else:  # while it recovers
+        else:  # failure during a recovery
             level = max(level, kind)
         copy, _ = levels[level]
         whole = max(int(min(start, reached - copy.lag_seconds / pace)), 0)

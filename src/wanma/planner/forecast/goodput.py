@@ -69,8 +69,8 @@ def places(problem: Problem, plan: Plan, step: StepTime) -> tuple[Recovery, tupl
     sent = size / problem.machine.links[-1].bandwidth_bytes_per_second if has_partner(job) else 0.0
     wanted = job.checkpoint.snapshots
     every = wanted if isinstance(wanted, int) else steps_between(stall, step.seconds)
-    every = max(every, math.ceil((copied + sent) / step.seconds))  # the next one waits for the one before
-    if every >= steps:  # then they restore nothing that the disk does not, and cost what they cost
+    every = max(every, math.ceil((copied + sent) / step.seconds))  # each waits for the one before
+    if every >= steps:  # rarer than on disk: they restore nothing, and still stall
         return Recovery(Copy(stall * steps / every, disk.restore_seconds, disk.lag_seconds)), (disk_seconds,)
     seconds = every * step.seconds
     memory = Copy(stall, MEMORY_SECONDS + copied, copied)

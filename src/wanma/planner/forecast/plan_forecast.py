@@ -115,7 +115,7 @@ def memory_setting(problem: Problem, plan: Plan) -> Setting:
     train = problem.job.train
     count = plan.accumulation(max(global_batches(problem.job)))
     if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
-        count = max(count, 2)  # who gets more samples than one micro-batch takes adds up gradients
+        count = max(count, 2)  # a rank with a larger share may need several micro-batches, and accumulates
     return Setting(
         rule_of(train),
         count,
@@ -171,7 +171,7 @@ def anatomy(problem: Problem, plan: Plan) -> Anatomy:
     """Return the components from which a step's time is assembled.
 
     Raises:
-        ValueError: the machine's rates, or the model's operators, are not known (`unknown_rates`).
+        ValueError: the devices' rates, or the model's operators, are not known (`unknown_rates`).
     """
     return anatomy_of_stages(
         stages_of(pieces_of(problem, plan), plan),

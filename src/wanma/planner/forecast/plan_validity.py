@@ -22,7 +22,7 @@ def refusal(problem: Problem, plan: Plan) -> str | None:
         return f"the plan has {count_text(plan.world_size, 'rank')}, and there are {devices} devices"
     per_node = max(len(problem.cluster.nodes[0].devices), 1)
     nodes = math.ceil(plan.world_size / per_node)
-    # The plan speaks for itself: what the job says of other plans is left out, and so is who meets where.
+    # Only the plan counts: the job's own [parallel] and rendezvous are left out.
     machines = problem.job.cluster.model_copy(update={"nodes": nodes, "rendezvous": "planned:1"})
     job = problem.job.model_copy(update={"parallel": ParallelSection(), "cluster": machines})
     try:

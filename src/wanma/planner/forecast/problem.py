@@ -154,7 +154,7 @@ def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
         waiting += kept + (needed.memory_bytes if plan.device == "cpu" else 0)
     (node,) = problem.cluster.nodes
     here, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
-    if uneven:  # on a part of machines that need not be here
+    if uneven:  # a plan on a part of a hypothetical cluster
         here = min(max(len(node.devices), 1), plan.world_size)
     if waiting * here <= node.memory_bytes * HOST_SHARE:
         return None

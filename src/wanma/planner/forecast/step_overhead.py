@@ -135,12 +135,12 @@ def _save_seconds(problem: Problem, plan: Plan, size: float) -> tuple[float, flo
     """Return (copy, write) seconds of a save of `size` bytes on each rank."""
     host = problem.machine.host
     if "disk" in (plan.offload_parameters, plan.offload_optimizer):
-        # What memory has no room for is copied into files too (`trainer.Trainer`).
+        # State on disk is copied into files, for want of memory (`Trainer`).
         copied = size / host.read_rate + size / host.write_rate
     elif plan.device == "cpu" or plan.offload_parameters == plan.offload_optimizer == "host":
         copied = size / SNAPSHOT_BYTES_PER_SECOND
     else:
         copied = size / host.link_bytes_per_second
     here = max(problem.machine.devices // problem.cluster.node_count, 1)
-    disk = host.disk_bytes_per_second * here / min(plan.world_size, here)  # those that there are share it
+    disk = host.disk_bytes_per_second * here / min(plan.world_size, here)  # the node's ranks share it
     return copied, size / min(disk, HASH_BYTES_PER_SECOND)

@@ -49,7 +49,7 @@ def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
     Raises:
         JobError: this node's number is unknown, or it is of another kind.
     """
-    # A pipeline that the job lays out takes all devices for the least of them.
+    # A pipeline with the job's own layout counts all devices as the weakest.
     is_unlike = bool(plan.batch_shares) or (plan.pp > 1 and job.parallel.auto)
     if len(cluster.nodes) < 2 or not is_unlike or job.parallel.batch_shares:
         return
@@ -97,7 +97,7 @@ def run_on(job: Job, cluster: Cluster) -> Job:
     accelerated = all(node.devices for node in cluster.nodes)
     nodes = cluster.node_count
     if accelerated and not job.parallel.auto:
-        # A layout that fills a part of the cluster runs on that part.
+        # A fixed layout smaller than the cluster runs on a part of it.
         most = max(len(node.devices) for node in cluster.nodes)
         nodes = min(nodes, math.ceil(_ranks(job) / most))
     section = job.cluster.model_copy(

@@ -185,7 +185,7 @@ def prepare_job(
         try:
             prepare(job.data, progress)
         except WanmaError as error:
-            error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
+            error.exit_code = EXIT_USAGE  # nothing was started, whatever the error
             raise
     is_own = "model" in objects or model_kind(job.model) == "custom"
     decides = job.parallel.auto or job.parallel.recompute == "auto"

@@ -88,7 +88,7 @@ def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
         )
     except WanmaError as error:
         return ModelRead(None, f"the model has no forecast: {error.message}")
-    if "model" in objects:  # its batch normalisation is converted as training begins
+    if "model" in objects:  # training converts its batch normalisation at the start
         from wanma.models.layers.batch_norm import couples_samples
 
         if couples_samples(objects["model"]):

@@ -201,7 +201,7 @@ class _Asker:
         Raises:
             JobError: there is no plan, or none that fits.
         """
-        # A run takes part with all its machines; what is imagined may leave some of them out.
+        # A real run uses all of its nodes; a hypothetical cluster may be used in part.
         worlds = run_worlds(job, machines) if is_here else usable_devices(equal_machines(job, machines))
         planned = None
         if job.parallel.auto:

@@ -200,7 +200,7 @@ def _fp8(asked: _Asked) -> _Reason | None:
         return _Reason("there are no matrix products in fp8 on CPUs", way_out)
     for node in asked.cluster.nodes:
         for device in node.devices:
-            # A rate is known for every GPU of the catalogue, and for fp8 where it computes that.
+            # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
             if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
                 return _Reason(f"{device.name} computes no matrix products in fp8", way_out)
     if asked.plan.precision != "bf16":

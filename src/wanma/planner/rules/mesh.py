@@ -221,7 +221,7 @@ def global_batches(job: Job) -> list[int]:
 
 def _check_no_stages(job: Job, plan: Plan) -> None:
     """Refuse stage settings of a job without a pipeline, which would have no effect."""
-    virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else a schedule's own number
+    virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else it is the schedule's default
     given = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
     for key, value in given.items():
         if value:
@@ -357,7 +357,7 @@ def _check_fp8(plan: Plan, cluster: Cluster) -> None:
         )
     devices = [device for node in cluster.nodes for device in node.devices]
     for device in devices:
-        # A rate is known for every GPU of the catalogue, and for fp8 where it computes that.
+        # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
         if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
             raise JobError(
                 f"train.fp8: {device.name} computes no matrix products in fp8",

@@ -82,7 +82,7 @@ def groups_are_whole(plan: Plan, batches: Sequence[int], group: int) -> bool:
     return group == 1 or all(
         len(run) > 0 and len(run) % group == 0
         for batch in batches
-        # Even shares differ by one at most, the larger ones first.
+        # Even shares differ by at most one sample, larger first: two ranks represent all.
         for rank in (range(plan.data_ranks) if plan.batch_shares else (0, plan.data_ranks - 1))
         for run in plan.micro_batches(batch, rank)
     )

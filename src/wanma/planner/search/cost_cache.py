@@ -119,7 +119,7 @@ class Tables:
     def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self._made:
             self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]  # what this key's maker made
+        return self._made[key]  # type: ignore[return-value]  # `make` of this key made it
 
     def pieces(self, plan: Plan) -> Pieces:
         """Return the layer costs of the model, with the cost of full recompute whatever the plan's policy."""
@@ -201,8 +201,8 @@ class Tables:
         return Bare(*(np.array(numbers) for numbers in zip(*found, strict=True)))
 
     def _bare(self, plan: Plan, size: int) -> tuple[list[float] | tuple[float, float], ...]:
-        # Nothing that is trained: there is nothing to add up, to reduce or to cast. And nothing is offloaded:
-        # what waits for that does not grow in a straight line with what recomputes.
+        # No trained parameters: nothing is accumulated, reduced or cast. No offload: its exposed time is not
+        # linear in the recomputed share.
         plain = plan.but(
             micro_batch=size,
             shard="optimizer",

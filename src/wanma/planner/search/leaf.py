@@ -169,7 +169,7 @@ class _Variant:
             plan: plan under that recompute, with the state sharding of one of the variant's plans.
         """
         self.is_played[row] = True
-        # The costs are the forecast's to the last bit, so that this is what it plays.
+        # The same costs as the forecast's to the last bit, so that it reuses this simulation.
         parts = anatomy(tables.problem, plan)
         played = tables.play(
             plan.schedule, parts.costs, plan.pp, parts.micro_batches, parts.boundary_seconds, parts.in_flight

@@ -42,7 +42,7 @@ class Front(Generic[Plan]):
         if self.covers(seconds, memory):
             return
         at = bisect_right(self._seconds, seconds)
-        if at and self._seconds[at - 1] == seconds:  # it is smaller than that one, or would be covered
+        if at and self._seconds[at - 1] == seconds:  # replaces that point, which is larger
             at -= 1
         end = at
         while end < len(self._memory) and self._memory[end] >= memory:

@@ -93,7 +93,7 @@ class Sketch:
             late: Array = (bare.forward @ before_last + bare.before[:, 0])[:, None]
         else:
             late = self._with_again(bare, bare.before[:, :2].sum(axis=1), before_last)
-        # Ranks that share cores have more of them while others wait.
+        # Ranks that share cores get more of them while others wait.
         return np.maximum(average, (busy + late) / max(self._tables.problem.machine.shared, 1.0))
 
     def pipelined_seconds(self, bare: Bare, adding: Adding, micro_batches: Array, sends: Array) -> Array:
@@ -137,7 +137,7 @@ class Sketch:
             costs = (*both, None)
         least = least_seconds(plan.schedule, *costs, plan.pp, number, send)
         shared = self._tables.problem.machine.shared
-        if shared > 1:  # as of `step.step_of`
+        if shared > 1:  # as in `cost.step.step_of`
             busy = busy_seconds(plan.schedule, both[0] + both[1], plan.pp, number).mean(axis=1)
             least = np.maximum(least / shared, busy)
         return least.reshape(shape[:2])

@@ -380,7 +380,7 @@ def samples_together(job: Job, dimensions: DecoderDimensions | None, workload: W
 def _schedules(job: Job) -> tuple[tuple[Schedule, int], ...]:
     parallel, said = job.parallel, job.parallel.model_fields_set
     kinds: tuple[Schedule, ...] = (
-        (parallel.schedule,) if "schedule" in said else tuple(VIRTUAL_STAGES)  # all there are
+        (parallel.schedule,) if "schedule" in said else tuple(VIRTUAL_STAGES)  # every schedule
     )
     found = []
     for kind in kinds:
@@ -410,7 +410,7 @@ def _recompute(job: Job) -> tuple[tuple[Recompute, float | None], ...]:
 def _sizes(allowed: Sizes, devices: int) -> Sequence[int]:
     if allowed is None:
         return divisors(devices)
-    if isinstance(allowed, range):  # which may be far longer than there are divisors
+    if isinstance(allowed, range):  # may have far more members than divisors exist
         return [size for size in divisors(devices) if size in allowed]
     return [size for size in allowed if devices % size == 0]
 
@@ -431,6 +431,6 @@ def _cuts(
     workload = None
     if costs is not None:
         workload = Workload(tuple(Layer("", count, 0, flops, 0.0) for count, flops in costs), 1)
-    # As much of every block as `again` says.
+    # Any policy with the recomputed share `again` gives the same boundaries.
     plan = Plan(pp=stages, recompute="full", recompute_share=again)
     return planned_cuts(workload, plan, layers)

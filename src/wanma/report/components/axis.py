@@ -60,7 +60,7 @@ def span(values: list[float], from_zero: bool) -> tuple[float, float]:
     if from_zero:
         low = min(low, 0.0)
     air = (high - low) * 0.06
-    # So narrow a range is drawn as one value: its ticks would differ only in digits that are rounded away.
+    # A range this narrow counts as one value: its ticks would differ only in rounded digits.
     if high - low <= NARROWEST * max(abs(low), abs(high)):
         air = abs(high) * 0.5 or 1.0
     return (low if from_zero and low == 0 else low - air), high + air

@@ -94,7 +94,7 @@ def figure(chart: Chart) -> str:
     xs = [bucket.middle for one in drawn for bucket in one.buckets]
     low, high = min(xs), max(xs)
     few = max(len(one.buckets) for one in drawn) <= FEW
-    # Room for half a bar at both ends, which also gives a single step an axis.
+    # Margin of half a bar at both ends; a single step gets an axis by it too.
     air = 0.5 * ((high - low) / max(len(drawn[0].buckets) - 1, 1) or 1.0) if few else 0.0
     across = Scale(low - air, high + air, LEFT, chart.width - RIGHT)
     if chart.across_is_log:
