@@ -4,9 +4,9 @@
     python benchmarks/convergence/run.py                                     # all that are missing
     python benchmarks/convergence/run.py --report
 
-Every way trains the example model from the same weights on the same samples as whole gradients do, for each
-seed, with the same settings. What else the machine does changes how long a run takes and nothing of what is
-measured. See benchmarks/README.md.
+Every method trains the example model from the same weights on the same samples as uncompressed gradients do,
+for each seed, with the same settings. Other load of the machine changes the duration of a run, and none of
+the measured values. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Cost of a failure beside the peers' in seconds and steps, cost of snapshots, and simulated long runs."""
+"""Cost of failures in seconds and steps, beside the peers', and of in-memory checkpoints; simulated runs."""

@@ -21,7 +21,7 @@ from wanma.job.sections.job import ClusterSection
 
 TIMEOUT_SECONDS = 300.0
 LEAST_COPY_SECONDS = 1e-3
-"""Minimum seconds of a step's checkpoint phase that show a copy; without one it takes some 0.03 ms."""
+"""Minimum seconds of a step's checkpoint phase with an in-memory checkpoint; else it takes some 0.03 ms."""
 LEARNING_RATE, GRADIENT_CLIP = 1e-3, 1.0
 
 
@@ -60,8 +60,8 @@ PARTS: Mapping[str, Mapping[str, Contender]] = {
 }
 """Contenders measured together, by part.
 
-A rank is killed beside one peer or the other; or none is, at each interval of snapshots, or while the
-supervisor's processor time is measured."""
+A rank is killed beside one peer or the other; or none is, at each interval of in-memory checkpoints, or
+while the supervisor's processor time is measured."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def measure(
 
     Returns:
         a sample: `digest` of the final weights and optimizer state, `final_loss`, values of `cost`, and of
-        torchft also its losses; without a kill `step_seconds`, and the interval of snapshots.
+        torchft also its losses; without a kill `step_seconds`, and the interval of in-memory checkpoints.
 
     Raises:
         BenchmarkError: the contender failed, or did not continue.
@@ -264,7 +264,7 @@ class WanmaRun:
         return {"told": {name: told[name] for name in kept}}
 
     def untroubled(self, setting: Setting) -> dict[str, Any]:
-        """Return the seconds of the measured steps, all included, and the interval of snapshots."""
+        """Return the seconds of the measured steps, and the interval of in-memory checkpoints."""
         if not setting.warmup:
             return {}
         times = [line["time"] for line in read_lines(self.progress)]
@@ -282,7 +282,7 @@ class WanmaRun:
 
 
 def copies(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the extra time of each step with a copy, as a share of that of its two neighbours without.
+    """Return the extra time of steps with in-memory checkpoints, as a share of their two neighbours' time.
 
     A disturbance of the machine affects neighbours alike.
 
@@ -300,7 +300,7 @@ def copies(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def interval(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the steps between snapshots that a run chose last; None if it chose none."""
+    """Return the steps between in-memory checkpoints that a run chose last; None if it chose none."""
     texts = (re.match(r"snapshots in memory: every (?:(\d+) )?step", line["text"]) for line in messages)
     chosen = [int(found[1] or 1) for found in texts if found is not None]
     return chosen[-1] if chosen else None

@@ -1,4 +1,4 @@
-"""Report on failures as Markdown: cost of a rank's death for each contender, and cost of snapshots."""
+"""Report on failures as Markdown: cost of a rank's death, and of in-memory checkpoints."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _overhead(piece: Piece) -> str:
 
 
 def _copies(piece: Piece, name: str) -> tuple[str, str]:
-    """Return the cost of a copy as a share of a step, and of all steps; of copies with steps between."""
+    """Return the cost of an in-memory checkpoint as a share of a step, and of all steps."""
     if name == "off":
         return "", ""
     copies, shares = [], []

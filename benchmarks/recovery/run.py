@@ -1,4 +1,4 @@
-"""Cost of a rank's death, wanma beside torchrun with checkpoints and torchft; and cost of snapshots.
+"""Cost of a rank's death, beside torchrun with checkpoints and torchft, and of in-memory checkpoints.
 
     python benchmarks/recovery/run.py --part torchrun --ranks 2 --pairs 7 --minutes 4
     python benchmarks/recovery/run.py --part torchft --ranks 2

@@ -10,11 +10,13 @@ from typing import Literal
 Outcome = Literal["finished", "interrupted", "failed"]
 
 
-class StopTraining(Exception):  # noqa: N818  # it asks for an end and tells of no error
-    """Raised in a callback: the run ends in order within the next steps, and the same call carries it on.
+class StopTraining(Exception):  # noqa: N818  # a request, not an error
+    """Request of a callback for an orderly end of the run within the next steps.
+
+    The same call continues the run.
 
     Args:
-        reason: shown on the console.
+        reason: text for the console.
     """
 
     def __init__(self, reason: str = "") -> None:
