@@ -1,4 +1,4 @@
-"""What a rank takes for itself in each step, told to the supervisor, who compares it with its peers'."""
+"""Report of each rank's own time per step to the supervisor, which compares it with that of its peers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from wanma.parallel.mesh.parallel_mesh import Grid
 
 
 class OwnWork:
-    """Tells it after every step, on the page that the supervisor reads anyway: no collective, no system call.
+    """Reporter of a rank's data and compute seconds after every step.
 
-    Of forward and backward it tells what `WorkClock` does: on CPUs without all that is waited for in them,
-    under every axis. On GPUs where nobody waits in a forward; elsewhere a rank is judged by its waiting for
-    data alone.
+    It writes them on the page that the supervisor reads anyway: no collective, no system call. Compute
+    seconds of forward and backward are those of `WorkClock`: on CPUs without any wait in them, in every mesh
+    dimension; on GPUs where nobody waits in a forward. Elsewhere a rank is judged by its waiting for data
+    alone.
     """
 
     def __init__(self, plan: Plan, grid: Grid, control: Control) -> None:
@@ -26,12 +27,13 @@ class OwnWork:
         self._global_batch, self._share = 0, 1.0
 
     def step(self, phases: Mapping[str, float], seconds: float, global_batch: int, plan: Plan) -> None:
-        """A step has ended.
+        """Report a completed step.
 
         Args:
-            phases: seconds, as in its record.
-            seconds: of forward and backward, of `WorkClock`.
-            plan: whose shares it had.
+            phases: seconds by phase, as in the step's record.
+            seconds: compute seconds of forward and backward, by `WorkClock`.
+            global_batch: samples of the step.
+            plan: plan with the batch shares of the step.
         """
         if plan is not self._plan:
             self._plan, self._global_batch = plan, 0
@@ -41,9 +43,9 @@ class OwnWork:
         self._tell(self._group, phases["data"], compute)
 
     def _share_of(self, global_batch: int) -> float:
-        """How many times the mean number of samples this rank has by chance, since a batch may not divide.
+        """Return this rank's samples over the mean of the data ranks, where the batch does not divide evenly.
 
-        Shares that the plan made unequal are to take equally long, on unequal devices.
+        It is one where the plan made shares unequal: they are to take equally long, on unequal devices.
         """
         plan = self._plan
         if plan.batch_shares or plan.placement:

@@ -1,8 +1,8 @@
-"""Shares of the batch by how fast ranks are: which would be best, and when it is worth to move. Pure.
+"""Allocation of the batch to ranks by their speed, and the decision when a move pays. Pure functions.
 
-A rank's time for a step is what it takes whatever it computes, such as its optimizer's update, and so much
-for each row. Ranks wait for the slowest of them. The best shares make the slowest time the shortest; they are
-taken up where they have promised enough for long enough, since a move has a price and times are noisy.
+A rank's time for a step is a fixed part, such as its optimizer's update, and a part per row. Ranks wait for
+the slowest of them. The best shares minimise the slowest rank's time; they are adopted where they have
+promised enough for long enough, since a move has a price and times are noisy.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 LEAST_GAIN = 0.05
-"""Of the slowest rank's time, what new shares must promise: less is lost in the noise of a few steps."""
+"""Least gain that new shares must promise, as a share of the slowest rank's time: less is noise."""
 IN_A_ROW = 2
-"""Windows that must promise it, before shares move."""
+"""Windows in a row that must promise the gain before shares move."""
 AT_ONCE_GAIN = 0.2
-"""One window is enough for this: each further one would lose more than a move that must be taken back."""
+"""Gain for which one window is enough: a further one would lose more than a move that is taken back."""
 QUARTERS = 4
-"""Of a window; what a rank takes at its end is read from the later three."""
+"""Parts of a window; a rank's time at its end is read from all but the first."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast one data rank is."""
+    """Speed of one data rank."""
 
     row_seconds: float
     fixed_seconds: float = 0.0
-    """Of a step, whatever its rows."""
+    """Seconds of a step that do not depend on its rows."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What shares are counted in.
+    """Granularity of batch shares.
 
     Attributes:
-        rows: that stay together, because something is defined over them.
-        least: rows of a rank, at least.
-        filled: a rank computes as many rows as fill whole micro-batches of so many; 1: just its own.
+        rows: rows that stay together, because something is defined over them.
+        least: smallest number of rows of a rank.
+        filled: rows of a micro-batch that a rank's rows are padded to; 1: no padding.
     """
 
     rows: int = 1
@@ -49,11 +49,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Decision:
-    """Shares to go on with, and what they promise."""
+    """New batch shares and their predicted gain."""
 
     shares: tuple[int, ...]
     before_seconds: float
-    """Of the slowest rank, of its own work in a step; so is the next."""
+    """Own work of the slowest rank in a step now, in seconds; `after_seconds` is the prediction."""
     after_seconds: float
 
     @property
@@ -62,11 +62,13 @@ class Decision:
 
 
 def best_shares(paces: Sequence[Pace], batch: int, unit: Unit) -> tuple[int, ...] | None:
-    """Rows of every rank that make the slowest one's time the shortest; None where the batch is too small, or
-    no whole number of units.
+    """Return the rows of every rank that make the slowest one's time the shortest.
 
-    Each unit in turn goes to the rank that has done it soonest, which is best where more rows never take less
-    time (minimax allocation, Ibaraki & Katoh 1988).
+    Each unit in turn goes to the rank that would finish it soonest, which is best where more rows never take
+    less time (minimax allocation, Ibaraki & Katoh 1988).
+
+    Returns:
+        None where the batch is too small, or no multiple of the unit.
     """
     least = math.ceil(max(unit.least, 1) / unit.rows) * unit.rows
     rest, odd = divmod(batch - least * len(paces), unit.rows)
@@ -83,15 +85,15 @@ def best_shares(paces: Sequence[Pace], batch: int, unit: Unit) -> tuple[int, ...
 
 
 def slowest_seconds(paces: Sequence[Pace], rows: Sequence[int], unit: Unit) -> float:
-    """Of the rank that is done last."""
+    """Return the seconds of the rank that finishes last."""
     return max(_seconds(pace, mine, unit) for pace, mine in zip(paces, rows, strict=True))
 
 
 def lately(seconds: Sequence[float]) -> float:
-    """What a rank takes for a step at the end of a window, by what each of its steps took; 0 without any.
+    """Return a rank's seconds per step at the end of a window, from those of its steps; 0 without steps.
 
-    The middle one of the means of its three later quarters: one that something disturbed is left out, and so
-    are the steps before a change that lasts, up to the window's middle.
+    It is the median of the means of the three later quarters: a disturbed one is left out, and so are the
+    steps before a change that lasts, up to the window's middle.
     """
     size = max(len(seconds) // QUARTERS, 1)
     later = [seconds[max(end - size, 0) : end] for end in range(len(seconds), 0, -size)][: QUARTERS - 1]
@@ -99,14 +101,14 @@ def lately(seconds: Sequence[float]) -> float:
 
 
 class Balancer:
-    """Judges windows of steps, one after the other; the same windows give the same moves on every rank."""
+    """Judge of windows of steps; the same windows give the same moves on every rank."""
 
     def __init__(self) -> None:
         self._promising = 0
-        """Windows in a row."""
+        """Number of windows in a row that promised a gain."""
 
     def hear(self, paces: Sequence[Pace], rows: Sequence[int], unit: Unit) -> Decision | None:
-        """A window has ended in which every rank computed `rows`; what to do, None for nothing."""
+        """Judge a window in which every rank computed `rows`; return the decision to move, or None."""
         shares = best_shares(paces, sum(rows), unit)
         if shares is None or shares == tuple(rows):
             self._promising = 0
@@ -124,7 +126,7 @@ class Balancer:
 
 
 def computed_rows(rows: int, unit: Unit) -> int:
-    """Rows that a rank with so many of its own runs through the model."""
+    """Return the rows that a rank with `rows` of its own runs through the model, padding included."""
     return math.ceil(rows / unit.filled) * unit.filled
 
 

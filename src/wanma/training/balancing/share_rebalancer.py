@@ -1,8 +1,7 @@
-"""Shares of the batch that move while a run goes on: by a job's own list, or by the ranks' times.
+"""Changes of the batch shares during a run: by a job's own list, or by the ranks' times.
 
-Which samples are in a step, and in which order, never changes: only who computes them (laws 1 and 2). Times
-travel every few steps in the all-reduce that each step has anyway, and all ranks decide alike from the same
-sums.
+Which samples are in a step, and in which order, never changes: only the ranks that compute them. Times travel
+every few steps in the all-reduce that each step has anyway, and all ranks decide alike from the same sums.
 """
 
 from __future__ import annotations
@@ -26,17 +25,20 @@ from wanma.training.balancing.share_allocation import Balancer, Decision, Pace, 
 from wanma.training.checkpointing.training_state import TrainingState
 
 WINDOW_STEPS, WINDOW_SECONDS = 4, 0.5
-"""Times are looked at over so many steps, and so long: a kernel that shares out a processor does it in
-periods of a tenth of a second. The first steps of a window hardly count (`lately`): after a start or a move,
-buffers and kernels are made in them for sizes that come for the first time."""
+"""Least length of a window, in steps and in seconds.
+
+A kernel that shares out a processor does it in periods of a tenth of a second. The first steps of a window
+hardly count (`lately`): after a start or a move, buffers and kernels are made in them for sizes that come for
+the first time.
+"""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """That shares are others from here on."""
+    """Change of the batch shares from one step on."""
 
     step: int
-    """Optimizer steps before it, as in `parallel.share_moves`."""
+    """Number of optimizer steps before the change, as in `parallel.share_moves`."""
     shares: tuple[int, ...]
     before: tuple[int, ...]
     reason: str
@@ -47,14 +49,18 @@ class Moved:
 
 
 class ShareMoves:
-    """One rank's part in moving shares.
+    """Rebalancer of the batch shares on one rank.
 
     Args:
-        state: of the run as it was taken up: its own moves are gone on from.
+        job: job of the run.
+        plan: plan at the start.
+        grid: device meshes of the plan.
+        parallel: this rank's part of the model.
+        state: training state, whose own moves the run continues from.
 
     Attributes:
-        plan: of the step that comes next.
-        notes: what to tell the user, that has not been told.
+        plan: plan of the next step.
+        notes: messages for the user that have not been shown.
     """
 
     def __init__(self, job: Job, plan: Plan, grid: Grid, parallel: Parallel, state: TrainingState) -> None:
@@ -72,18 +78,18 @@ class ShareMoves:
         elif state.share_moves:
             self._take_up(self._of_checkpoint())
         self._is_refused = False
-        """A move that cannot be made was told."""
+        """True once the user was told of a move that cannot be made."""
         self._balancer = Balancer()
         self._window = WINDOW_STEPS
         self._forget()
 
     def worked(self, seconds: float) -> None:
-        """What this rank has computed in the step under way took so long; called before `shared`."""
+        """Note the compute seconds of this rank in the current step; called before `shared`."""
         if self._is_on:
             self._work.append(seconds)
 
     def step_ended(self, phases: Mapping[str, float], seconds: float) -> None:
-        """The step is recorded; what is left of it counts as done whatever the rows."""
+        """Note the other seconds of a recorded step; they count as independent of its rows."""
         if not self._is_on:
             return
         if self._grid.device.type == "cpu":  # elsewhere the host has only queued the update
@@ -91,7 +97,7 @@ class ShareMoves:
         self._wall.append(seconds)
 
     def shared(self) -> tuple[float, ...]:
-        """What this rank tells the others; each gets the sums. Nothing, on all of them, between windows."""
+        """Return the numbers that this rank adds to the step's all-reduce; empty between windows."""
         if not self._is_on or len(self._work) < self._window:
             return ()
         world, rank = self.plan.world_size, self._grid.rank
@@ -101,7 +107,7 @@ class ShareMoves:
         return tuple(told)
 
     def agreed(self, sums: Sequence[float]) -> Decision | None:
-        """Act on what all ranks told, all of them alike; whether shares are to move after this step."""
+        """Judge the window by the sums over all ranks; return the decision, alike on each, or None."""
         if not sums:
             return None
         rows = self.plan.sizes(global_batch(self._job.train, self._state.step))
@@ -113,7 +119,7 @@ class ShareMoves:
         return self._balancer.hear(paces, rows, self._unit)
 
     def move(self, decision: Decision | None) -> Moved | None:
-        """The step has ended: move where it was decided or listed, and the shares can be had."""
+        """Move the shares after a step, if that was decided or listed and the shares are possible."""
         step = self._state.step
         before = tuple(self.plan.sizes(global_batch(self._job.train, step - 1)))
         listed = next((tuple(shares) for at, shares in self._moves if at == step), None)
@@ -141,7 +147,7 @@ class ShareMoves:
     # ---------------------------------------------------------------- inside
 
     def _paces(self, sums: Sequence[float], rows: Sequence[int]) -> list[Pace]:
-        """Of every data rank: of the ranks that compute its samples together, the slowest."""
+        """Return the speed of every data rank: that of the slowest rank that computes its samples."""
         world = self.plan.world_size
         work, fixed = [0.0] * len(rows), [0.0] * len(rows)
         for rank in range(world):
@@ -154,7 +160,7 @@ class ShareMoves:
         ]
 
     def _of_checkpoint(self) -> tuple[int, ...] | None:
-        """The shares that the run had when it was saved, where it goes on with them."""
+        """Return the shares that the run had when it was saved; None where it does not keep them."""
         step, shares = self._state.share_moves[-1]
         told = f"the shares of the batch that the run had moved to at step {step} ({_listed(shares)})"
         why: str | None
@@ -179,14 +185,14 @@ class ShareMoves:
         self._work: list[float] = []
         self._fixed: list[float] = []
         self._wall: list[float] = []
-        """Of each step since the last window, in seconds."""
+        """Seconds of each step since the last window."""
 
 
 def balances(job: Job, plan: Plan) -> bool:
-    """Whether shares follow the ranks' times.
+    """Return whether shares follow the ranks' times.
 
-    Left to itself, only where the planner gave unlike devices unlike shares: elsewhere a slow rank is a fault
-    that is told, and runs of one layout are equal bit for bit.
+    By default they do only where the planner gave unlike devices unlike shares: elsewhere a slow rank is a
+    fault that is reported, and runs of one layout are equal bit for bit.
     """
     asked = job.parallel.balance
     if plan.data_ranks == 1 or asked == "off" or job.parallel.share_moves:
@@ -198,7 +204,7 @@ def balances(job: Job, plan: Plan) -> bool:
 
 
 def unit_of(job: Job, plan: Plan, parallel: Parallel) -> Unit:
-    """What shares of this model under this plan are counted in; the same on every rank."""
+    """Return the granularity of this model's batch shares under this plan; the same on every rank."""
     groups = [1]
     for module in parallel.noting.values():
         if isinstance(module, Routing):

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL, as a run sees them: sent in the background by rank 0, fetched where none is here."""
+"""Checkpoints at a URL, as a run sees them: sent in the background by rank 0, fetched if none is local."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ Result = TypeVar("Result")
 
 KEY = "checkpoint.upload"
 TICK_SECONDS = 5.0
-"""Between two signs of life while a transfer goes on."""
+"""Seconds between two signs of life during a transfer."""
 LAST_UPLOAD_SECONDS = {"finished": 3600.0, "interrupted": 60.0}
-"""How long a run waits at its end for what is still being uploaded; who interrupts it will not wait long."""
+"""Seconds that a run waits at its end for uploads, by outcome; an interrupted one has little time."""
 LEAVE_SECONDS = 3.0
-"""Before the time at which who asked for the end kills the ranks: to end in order."""
+"""Seconds of margin before the supervisor kills the ranks, so that they end in order."""
 
 
 class Uploads:
-    """Of one run; does nothing where the job names no URL, and on other ranks than 0."""
+    """Uploads of one run's checkpoints.
+
+    It does nothing where the job names no URL, and on other ranks than 0.
+    """
 
     def __init__(self, section: CheckpointSection, worker: Worker) -> None:
         self._uploader: Uploader | None = None
@@ -46,22 +49,22 @@ class Uploads:
             self._uploader = Uploader(worker.run_directory / "checkpoints", section.upload, keep)
 
     def in_use(self) -> list[Path]:
-        """The checkpoint that is being read."""
+        """Return the checkpoint that is being read, if any, in a list."""
         return [] if self._uploader is None else self._uploader.in_use()
 
     def wake(self, step: int) -> None:
-        """A checkpoint of `step` was committed, or taken up."""
+        """Start the upload of the checkpoint of `step`, which was committed or resumed from."""
         if self._uploader is not None and step > 0:
             self._uploader.wake(step)
 
     def tell(self, message: Callable[[str, str], None], next_try: str = "the next checkpoint") -> None:
-        """Say what has become of uploads since the last call: text and level."""
+        """Report the results of uploads since the last call, as text and level."""
         if self._uploader is not None:
             for upload in self._uploader.take():
                 message(*_text(upload, next_try))
 
     def finish(self, step: int, outcome: str, message: Callable[[str, str], None]) -> None:
-        """Wait for what is under way; what does not succeed is told, and fails nothing."""
+        """Wait for pending uploads; a failure is reported, and fails nothing."""
         if self._uploader is None:
             return
         limit = LAST_UPLOAD_SECONDS[outcome]
@@ -81,10 +84,10 @@ class Uploads:
 
 
 def fetch_newest(folder: Path, url: str, worker: Worker, messages: list[str]) -> Path | None:
-    """Fetch the newest whole checkpoint at `url` into the folder that all ranks share; every rank calls it.
+    """Fetch the newest complete checkpoint at `url` into the shared folder; every rank calls it.
 
     Raises:
-        WanmaError: nobody can tell whether there is one, or the disk failed.
+        WanmaError: it is unknown whether there is one, or the disk failed.
     """
 
     def fetch() -> tuple[Path | None, list[str]]:
@@ -106,10 +109,10 @@ def fetch_newest(folder: Path, url: str, worker: Worker, messages: list[str]) ->
 
 
 def refuse_taken(url: str, worker: Worker) -> None:
-    """A run that starts anew must not mix its checkpoints with those of an earlier one; every rank calls it.
+    """Refuse a new run whose checkpoints would mix with those of an earlier one; every rank calls it.
 
     Raises:
-        WanmaError: there are some at `url`.
+        WanmaError: `url` holds checkpoints.
     """
     steps = _on_rank_zero(lambda: Remote(Storage(url, key=KEY)).steps(), worker, f"looking at {url}")
     if steps:
@@ -120,7 +123,7 @@ def refuse_taken(url: str, worker: Worker) -> None:
 
 
 def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Result:
-    """The result of `work`, which rank 0 does, for all ranks; its error too.
+    """Return the result of `work`, which rank 0 does, on all ranks; raise its error on all of them too.
 
     It may take longer than a collective or the supervisor waits: the ranks tell each other that it goes on.
     """

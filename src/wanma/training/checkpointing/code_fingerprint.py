@@ -1,4 +1,4 @@
-"""Fingerprint of a user's code: functions and modules by what they compute, not by where they are written.
+"""Fingerprint of a user's code: functions and modules by their computation, not by their source location.
 
 Lines, comments and docstrings do not count; constants, closures and the functions called from the same
 program do. Of libraries the name alone counts, so that an upgrade is no change of the user's.
@@ -24,23 +24,23 @@ _LIBRARIES = tuple(
 )
 _PACKAGES = ("site-packages", "dist-packages")
 _PARTS = 100
-"""Most items of a container that count."""
+"""Largest number of items of a container that count."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def code_fingerprint(thing: object) -> str:
-    """Hash of a function, a callable object or a module, the same in another process of the same Python."""
+    """Return a hash of a function, callable object or module, the same in other processes of one Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"{version}:{digest(*_texts(thing, set()))}"
 
 
 def same_code(one: str, other: str) -> bool:
-    """Say whether two fingerprints are equal, or of different Pythons, which compile to different code."""
+    """Return whether two fingerprints are equal, or of different Pythons, which compile to different code."""
     return one == other or one.split(":")[0] != other.split(":")[0]
 
 
 def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
-    """Classes of a module and its children, the code of those that are the user's, and their settings."""
+    """Yield the classes of a module and its children, the code of the user's own ones, and their settings."""
     for name, part in module.named_modules():
         kind = parametrize.type_before_parametrizations(part)
         yield f"{name}: {kind.__qualname__}"
@@ -111,7 +111,7 @@ def _function_texts(function: FunctionType, seen: set[int]) -> Iterator[str]:
 
 
 def _class_texts(kind: type, seen: set[int]) -> Iterator[str]:
-    """Methods and plain attributes of a class and of those of its bases that are the user's."""
+    """Yield the methods and plain attributes of a class and of those of its bases that are the user's."""
     for one in kind.__mro__:
         if _of_library(one) or id(one) in seen:
             continue
@@ -138,13 +138,13 @@ def _code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global names and attributes that a function and those inside it use."""
+    """Return the global names and attributes that a function and those inside it use."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _settings(thing: Any, seen: set[int]) -> Iterator[str]:
-    """Plain attributes of an object, and functions that it holds."""
+    """Yield the plain attributes of an object, and the functions that it holds."""
     for name, value in sorted(getattr(thing, "__dict__", {}).items()):
         is_plain = isinstance(value, bool | int | float | str | FunctionType | functools.partial)
         if is_plain and not name.startswith("_") and name != "training":

@@ -1,9 +1,10 @@
-"""What compressed exchanges have left out of gradients, where a run carries on.
+"""Error feedback of compressed gradients in checkpoints, redistributed where the number of ranks changes.
 
 A checkpoint holds, for each parameter whose method keeps errors, a tensor of one row per rank that took part
-(`parallel.compressed`). Where as many ranks take part again it is loaded like other state, and the run
-goes on bit for bit. Else the sum over the rows, which is all that the model is still owed, is divided
-among the ranks of now. PowerSGD's matrices are where an iteration begins: of another shape they begin anew.
+(`parallel/gradients/gradient_compression.py`). Where as many ranks take part again it is loaded like other
+state, and the run continues bit for bit. Else the sum over the rows, which is all that the model is still
+owed, is divided among the new ranks. PowerSGD's matrices Q are initial values of an iteration: of another
+shape they start anew.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from wanma.training.checkpointing.training_state import COMPRESSION
 _ERRORS = f"{COMPRESSION}{ERROR}."
 _ANY_ROWS = 1 << 30
 _NAMED = 3
-"""Parameters in one message, at most."""
+"""Largest number of parameters named in one message."""
 
 
 def check_compressed(names: Iterable[str], plan: Plan) -> None:
-    """Refuse a pattern that matches no parameter of the whole model: it is a typing error.
+    """Refuse a pattern of `parallel.compression_groups` that matches no parameter of the full model.
 
     Raises:
         JobError: names the pattern.
@@ -47,14 +48,15 @@ def check_compressed(names: Iterable[str], plan: Plan) -> None:
 def split_remainders(
     tensors: Mapping[str, Tensor], source: Source, elsewhere: Collection[str]
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Tell what can be loaded as it was saved from what cannot.
+    """Separate tensors that can be loaded as they were saved from those that cannot.
 
     Args:
-        tensors: all that this rank is to fill.
+        tensors: all tensors that this rank is to fill.
+        source: checkpoint to load.
         elsewhere: names that only other ranks hold.
 
     Returns:
-        the tensors to load; saved names that are none of these; and what to tell the user.
+        the tensors to load; saved names that are none of these; and messages for the user.
     """
     saved = source.manifest.tensors
     alike = {
@@ -82,10 +84,11 @@ def split_remainders(
 
 
 def take_over_remainders(tensors: Mapping[str, Tensor], source: Source) -> None:
-    """Give each row of these tensors its share of the sum of the rows that were saved.
+    """Give each row of these tensors its share of the sum of the saved rows.
 
     Args:
-        tensors: what is kept here and was saved in another shape.
+        tensors: tensors that were saved in another shape.
+        source: checkpoint to load.
 
     Raises:
         WanmaError: the source is damaged.
@@ -106,7 +109,7 @@ def take_over_remainders(tensors: Mapping[str, Tensor], source: Source) -> None:
 
 
 def with_all_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For asking what of a saved state this rank needs: of errors the rows of all ranks, however many."""
+    """Return `tensors` with errors as meta tensors of all ranks' rows, to find a rank's needs of a state."""
     return {
         name: torch.empty(_ANY_ROWS, *tensor.shape[1:], device="meta") if name.startswith(_ERRORS) else tensor
         for name, tensor in tensors.items()

@@ -1,8 +1,8 @@
-"""When a run's snapshots are taken: as often as the job says, or as costs next to nothing.
+"""In-memory checkpoints of a run, and their interval: the job's own, or one that costs next to nothing.
 
-settle          before a step's ranks agree: no rank overwrites what another still needs
-shared, agreed  what ranks tell each other about it, within the all-reduce that every step has
-step_ended      begins the next snapshot where it is due
+    settle          before a step's ranks agree: no rank overwrites what another still needs
+    shared, agreed  status that ranks exchange within the all-reduce that every step has
+    step_ended      begins the next in-memory checkpoint where it is due
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from wanma.training.checkpointing.run_identity import Identity
 from wanma.training.checkpointing.training_state import TrainingState, random_state
 
 _MARGIN = 1.2
-"""By which an interval is longer than it had to be as it is chosen, so that it stays."""
+"""Factor by which a new interval exceeds the needed one, so that it stays."""
 _UNUSUAL = 2
-"""First snapshots, one into each image: memory that nobody has touched before is slow."""
+"""Number of first in-memory checkpoints whose cost does not count: untouched memory is slow."""
 LONGEST_WAIT_SECONDS = 1.0
-"""For partner nodes, where the job says how often snapshots are taken; and not longer than a step."""
+"""Longest wait in seconds for partner nodes, where the job fixes the interval; and no longer than a step."""
 EVERY = "snapshots_every"
-"""In the state that a snapshot holds: the interval as ranks that go on from it find it."""
+"""Key of the interval in the state of an in-memory checkpoint, read by ranks that resume from it."""
 _COSTS, _STEPS = 5, 20
-"""How many of the last ones count."""
+"""Numbers of newest costs and of newest step times that count."""
 _COMPARED = 5
-"""Steps without an exchange that are made early on, two after each exchange, to know what one costs."""
+"""Number of early steps without an exchange, two after each exchange, from which its cost is known."""
 _NOTICED = 1.02
-"""Ratio of step times, with an exchange to without, from which on the difference is its cost."""
+"""Ratio of step times, with an exchange to without, above which the difference is its cost."""
 
 
 class Interval:
-    """Steps between snapshots, such that they cost next to nothing (`steps_between`); one until then."""
+    """Interval between in-memory checkpoints, in steps, at which they cost next to nothing; 1 until known."""
 
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps
 
     def consider(self, cost_seconds: float, step_seconds: float, least: int = 1) -> bool:
-        """Choose anew; returns whether the interval is another now.
+        """Choose the interval anew; return whether it has changed.
 
         It is lengthened where it is too short, and shortened where half of it would do.
 
         Args:
-            cost_seconds: of a snapshot.
-            step_seconds: of a step without one.
-            least: steps that the interval has at any cost.
+            cost_seconds: seconds of an in-memory checkpoint.
+            step_seconds: seconds of a step without one.
+            least: shortest interval in steps, at any cost.
         """
         needed = max(steps_between(cost_seconds, step_seconds), least)
         if self.steps is not None and self.steps / 2 <= needed <= self.steps:
@@ -69,33 +69,34 @@ class Interval:
 
 
 class Exchanges:
-    """Cost of sending copies to a partner node: steps that go on beside it take longer.
+    """Cost of the exchange with a partner node: steps beside it take longer.
 
     They share cores and the network with it. All ranks see the same steps, and so count alike.
     """
 
     def __init__(self) -> None:
         self.processor_seconds = 0.0
-        """Seconds of a core that the newest one took, where training computes on the same cores."""
+        """Core seconds of the newest exchange, where training computes on the same cores."""
         self.steps_since = 0
-        """Steps that ended without one since the newest."""
+        """Number of steps without an exchange since the newest one."""
         self.is_news = False
-        """One ended in the newest step."""
+        """True if an exchange ended in the newest step."""
         self._ended: deque[tuple[float, int]] = deque(maxlen=_COSTS)
-        """Of the newest ones: seconds and number of the steps beside each."""
+        """Seconds and number of the steps beside each of the newest exchanges."""
         self._count: int | None = None
-        """Steps so far beside the one under way; None: none is."""
+        """Number of steps so far beside the current exchange; None without one."""
         self._seconds = 0.0
-        """Seconds of these."""
+        """Seconds of the steps beside the current exchange."""
 
     def begin(self) -> None:
         self._count, self._seconds = 0, 0.0
 
     def step_ended(self, seconds: float, goes_on: bool) -> bool:
-        """Note a step; returns whether an exchange was under way.
+        """Note a step; return whether an exchange was in progress.
 
         Args:
-            goes_on: one is under way at its end.
+            seconds: seconds of the step.
+            goes_on: true if an exchange is in progress at its end.
         """
         self.is_news = False
         if self._count is None:
@@ -110,15 +111,15 @@ class Exchanges:
         return True
 
     def cost_seconds(self, step_seconds: float) -> float:
-        """Cost of one exchange: what training loses, and at least the cores' time.
+        """Return the cost of one exchange in seconds: training's loss, and at least the core seconds.
 
         Args:
-            step_seconds: of a step without one; 0: not known yet.
+            step_seconds: seconds of a step without one; 0: not known yet.
         """
         return max(self.lost_seconds(step_seconds), self.processor_seconds)
 
     def lost_seconds(self, step_seconds: float) -> float:
-        """Seconds by which the steps beside one exchange are longer, all together; 0 where that may be noise.
+        """Return the seconds that one exchange adds to the steps beside it in total; 0 where it may be noise.
 
         Of each exchange all steps count: over a slow link some may be much longer, and most not at all.
         """
@@ -130,7 +131,7 @@ class Exchanges:
 
     @property
     def least_steps(self) -> int:
-        """Fewest steps from one to the next with which also a cost that nobody notices keeps to its share.
+        """Fewest steps from one exchange to the next that keep even an unnoticed cost within its share.
 
         A step beside one may then be longer by up to `_NOTICED`: only so many of all steps are beside one.
         """
@@ -141,15 +142,20 @@ class Exchanges:
 
 
 class StepSnapshots:
-    """One rank's snapshots of a run; nothing where nobody would keep them, or the job wants none.
+    """In-memory checkpoints of one rank; none where nobody would keep them, or the job wants none.
 
     Args:
+        job: job of the run.
+        plan: plan of the run.
+        worker: context of this rank.
+        state: training state.
         replicas: ranks of this pipeline stage.
-        compare: raises if ranks differ that should not. All ranks call it together, before each snapshot.
-        every: steps between the snapshots of the ranks before this recovery; None: not known.
+        identity: identity of the run.
+        compare: raises if ranks differ that should not. All ranks call it together, before each checkpoint.
+        every: interval of the ranks before this recovery, in steps; None: not known.
 
     Raises:
-        JobError: the job asks for snapshots that this plan cannot have.
+        JobError: the job asks for in-memory checkpoints that this plan cannot have.
         WanmaError: the memory for them cannot be opened.
     """
 
@@ -166,7 +172,7 @@ class StepSnapshots:
         every: int | None = None,
     ) -> None:
         self.notes: list[str] = []
-        """What to tell the user at the start."""
+        """Messages for the user at the start."""
         self._plan, self._worker, self._state = plan, worker, state
         self._replicas, self._identity, self._compare = replicas, identity, compare
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
@@ -178,18 +184,18 @@ class StepSnapshots:
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
-        """Seconds of steps beside which nothing went to a partner node."""
+        """Seconds of steps beside which nothing was sent to a partner node."""
         self._exchanges = Exchanges()
         self._taken = 0
         self._compare_seconds = 0.0
-        """Of the newest snapshot."""
+        """Seconds of the replica check before the newest in-memory checkpoint."""
         self._hidden_seconds = 0.0
-        """Of the step under way, what the background took of the cores that compute."""
+        """Seconds by which the background used the computing cores in the current step."""
         self._is_news = False
-        """A snapshot was settled in this step."""
+        """True if an in-memory checkpoint was completed in this step."""
         self._failure: WanmaError | None = None
         self._is_sending = False
-        """Some rank has not ended its exchange with a partner node."""
+        """True if some rank has not ended its exchange with a partner node."""
         self._insists_on_partner = job.checkpoint.partner is True
         self._snapshots = self._open(job)
 
@@ -231,7 +237,7 @@ class StepSnapshots:
         )
 
     def _open_partner(self, job: Job, images: Images) -> Partner | None:
-        """All ranks call it, or none does."""
+        """Open the exchange with a partner node; all ranks call it, or none does."""
         worker = self._worker
         if len(worker.ranks_by_node) < 2:
             if self._insists_on_partner:
@@ -248,7 +254,7 @@ class StepSnapshots:
         return Partner(images, worker.rank, worker.ranks_by_node, group, busy)
 
     def settle(self) -> None:
-        """Wait for the snapshot under way, before the ranks agree on a step and then change their state.
+        """Complete the pending in-memory checkpoint, before the ranks agree on a step and change their state.
 
         Raises:
             WanmaError: it failed, and the job insists.
@@ -266,7 +272,7 @@ class StepSnapshots:
         self._is_sending = self._snapshots.is_sending(self._patience())
 
     def shared(self) -> tuple[float, ...]:
-        """What this rank tells the others; each gets the sums. Nothing, on all of them, without snapshots."""
+        """Return the numbers that this rank adds to the step's all-reduce; empty where it is disabled."""
         if self._snapshots is None:
             return ()
         cost = median(self._costs) if self._costs else 0.0
@@ -277,10 +283,10 @@ class StepSnapshots:
         return cost, step, float(self._failure is not None), float(self._is_sending), float(broken)
 
     def agreed(self, sums: Sequence[float]) -> list[str]:
-        """Act on what all ranks told, all of them alike; returns what to tell the user.
+        """Act on the sums of all ranks' numbers, alike on each; return messages for the user.
 
         Args:
-            sums: over the ranks, of `shared`.
+            sums: sums of `shared` over the ranks.
 
         Raises:
             WanmaError: the exchange with partner nodes broke off, and the job insists on it.
@@ -307,11 +313,11 @@ class StepSnapshots:
         ]
 
     def step_ended(self, seconds: float, is_last: bool) -> None:
-        """Begin a snapshot if one is due; nothing changes the state before the next `settle`.
+        """Begin an in-memory checkpoint if one is due; the state must not change before the next `settle`.
 
         Args:
-            seconds: of the step, without what it waited for snapshots and checkpoints.
-            is_last: it leaves a checkpoint, and the ranks end.
+            seconds: seconds of the step, without waits for in-memory checkpoints and checkpoints.
+            is_last: true if it leaves a checkpoint, and the ranks end.
 
         Raises:
             WanmaError: there can be none, and the job insists; or ranks differ.
@@ -327,17 +333,20 @@ class StepSnapshots:
         if self._compares and self._exchanges.steps_since < 2:
             return
         if self._is_sending:
-            return  # until all nodes' copies of one step are whole, those of the step before are needed
+            return  # the copies of the step before are needed until those of this step are complete on all nodes
         self._begin()
 
     def keep_now(self) -> bool:
-        """Have a snapshot of the step that was just finished, whole on all ranks when this returns.
+        """Make an in-memory checkpoint of the step just finished, complete on all ranks on return.
 
-        All ranks call it, when no step is under way. False: there can be none, on some of them at least.
+        All ranks call it, between two steps.
+
+        Returns:
+            False if some rank can have none.
         """
         if self._snapshots is None:
             return False
-        while self._snapshots.is_sending(1.0):  # until all nodes' copies of one step are whole
+        while self._snapshots.is_sending(1.0):  # until all nodes' copies of one step are complete
             self._worker.control.progress(self._state.step, "waiting for partner nodes")
         if self._worker.world_size > 1:
             dist.barrier()
@@ -350,12 +359,12 @@ class StepSnapshots:
         return all(one is None for one in self._everyones(reason))
 
     def keep_if_unsaved(self, failed: bool) -> None:
-        """Have a snapshot of the last step if its checkpoint failed on any rank; all ranks call it."""
+        """Make an in-memory checkpoint if any rank's last save on disk failed; all ranks call it."""
         if self._snapshots is not None and any(self._everyones("not saved" if failed else None)):
             self.keep_now()
 
     def close(self, seconds: float | None = None) -> None:
-        """Leave the images as they are; one under way is finished first, or `seconds` waited for."""
+        """Close the memory files; finish the pending in-memory checkpoint first, or wait `seconds` for it."""
         if self._snapshots is not None:
             self._snapshots.close(seconds)
             self._snapshots = None
@@ -389,7 +398,7 @@ class StepSnapshots:
             self._snapshots.leave_out()
 
     def _patience(self) -> float:
-        """Seconds that a snapshot due after this step may wait for partner nodes to have the one before.
+        """Return the seconds that a due in-memory checkpoint may wait for partner nodes to have the last one.
 
         Where the job leaves the interval open, the next step will do as well.
         """
@@ -403,18 +412,24 @@ class StepSnapshots:
 
     @property
     def _compares(self) -> bool:
-        """Return whether steps without an exchange are still wanted, to know what one costs."""
+        """True while more steps without an exchange are needed, to know what one costs."""
         has_partner = self._snapshots is not None and self._snapshots.partner is not None
         return self._fixed is None and has_partner and len(self._step_seconds) < _COMPARED
 
     @property
     def _every(self) -> int:
-        """After a recovery, too, the first ones are taken step by step: what they cost is found out anew, and
-        machines that are new hold copies at once."""
+        """Interval in steps that is in force.
+
+        After a recovery, too, the first in-memory checkpoints are made step by step: their cost is measured
+        anew, and new nodes hold copies at once.
+        """
         return self._fixed or (self._interval.steps if self._costs else None) or 1
 
     def _note(self, taken: Taken) -> None:
-        """What it cost. On CPUs the background computes on cores that training would have."""
+        """Record the cost of an in-memory checkpoint.
+
+        On CPUs the background computes on cores that training would have.
+        """
         self._taken += 1
         self._is_news = True
         if self._plan.device == "cpu":
@@ -442,7 +457,7 @@ class StepSnapshots:
         self._failure = error
 
     def _drop_partner(self) -> str:
-        """All ranks call it together, because the exchange of some broke off."""
+        """Stop the exchange with partner nodes, after that of some broke off; all ranks call it together."""
         assert self._snapshots is not None
         mine = self._snapshots.partner.problem if self._snapshots.partner is not None else ""
         self._snapshots.drop_partner()
@@ -459,7 +474,7 @@ class StepSnapshots:
         return reasons
 
     def _turn_off(self) -> str:
-        """All ranks call it together, because some could not."""
+        """Stop in-memory checkpoints; all ranks call it together, because some rank could make none."""
         reasons = self._everyones(self._failure.message if self._failure is not None else None)
         self.close()
         reason = next(reason for reason in reasons if reason is not None)
@@ -471,6 +486,6 @@ def _without(text: str) -> str:
 
 
 def layout_of(plan: Plan, worker: Worker) -> str:
-    """What decides which rank holds what, and which of those that hold the same keeps it."""
+    """Return the layout key: text that decides which rank holds which part, and which of equals keeps it."""
     everywhere = plan.but(threads_per_rank=0, compile=False)  # these are each machine's own affair
     return f"{everywhere!r} on nodes of {worker.ranks_by_node} ranks"

@@ -1,4 +1,4 @@
-"""The way home for a copy that a failed run has left in parts on its machines (`checkpoint.parts`)."""
+"""Assembly of a checkpoint from the parts that a failed run has left on its nodes (`checkpoint.parts`)."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from wanma.job.run.worker import Worker
 from wanma.observe.sinks.jsonl import restore_steps
 
 BRING_HOME_SECONDS = 600.0
-"""Seconds that the machines may take to write their parts into the run directory."""
+"""Seconds that the nodes may take to write their parts into the run directory."""
 
 Value = TypeVar("Value")
 Found = dict[Moment, list[int]]
-"""Ranks whose images one machine has, by moment."""
+"""Ranks whose memory files one node has, by moment."""
 
 
 def bring_parts_home(folder: Path, worker: Worker, after: int) -> list[str]:
-    """Make a checkpoint in `folder` of the newest copy of which all parts are here; every rank calls it.
+    """Make a checkpoint in `folder` of the newest state whose parts are all available; every rank calls it.
 
     Args:
-        after: a copy up to this step is of no use.
+        folder: folder of the checkpoints.
+        worker: context of this rank.
+        after: step up to which a state is of no use.
 
     Returns:
-        text for the user, on all ranks.
+        messages for the user, on all ranks.
 
     Raises:
-        WanmaError: the parts are here, and cannot be brought together: the run does not go back unasked.
+        WanmaError: the parts exist, and cannot be brought together: the run does not go back unasked.
     """
     leads = worker.rank == worker.node_ranks[0]
     images: dict[Moment, dict[int, str]] = {}
@@ -98,7 +100,7 @@ def _bring(folder: Path, moment: Moment, share: dict[int, str], worker: Worker) 
 
 
 def _writers(moment: Moment, founds: Sequence[Found]) -> dict[int, int]:
-    """Rank of the copy → rank of this run that has its image on its machine and writes it."""
+    """Return the writer of each saved rank's part: saved rank -> rank of this run on its node."""
     writers: dict[int, int] = {}
     for rank, found in enumerate(founds):
         for one in found.get(moment, []):

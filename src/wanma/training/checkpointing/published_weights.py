@@ -1,4 +1,4 @@
-"""Start from published weights: each rank reads the boxes that it holds, and nothing else."""
+"""Load of published weights: each rank reads the boxes that it holds, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Published
 from wanma.parallel.parallelize import Parallel
 
 READ_BYTES = 64 << 20
-"""Read at once, about: what a rank holds of the files beside its own parameters."""
+"""Bytes read at once, roughly: memory that a rank needs beside its own parameters."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 8
 
@@ -54,7 +54,7 @@ def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> in
 
 
 def published_names(parallel: Parallel) -> set[str]:
-    """Parameters here that a published checkpoint fills, and that need no initial value before."""
+    """Return this rank's parameters that a published checkpoint fills, and that need no initial value."""
     return {
         name
         for part in parallel.parts
@@ -66,7 +66,7 @@ def published_names(parallel: Parallel) -> set[str]:
 
 @dataclass
 class _Comparison:
-    """One stage's parameters beside the tensors of the files."""
+    """Comparison of one stage's parameters with the tensors of the files."""
 
     pieces: dict[str, Alternative] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Comparison:
 
     @property
     def known(self) -> set[str]:
-        """Tensors of the files that the stage fills, or leaves alone knowingly."""
+        """Names of the files' tensors that the stage fills, or leaves alone knowingly."""
         return self.ignored | {piece.tensor for pieces in self.pieces.values() for piece in pieces}
 
 
@@ -111,7 +111,7 @@ def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
 
 
 def _own_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that the state dict of a module of one's own has; other models know theirs without files."""
+    """Return the buffers in the state dict of a user's module; other models need no files for theirs."""
     if hasattr(part, "published"):
         return []
     saved = part.state_dict().keys()
@@ -119,7 +119,7 @@ def _own_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _untied(found: _Comparison, model: Published, weights: PublishedWeights) -> Iterator[str]:
-    """Tensors that this model holds once, but the files twice and unequal."""
+    """Yield tensors that this model holds once, but the files hold twice and unequal."""
     for kept, other in model.published_ties:
         used = {piece.tensor for pieces in found.pieces.values() for piece in pieces}
         if not {kept, other} <= weights.files.keys() or not used & {kept, other}:
@@ -148,10 +148,10 @@ def _require_agreement(
 
 
 def check_published(model: nn.Module, folder: Path) -> None:
-    """Compare a whole model, which may be on the meta device, with the published checkpoint in `folder`.
+    """Compare a full model, which may be on the meta device, with the published checkpoint in `folder`.
 
     Raises:
-        WanmaError: as of `start_from_published`.
+        WanmaError: names, shapes or settings differ.
     """
     with PublishedWeights(folder) as weights:
         found = _compare(model, weights)
@@ -191,7 +191,7 @@ def _refuse(
 
 
 def fill(local: Tensor, box: Box, pieces: Alternative, weights: PublishedWeights) -> None:
-    """Copy into `local`, which is `box` of one parameter, some rows at a time."""
+    """Copy the file's content into `local`, which is `box` of one parameter, some rows at a time."""
     if not pieces[0].shape:  # a parameter that is one number
         local.copy_(weights.read(pieces[0].tensor, (), ()))
         return
@@ -213,7 +213,7 @@ def fill(local: Tensor, box: Box, pieces: Alternative, weights: PublishedWeights
 
 
 def _runs(rows: slice, piece: Piece) -> Iterator[range]:
-    """Rows of about `READ_BYTES` each; whole heads where they are turned."""
+    """Yield ranges of rows of about `READ_BYTES` each; complete heads where heads are permuted."""
     row_bytes = 4 * max(torch.Size(piece.shape[1:]).numel(), 1)
     step = max(READ_BYTES // row_bytes, 1)
     if piece.head_width is not None:

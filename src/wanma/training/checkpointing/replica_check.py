@@ -1,6 +1,9 @@
-"""Silent corruption: ranks that hold the same weights and optimizer state compare them before a copy of the
-state is made, in memory or on disk. So every copy is of ranks that agreed, and whoever goes back to the
-newest one leaves behind all that a flipped bit has done since: its gradients reached the other ranks, too."""
+"""Comparison of replicated state between ranks before each checkpoint: it finds silent data corruption.
+
+Ranks that hold the same weights and optimizer state compare them before a checkpoint is made, in memory or on
+disk. So every checkpoint is of ranks that agreed, and a run that goes back to the newest one drops all
+effects of a flipped bit since then: its gradients reached the other ranks, too.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ from wanma.job.run.worker import Worker
 from wanma.training.checkpointing.training_state import TrainingState
 
 _NAMED = 3
-"""Tensors in one message, at most."""
+"""Largest number of tensors named in one message."""
 _GROUPS = 32
-"""Of ranks that hold the same, that one rank can be in; each takes 16 bytes of what it sends."""
+"""Largest number of groups of equal state that one rank can be in; each takes 16 bytes of its message."""
 
 
 class ReplicaCheck:
-    """One rank's part in the comparison.
+    """Replica check of one rank.
 
     Args:
+        state: training state.
+        worker: context of this rank.
         replicas: ranks of this pipeline stage: they hold the same plain tensors.
-        device: where collectives take their numbers from.
-        is_on: whether the job wants it; the same on all ranks.
+        device: device of the tensors that collectives exchange.
+        is_on: true if the job wants the check; the same on all ranks.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class ReplicaCheck:
         self._compared_step: int | None = None
 
     def compare(self) -> None:
-        """Every rank calls it after the same steps. A second call after one step does nothing.
+        """Compare the state, once after a step; every rank calls it after the same steps.
 
         Raises:
             AgreedError: ranks differ; the same on all ranks.
@@ -62,7 +67,7 @@ class ReplicaCheck:
         self._compared_step = step
 
     def _exchanged(self, groups: Sequence[Group]) -> list[list[int]]:
-        """Every rank's groups and digests, as `disagreeing` takes them."""
+        """Return every rank's groups and digests, as `disagreeing` takes them."""
         assert len(groups) <= _GROUPS, "a set of ranks for each set of axes that is not split"
         row = [number for group in groups for number in (group.number, group.digest)]
         mine = torch.tensor(row + [0] * (2 * _GROUPS - len(row)), dtype=torch.int64, device=self._device)
@@ -74,7 +79,7 @@ class ReplicaCheck:
     def _told(
         self, groups: Iterable[Group], wrong: Collection[int]
     ) -> tuple[list[Difference], dict[int, str]]:
-        """What differs within the groups `wrong`, the same on all ranks, and every rank's host."""
+        """Return the differences within the groups `wrong`, the same on all ranks, and every rank's host."""
         mine = {group.number: dict(group.hashes) for group in groups if group.number in wrong}
         everyones: list[tuple[str, dict[int, dict[str, int]]]] = [("", {})] * self._worker.world_size
         dist.all_gather_object(everyones, (socket.gethostname(), mine))
@@ -91,10 +96,12 @@ class ReplicaCheck:
 
 
 def disagreement(step: int, found: Sequence[Difference], hosts: dict[int, str]) -> AgreedError:
-    """What to say of ranks that differ after `step`.
+    """Return the error for replicas that differ after `step`.
 
     Args:
-        hosts: by rank.
+        step: optimizer steps done.
+        found: tensors that differ, with the ranks that hold each value.
+        hosts: host names by rank.
     """
 
     def named(ranks: Iterable[int]) -> str:

@@ -1,5 +1,7 @@
-"""Where a run begins: at its newest snapshot or checkpoint that is whole, at another run's weights,
-or from nothing."""
+"""Choice of a run's initial state: its newest complete checkpoint, in memory or on disk, or other weights.
+
+Other weights are another run's, published ones, or initial values.
+"""
 
 from __future__ import annotations
 
@@ -43,43 +45,49 @@ from wanma.training.sites.site_synchronizer import left_out
 from wanma.training.step.early_stopping import EarlyStopping
 
 _ADAPTERS = "adapter_config.json"
-"""File by which a folder of peft is known; its weights are in adapter_model.safetensors."""
+"""File by which a folder of peft is recognised; its weights are in adapter_model.safetensors."""
 _LOW = ("BF16", "F16")
 _NAMED = 5
-"""Tensors in one message, at most."""
+"""Largest number of tensors named in one message."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run has begun."""
+    """Source and identity of the state that a run has begun with."""
 
     source: Literal["memory", "partner", "checkpoint", "beginning"]
-    """A snapshot that the ranks before have left, one that partner nodes had to help with, a checkpoint of
-    this run, or none of these."""
+    """Kind of the source.
+
+    An in-memory checkpoint of the ranks before, one that partner nodes had to help with, a checkpoint of this
+    run, or none of these.
+    """
     messages: list[str]
-    """What to tell the user, on rank 0."""
+    """Messages for the user, on rank 0."""
     identity: Identity
     """Identity that the run's next checkpoints keep."""
     label: str = ""
-    """Name of the checkpoint or snapshot; empty at the beginning."""
+    """Name of the checkpoint or in-memory checkpoint; empty at the beginning."""
     snapshots_every: int | None = None
-    """Steps between the snapshots of the ranks before, where those had found out; told already."""
+    """Interval of in-memory checkpoints that the ranks before had found, in steps; reported already."""
 
 
 def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity: Identity) -> Resumed:
-    """Take up the snapshot that the supervisor has chosen or the run directory's newest whole checkpoint,
-    whichever is of the later step; else the weights that the job starts from.
+    """Restore the newest state: the in-memory checkpoint that the supervisor has chosen, or one on disk.
 
-    Every rank calls it; all take the same, each its own part.
+    The one of the later step is taken; without either, the weights that the job starts from. Every rank calls
+    it; all take the same, each its own part.
 
     Args:
-        state: filled in place.
-        identity: of the run as it is now; a checkpoint of another model, other data or another loss is
+        state: training state, filled in place.
+        job: job of the run.
+        plan: plan of the run.
+        worker: context of this rank.
+        identity: identity of the run now; a checkpoint of another model, other data or another loss is
             refused.
 
     Raises:
-        WanmaError: the checkpoint is of another job, all that there are are damaged, or the weights to start
-            from are not whole.
+        WanmaError: the checkpoint is of another job, all checkpoints are damaged, or the weights to start
+            from are incomplete.
     """
     state.parallel.settle()  # a user's own loop may have computed with the weights before
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
@@ -130,8 +138,11 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
 def _snapshot(
     state: TrainingState, plan: Plan, worker: Worker, messages: list[str]
 ) -> tuple[Source | None, bool]:
-    """The snapshot that the ranks are to take up, if each finds its share of it whole; and whether some
-    of it came from a partner node."""
+    """Return the in-memory checkpoint to restore, if each rank finds its share of it complete.
+
+    Returns:
+        also whether some of it came from a partner node.
+    """
     if worker.images is None or (step := worker.images.restore_step) is None:
         return None, False
     worker.control.progress(0, "fetching a snapshot")
@@ -157,15 +168,17 @@ def _snapshot(
 
 
 def _newest(folder: Path, worker: Worker, after: int = -1) -> tuple[Path | None, list[str]]:
-    """All ranks look, each checks its share of the files, and so they agree.
+    """Return the newest complete checkpoint; all ranks look, each checks its share of the files.
 
-    What rank 0 sees in the folder counts: other machines may see a shared one a moment later.
+    What rank 0 sees in the folder counts: other nodes may see a shared one a moment later.
 
     Args:
-        after: checkpoints up to this step are of no use.
+        folder: folder of the checkpoints.
+        worker: context of this rank.
+        after: step up to which checkpoints are of no use.
 
     Returns:
-        the newest that is whole, and why each of those after it is not taken.
+        the newest complete one, and for each later one the reason why it is not taken.
     """
     seen: list[list[Path]] = [[]]
     if worker.rank == 0:
@@ -184,7 +197,10 @@ def _newest(folder: Path, worker: Worker, after: int = -1) -> tuple[Path | None,
 
 
 def _nothing_whole(folder: Path, skipped: list[str]) -> WanmaError:
-    """A run that has come far does not begin anew unasked, and write over what may still be saved."""
+    """Return the refusal to begin anew where all checkpoints are damaged.
+
+    A run that has come far does not begin anew unasked, and write over files that may still be saved.
+    """
     shown = [*skipped[:_NAMED], *([f"and {len(skipped) - _NAMED} more"] if len(skipped) > _NAMED else [])]
     return WanmaError(
         f"no checkpoint in {folder} is whole:\n    " + "\n    ".join(shown),
@@ -193,13 +209,13 @@ def _nothing_whole(folder: Path, skipped: list[str]) -> WanmaError:
 
 
 def _problems(path: Path, worker: Worker) -> list[str]:
-    """What is wrong with a checkpoint, each rank having read a part of it; the same on all ranks."""
+    """Return the problems of a checkpoint, of which each rank reads a part; the same on all ranks."""
     worker.control.progress(0, "verifying a checkpoint")
     return _everyones(verify(path, worker.rank, worker.world_size), worker)
 
 
 def _everyones(mine: list[str], worker: Worker) -> list[str]:
-    """All ranks' problems, each once."""
+    """Return the problems of all ranks, each once."""
     everyones = [mine] * worker.world_size
     if worker.world_size > 1:
         dist.all_gather_object(everyones, mine)
@@ -215,10 +231,10 @@ def _carry_on(
     worker: Worker,
     identity: Identity,
 ) -> tuple[Identity, list[str]]:
-    """Take up a state.
+    """Restore a state.
 
     Returns:
-        what the next checkpoints keep of what is trained, and what to tell beside that.
+        the identity that the next checkpoints keep, and messages for the user.
     """
     train, values, saved = job.train, source.manifest.state, source.manifest.tensors
     _check_position(values, source.name, train)
@@ -273,12 +289,12 @@ def _carry_on(
 
 
 def _kept_rounded(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Names of frozen weights that are kept in 16 bits here, and in fp32 by older checkpoints."""
+    """Return the names of frozen weights that are kept in 16 bits here, and in fp32 by older checkpoints."""
     return {name for name, one in tensors.items() if name.startswith("model.") and one.dtype in LOW}
 
 
 def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
-    """Have the optimizer state that a state with tensors of these names has, and what is between sites."""
+    """Allocate the optimizer and site state of a saved state with tensors of these names."""
     saved = set(saved)
     if state.sites is not None:
         state.sites.expect(saved)
@@ -290,7 +306,7 @@ def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
 
 
 def _check_position(values: dict[str, Any], name: str, train: TrainSection) -> None:
-    """The position is one integer; a job that counts it differently is another job."""
+    """Check the data position, which is one integer; a job that counts it differently is another job."""
     expected = samples_before(train, values["step"])
     if values["samples"] != expected:
         raise WanmaError(
@@ -301,7 +317,7 @@ def _check_position(values: dict[str, Any], name: str, train: TrainSection) -> N
 
 
 def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Names that only other pipeline stages, or other sites, hold."""
+    """Return the names that only other pipeline stages, or other sites, hold."""
     if plan.pp == 1 and plan.sites == 1:
         return []
     everyones: list[list[str]] = [[]] * plan.world_size
@@ -310,10 +326,10 @@ def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
 
 
 def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) -> list[str]:
-    """Weights alone, published or of another run; of the latter each rank checks its share of the files.
+    """Load weights alone, published or of another run; of the latter each rank checks its share of the files.
 
     Returns:
-        what to tell beside that.
+        messages for the user.
     """
     notes = []
     check_start_folder(path)
@@ -330,10 +346,10 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
 
 
 def check_start_folder(path: Path) -> None:
-    """Refuse a folder to start from that is none, or has no whole model in it.
+    """Refuse a folder to start from that is missing, or has no complete model in it.
 
     Raises:
-        WanmaError: with the way out.
+        WanmaError: the folder cannot be used; it names the way out.
     """
     if not path.is_dir():
         raise WanmaError(
@@ -359,7 +375,7 @@ def not_whole(path: Path, problem: str) -> WanmaError:
 
 
 def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
-    """Of a run that may have been without adapters, or of a model with more tensors than this one."""
+    """Load the weights of a run that may have been without adapters, or of a model with more tensors."""
     weights = state.weights()
     entries = read_manifest(path).tensors
     saved = {name for name in entries if name.startswith("model.")}
@@ -388,9 +404,9 @@ def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
 
 
 def _parts_of_blocks(state: TrainingState, unused: list[str]) -> list[str]:
-    """The unused tensors of a module of which a decoder of ours has the rest, which then computes otherwise.
+    """Return unused tensors of modules of which a wanma decoder has the rest: it computes otherwise then.
 
-    Users' modules may leave out what they like.
+    Users' modules may leave out any tensors.
     """
     if not any(isinstance(part, Decoder) for part in state.parallel.parts):
         return []
@@ -404,7 +420,7 @@ def _parts_of_blocks(state: TrainingState, unused: list[str]) -> list[str]:
 
 
 def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:
-    """A run that starts anew keeps no older run's checkpoints beside its own, to be taken for them."""
+    """Move an older run's checkpoints aside, so that those of a new run are not mistaken for them."""
     if worker.world_size > 1:
         dist.barrier()  # others may still read the weights to start from
     if worker.rank == worker.node_ranks[0]:

@@ -1,4 +1,4 @@
-"""Fingerprints of a run's model, data and loss, which its checkpoints keep: one that carries on has the same.
+"""Fingerprints of a run's model, data and loss, kept in its checkpoints; a resumed run must have the same.
 
 Weights are compared because a run that has ended returns its own, whatever model it is given.
 """
@@ -23,14 +23,14 @@ from wanma.training.checkpointing.code_fingerprint import code_fingerprint, modu
 
 DEFAULT_LOSS = "default"
 _SEEDS = 1 << 32
-"""Seeds that people choose lie below; one that torch draws for itself has 53 bits."""
+"""Bound of the seeds that people choose; a seed that torch draws for itself has 53 bits."""
 _WAYS_OUT = (
     "give the new run a name of its own (observe.name, or run_directory= in Python), or begin anew in its "
     "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new "
     "ones; either may take that run's weights with checkpoint.start_from"
 )
 CHANGED = "changed"
-"""`checkpoint.resume` of a run that carries on with what has been changed meanwhile."""
+"""Value of `checkpoint.resume` for a run that continues with a changed model, data or loss."""
 _CARRY_ON = "; if the change is meant, as of a mended error, carry on with checkpoint.resume = 'changed'"
 
 
@@ -40,16 +40,18 @@ class Identity:
 
     data: str = ""
     model: str = ""
-    """Hash of its classes, settings, parameters' names and shapes."""
+    """Hash of the model's classes, settings, parameters' names and shapes."""
     weights: str = ""
-    """Hash of the initial weights of an object that the user's program has made; "SEED:HASH" of what
-    `model.factory` makes under the job's seed."""
+    """Hash of the initial weights of an object that the user's program has made.
+
+    It is "SEED:HASH" for the product of `model.factory` under the job's seed.
+    """
     loss: str = ""
     seeded: bool = False
-    """The weights are drawn under a seed: run again, the program makes the same ones."""
+    """True if the weights are drawn under a seed: the program makes the same ones when it runs again."""
 
     def values(self) -> dict[str, Any]:
-        """As a checkpoint keeps them."""
+        """Return the fingerprints as a checkpoint keeps them."""
         return {"data_fingerprint": self.data, "identity": asdict(replace(self, data=""))}
 
 
@@ -58,10 +60,10 @@ UNKNOWN = Identity()
 
 
 def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
-    """The part of a run's identity that its model has, as the user's program has made it.
+    """Return the model's part of a run's identity, from the module that the user's program has made.
 
     Raises:
-        JobError: as of `check_ready`.
+        JobError: the module is not ready to be trained (`check_ready`).
     """
     check_ready(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -73,10 +75,11 @@ def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
 
 
 def noting_identity(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Callable[[], Identity]]:
-    """`spec` of a factory's model, and a function that returns the identity of what it has made.
+    """Return `spec` of a factory's model, and a function that returns the identity of the product.
 
     Args:
-        seed: under which it is made.
+        spec: constructor of the model and what it declares.
+        seed: seed under which the model is made.
     """
     found = UNKNOWN
 
@@ -91,7 +94,7 @@ def noting_identity(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Callable[[],
 
 
 def _config(model: nn.Module) -> str:
-    """Config of a model of transformers as text, without the keys about where and how it was loaded."""
+    """Return the config of a transformers model as text, without keys about where and how it was loaded."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return ""
@@ -100,13 +103,13 @@ def _config(model: nn.Module) -> str:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Hash of a few elements of each parameter and of each buffer that is saved."""
+    """Return a hash of a few elements of each parameter and of each buffer that is saved."""
     saved = model.state_dict(keep_vars=True)
     return digest(*(f"{n} {sampled(t)}" for n, t in saved.items() if isinstance(t, torch.Tensor)))
 
 
 def is_seeded() -> bool:
-    """Say whether this process has seeded torch with a number of somebody's choice."""
+    """Return whether this process has seeded torch with a number of somebody's choice."""
     return torch.initial_seed() < _SEEDS
 
 
@@ -125,18 +128,20 @@ def check_identity(
     is_retry: bool,
     accepts: bool = False,
 ) -> tuple[Identity, list[str]]:
-    """Compare with what a checkpoint keeps.
+    """Compare the run's identity with that of a checkpoint.
 
     Args:
-        values: of the checkpoint.
-        name: of the checkpoint.
-        is_over: the run has no step left.
-        is_retry: the same program has been started again after a failure.
-        accepts: the run carries on with another model of the same tensors, other data or another loss, unless
-            it is over.
+        mine: identity of the run now.
+        values: state values of the checkpoint.
+        name: name of the checkpoint.
+        directory: run directory.
+        is_over: true if the run has no step left.
+        is_retry: true if the same program has been started again after a failure.
+        accepts: true if the run continues with another model of the same tensors, other data or another loss,
+            unless it is over.
 
     Returns:
-        the identity that the run's next checkpoints keep, and what to tell.
+        the identity that the run's next checkpoints keep, and messages for the user.
 
     Raises:
         WanmaError: the run is of another model, of other data or with another loss.
@@ -180,7 +185,7 @@ def check_identity(
 
 
 def _changed(mine: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
-    """(what differs, words for what was trained on or with)."""
+    """Yield (part that differs, words for what the saved run was trained on or with)."""
     if saved.data and mine.data and saved.data != mine.data:
         yield "data", "on other data than there are now"
     if saved.model and mine.model and not same_code(saved.model, mine.model):
@@ -190,7 +195,7 @@ def _changed(mine: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
 
 
 def _seed(weights: str) -> str:
-    """Seed of a factory's weights; empty for those of an object."""
+    """Return the seed of a factory's weights; empty for those of an object."""
     return weights.rpartition(":")[0]
 
 

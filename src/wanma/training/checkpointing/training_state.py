@@ -1,4 +1,4 @@
-"""Everything a run must remember: tensors by full name, and a few numbers as JSON."""
+"""Training state of a run: tensors by full name, and a few values as JSON."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from wanma.training.step.anomaly_detection import Anomalies
 from wanma.training.step.early_stopping import EarlyStopping
 
 COMPRESSION = "compression."
-"""Before the names of what compressed exchanges keep."""
+"""Prefix of the names of the tensors that compressed exchanges keep."""
 
 
 @dataclass
 class TrainingState:
-    """The mutable part of a run. Position in the data is `samples` alone (law 2)."""
+    """Mutable state of a run. `samples` alone is its position in the data."""
 
     parallel: Parallel
     updater: Updater
     scale: LossScale
     average: WeightAverage | None
     step: int = 0
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     samples: int = 0
-    """Samples consumed."""
+    """Number of consumed samples."""
     best_loss: float | None = None
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
@@ -45,18 +45,17 @@ class TrainingState:
     stream: StreamReader | None = None
     """Position in data that can only be iterated over."""
     stream_values: dict[str, Any] = field(default_factory=dict)
-    """The state of that iteration in the checkpoint that the run has begun at."""
+    """State of that iteration in the checkpoint that the run began with."""
     sites: BetweenSites | None = None
-    """Where groups of replicas do not agree at every step."""
+    """Synchronizer of sites that do not agree at every step; None without sites."""
     share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Shares of the batch that the run has moved to by the ranks' times, and the optimizer steps before
-    each."""
+    """Changes of the batch shares by the ranks' times: optimizer steps before each, and the shares."""
 
     def begin(self, but: Container[str] = ()) -> None:
-        """Initial weights: of a run that takes up no checkpoint.
+        """Initialize the weights of a run that restores no checkpoint.
 
         Args:
-            but: parameters that the job's own start fills.
+            but: names of parameters that the job's own start fills.
         """
         self.parallel.initialize(but)
         if self.parallel.compression is not None:
@@ -64,14 +63,14 @@ class TrainingState:
         self.restart_copies()
 
     def restart_copies(self) -> None:
-        """Begin what follows the weights from them, after they were filled without it."""
+        """Reset copies that follow the weights (average, outer weights), after weights alone were filled."""
         if self.average is not None:
             self.average.restart()
         if self.sites is not None:
             self.sites.restart()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with what is evaluated: averaged weights, or those that sites share."""
+        """Make the model compute with averaged weights, or those of all sites, within the context."""
         if self.average is not None:
             return self.average.in_place()
         if self.sites is not None and self.sites.outer is not None:
@@ -79,7 +78,7 @@ class TrainingState:
         return nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers as 'model.NAME'."""
+        """Return the parameters and persistent buffers as 'model.NAME'."""
         tensors: dict[str, Tensor] = {}
         self.parallel.rest()  # a user's own evaluation may have left something else in its place
         for part in self.parallel.parts:
@@ -89,7 +88,7 @@ class TrainingState:
         return tensors
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it; names are the same for every layout."""
+        """Return all tensors of the state by name; names are the same for every layout."""
         weights = self.weights()
         optimizer: dict[str, Tensor] = {}
         average: dict[str, Tensor] = {}
@@ -102,16 +101,17 @@ class TrainingState:
         return weights | optimizer | average | self.kept_of_gradients()
 
     def kept_of_gradients(self) -> dict[str, Tensor]:
-        """What compressed exchanges have left out of gradients so far (`parallel.compressed`)."""
+        """Return the tensors that compressed exchanges keep, such as their error feedback."""
         compression = self.parallel.compression
         kept = compression.tensors() if compression is not None else {}
         return {f"{COMPRESSION}{name}": tensor for name, tensor in kept.items()}
 
     def end_step(self, applied: bool, samples: int) -> None:
-        """After a step's update, which was left out if not `applied`; the loss scale may be another now.
+        """Count a step after its update; the loss scale may have changed.
 
         Args:
-            samples: of the step.
+            applied: true if the weights were updated.
+            samples: samples of the step.
         """
         self.step += 1
         self.samples += samples
@@ -119,7 +119,7 @@ class TrainingState:
             self.parallel.compression.end_step(applied=applied, unit=self._gradient_unit())
 
     def _gradient_unit(self) -> float:
-        """How many times the mean loss's gradients those are that ranks exchange."""
+        """Return the ratio of the gradients that ranks exchange to those of the mean loss."""
         return self.parallel.divisor * self.scale.value
 
     def is_over(self, train: TrainSection) -> bool:
@@ -127,7 +127,7 @@ class TrainingState:
         return self.step >= train.steps or self.stopping.is_over(train)
 
     def complete_ties(self) -> None:
-        """After tensors were loaded: give copies that another stage saves what that stage has.
+        """Copy tied tensors from the stage that saves them to the other stage, after a load.
 
         Every rank calls it.
         """
@@ -139,12 +139,12 @@ class TrainingState:
             ties.copy_first(self.average.tensors)
 
     def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Without the copies of what another stage holds."""
+        """Return `tensors` without tied copies, which another stage saves."""
         copies = self.parallel.ties.names
         return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
     def values(self) -> dict[str, Any]:
-        """What is not a tensor, the same on every rank."""
+        """Return the values that are no tensors, the same on every rank."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -181,12 +181,15 @@ class TrainingState:
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Set this rank's torch generators, for users' code that draws from them: torch seeds them at random."""
+    """Seed this rank's torch generators, for users' code that draws from them: torch seeds them at random."""
     torch.manual_seed(stable_hash(f"{seed}:generators of rank {rank}"))
 
 
 def random_state() -> dict[str, str]:
-    """This rank's torch generators. wanma's own draws are keyed and need none; users' code may."""
+    """Return the state of this rank's torch generators.
+
+    wanma's own draws are keyed and need none; users' code may.
+    """
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -194,7 +197,7 @@ def random_state() -> dict[str, str]:
 
 
 def restore_random_state(state: dict[str, str]) -> None:
-    """Put back what `random_state` gave; a generator that is not here is left alone."""
+    """Restore the state that `random_state` returned; a generator that this process lacks is left alone."""
     tensors = {
         name: torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.uint8) for name, v in state.items()
     }

@@ -1,9 +1,9 @@
-"""Values of other micro-batches beside those of the first one, computed by a user's own loop as it runs.
+"""Values of a loop's operators on other micro-batches beside the first one, computed as the loop runs.
 
-A loop gives losses, and no function from a batch to them that could be called again. So each operator that it
-runs outside of the model on the batch, or on what follows from it, is run on three further batches as well.
-With the halves A and B of the batch A B, these are B A, A A and B B. If losses add up, f(AB) + f(BA) =
-f(AA) + f(BB), also where only targets, or values without a gradient, tie a sample to others.
+A user's loop gives losses, and no function from a batch to them that could be called again. So each operator
+that it runs outside of the model on the batch, or on values derived from it, is run on three further batches
+as well. With the halves A and B of the batch A B, these are B A, A A and B B. If losses add up, f(AB) + f(BA)
+= f(AA) + f(BB), also where only targets, or values without a gradient, tie a sample to others.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from wanma.training.checkpointing.training_state import random_state, restore_random_state
 
 OTHERS = 3
-"""Batches beside the loop's own."""
+"""Number of batches beside the loop's own."""
 _OPERATORS_BETWEEN_LOOKS = 16
-"""Operators after which the memory of what the loop no longer holds is let go."""
+"""Number of operators after which the memory of values that the loop no longer holds is released."""
 
 
 class ExchangedRows(TorchDispatchMode):
     """Dispatch mode that follows the content of a batch through the operators of a loop.
 
-    Collectives and custom operators are not followed: what they give counts as the same in all batches. Nor
-    is what leaves torch, as a number of Python's.
+    Collectives and custom operators are not followed: their results count as the same in all batches. Nor are
+    values that leave torch, such as a number of Python's.
 
     Args:
-        tensors: the batch, each (rows, ...).
+        rows: rows of the batch.
+        tensors: tensors of the batch, each (rows, ...).
+        device: device of the batch.
     """
 
     def __init__(self, rows: int, tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -46,9 +48,9 @@ class ExchangedRows(TorchDispatchMode):
             for one, other in ((second, first), (first, first), (second, second))
         )
         self.is_active = True
-        """False in the model, of which a sample's output is known to depend on no other sample."""
+        """False in the model, where a sample's output is known to depend on no other sample."""
         self.is_unknown = rows < 2
-        """The loop has run what cannot be followed."""
+        """True if the loop has run an operator that cannot be followed."""
         self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}
         self._operators = 0
         if not self.is_unknown:
@@ -70,14 +72,15 @@ class ExchangedRows(TorchDispatchMode):
                     self.is_unknown = True
 
     def of(self, tensor: Any) -> list[Tensor] | None:
-        """Its values in the other batches; None where they are its own."""
+        """Return the values of a tensor in the other batches; None where they are its own."""
         found = self._storages(tensor)
         return None if found is None else [_view(tensor, storage) for storage in found]
 
     def rows_of_arguments(self, arguments: Any) -> Sequence[Tensor] | None:
-        """Rows of the model's output that belong to the other batches, by its arguments.
+        """Return the rows of the model's output that belong to the other batches, by its arguments.
 
-        None where they belong to no batch: an argument of a sample is made of several samples.
+        Returns:
+            None where they belong to no batch: an argument of a sample is made of several samples.
         """
         pairs = [
             (tensor.detach(), others)
@@ -144,7 +147,7 @@ class ExchangedRows(TorchDispatchMode):
                     self._keep(tensor, [made[index] for made in results])
 
     def _keep(self, tensor: Tensor, others: Sequence[Tensor]) -> None:
-        """Note the values of a tensor in the other batches, and of all in its memory."""
+        """Note the values of a tensor in the other batches, and of all tensors in its memory."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return
@@ -168,7 +171,7 @@ class ExchangedRows(TorchDispatchMode):
             self._others = {key: known for key, known in self._others.items() if not known[0].expired()}
 
     def _by_place(self, tensor: Tensor, others: list[Tensor]) -> bool:
-        """Return whether each row depends on its own sample and its place alone."""
+        """Return whether each row depends on its own sample and its position alone."""
         second_first, first_first, second_second = others
         half = self._half
         return (
@@ -180,7 +183,7 @@ class ExchangedRows(TorchDispatchMode):
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether it is a tensor whose memory can be looked at."""
+    """Return whether `tensor` is a tensor whose memory can be read directly."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -191,13 +194,13 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """The part of another storage that a tensor is of its own."""
+    """Return a view of another storage that lies in it as `tensor` lies in its own."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Arguments that an operator writes to."""
+    """Return the arguments to which an operator writes."""
     given = [*zip(func._schema.arguments, args, strict=False)]
     given += [
         (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
@@ -218,5 +221,5 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _same_rows(one: Tensor, other: Tensor) -> Tensor:
-    """(rows, rows) bool: which row of the one equals which row of the other."""
+    """Return a mask (rows, rows): rows of `one` that equal rows of `other`."""
     return torch.stack([(row == other).flatten(1).all(1) if other.ndim > 1 else row == other for row in one])

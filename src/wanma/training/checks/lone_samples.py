@@ -1,4 +1,4 @@
-"""A check in a user's own loop that has one sample per micro-batch: the first step has a gradient at all.
+"""Check of a user's own loop with one sample per micro-batch: the first step must have a gradient.
 
 A loss that compares samples has nothing to compare a lone one with. Most then depend on nothing: a softmax
 over one similarity is 1, and a mean over the batch is the sample itself. No other check sees it, because
@@ -17,13 +17,13 @@ from wanma.training.run.trainer import Trainer
 
 
 def has_lone_samples(trainer: Trainer) -> bool:
-    """Return whether steps are to come whose samples are computed one at a time."""
+    """Return whether later steps compute their samples one at a time."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
     return is_cut(trainer) and math.ceil(plan.most_rows(samples) / plan.accumulation(samples)) == 1
 
 
 def refuse_lone_samples(trainer: Trainer, gathering: GlobalBatch) -> None:
-    """After the last backward of the first step; every rank calls it.
+    """Check the gradients after the last backward of the first step; every rank calls it.
 
     Raises:
         JobError: no rank has a gradient other than zero.

@@ -1,7 +1,7 @@
-"""A check in a user's own loop, on its first micro-batch: losses depend on nothing of other samples.
+"""Check of a user's own loop on its first micro-batch: losses must not depend on other samples.
 
-It follows their gradient as far as the model's outputs, and runs what the loop does outside of the model on
-rows that change places (`exchanged_rows`). It sees nothing within the model, which `carried_state` does.
+It follows the gradient of the losses as far as the model's outputs, and runs the loop's operators outside of
+the model on exchanged rows (`exchanged_rows`). It sees nothing within the model, which `carried_state` does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from wanma.training.run.trainer import Trainer
 class Dependence:
     """Outputs of the model in one micro-batch, to which the gradient of its losses is compared.
 
-    Where one rank has the global batch at once, samples may depend on each other, as in a plain loop.
-
-    Its hooks come before those of other checks, whose passes through the model are none of the loop's.
+    Where one rank has the global batch at once, samples may depend on each other, as in a plain loop. Its
+    hooks come before those of other checks, whose passes through the model are none of the loop's.
     """
 
     def __init__(self, trainer: Trainer, gathering: GlobalBatch) -> None:
@@ -35,7 +34,7 @@ class Dependence:
         self._outputs: list[Tensor] = []
         self._exchanged: ExchangedRows | None = None
         self._mixes = False
-        """The loop has given the model rows that are made of several samples."""
+        """True if the loop has given the model rows that are made of several samples."""
         self._depth = 0
         self._rows_of_output: Any = None
         module = trainer.state.parallel.module
@@ -46,7 +45,7 @@ class Dependence:
         )
 
     def watching(self, batch: Batch) -> AbstractContextManager[Any]:
-        """Around the loop's own code for a batch."""
+        """Return the context in which the loop's own code for a batch is followed."""
         if self._exchanged is not None or not self._is_cut:
             return nullcontext()
         tensors = (*batch.inputs, batch.targets, *batch.keywords.values())
@@ -54,7 +53,7 @@ class Dependence:
         return self._exchanged
 
     def refuse(self, losses: Losses) -> None:
-        """Before backward; every rank calls it. Afterwards nothing is watched any more.
+        """Check the losses before backward, and remove the hooks; every rank calls it.
 
         Raises:
             JobError: losses depend on weights that are not the model's; or on some rank the losses of some
@@ -125,7 +124,7 @@ class Dependence:
 
 
 def _sums(losses: Tensor, weights: Tensor | None = None) -> tuple[float, float]:
-    """Sum of the losses that count, and of what they count."""
+    """Return the sum of the losses that count, and the sum of their weights."""
     if weights is not None and weights.dtype == torch.bool:
         losses = losses * weights.expand_as(losses)
     return float(losses.double().sum()), 1.0 if weights is None else float(weights.double().sum())

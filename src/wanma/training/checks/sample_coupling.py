@@ -1,4 +1,4 @@
-"""A check before the first step that losses add up, however the global batch is cut into micro-batches.
+"""Check before the first step that losses add up, however the global batch is cut into micro-batches.
 
 A plain loop computes the loss of a sample beside all others of the global batch. A layout that cuts the batch
 computes it beside others. Where that changes their sum, it would train another model: it is refused.
@@ -31,33 +31,36 @@ from wanma.training.checks.state_restoration import Undisturbed, undisturbed
 from wanma.training.run.trainer import Trainer
 
 Losses = Callable[[Batch], tuple[Tensor, Tensor]]
-"""From a batch to (sum of the losses of its real rows, their number)."""
+"""Function from a batch to (sum of the losses of its real rows, their number)."""
 Sums = tuple[float, float]
 
 _ROWS = 4
-"""Samples that are enough to see it."""
+"""Number of samples that suffice to see it."""
 _SAME_SHAPE, _SAME_SHAPE_LOW = 1e-5, 1e-2
 """Relative difference that rounding may make between batches of one shape, in fp32 and in 16 bits."""
 _OTHER_SHAPE = 5e-2
-"""Likewise between batches of other sizes: what depends on their size at all differs by far more."""
+"""Relative difference that rounding may make between batches of different sizes.
+
+A dependence on their size makes a far larger one.
+"""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A user's code, as it is to be checked."""
+    """User's code to check."""
 
     losses: Losses
     model_is_own: bool = True
-    """False: the model is one of wanma's, of which only the loss is in question."""
+    """False if the model is one of wanma's, so that only the loss is in question."""
     others: tuple[object, ...] = ()
     """Objects beside the model that a forward may change."""
 
 
 def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: GlobalBatch) -> None:
-    """Compare sums of losses of some samples in different company.
+    """Compare sums of losses of some samples beside different other samples.
 
     Every rank computes the same few samples, without gradients, and nothing of it stays. Nothing is computed
-    where one rank has the whole global batch in one micro-batch: there any loss is that of a plain loop.
+    where one rank has the entire global batch in one micro-batch: there any loss is that of a plain loop.
 
     Raises:
         JobError: the sums do not add up; all ranks raise it.
@@ -89,14 +92,14 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
 
 
 def is_cut(trainer: Trainer) -> bool:
-    """Return whether steps are to come whose samples are not all computed beside each other."""
+    """Return whether later steps compute some samples apart from each other."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
     whole = plan.data_ranks == 1 and plan.accumulation(samples) == 1
     return not whole and samples > 1 and not trainer.state.is_over(trainer.job.train)
 
 
 def _rows(plan: Plan, samples: int) -> list[int]:
-    """Numbers of rows to try: few, and as many as a micro-batch has, if a user's code takes no others."""
+    """Return the numbers of rows to try: few, and a micro-batch's, if the user's code takes no others."""
     largest = max(_usual_rows(plan, samples), 2)
     if plan.pp > 1:  # whose stages are told their shapes
         return [largest]
@@ -105,20 +108,21 @@ def _rows(plan: Plan, samples: int) -> list[int]:
 
 
 def _usual_rows(plan: Plan, samples: int) -> int:
-    """Rows of a step's micro-batch, at most."""
+    """Return the largest number of rows of a step's micro-batch."""
     if plan.pp > 1:
         return plan.micro_batch
     return math.ceil(plan.most_rows(samples) / plan.accumulation(samples))
 
 
 def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, bool] | None:
-    """Return whether the sum of losses depends on which samples are together, and on how many.
+    """Return whether the sum of losses depends on which samples are together, and on their number.
 
     With two halves A and B of a batch, sums that add up have f(AB) + f(BA) = f(AA) + f(BB), whatever is drawn
     for each row, and f(AB) = f(A) + f(B). The first is of batches of one shape, and so exact to rounding. An
     average over the micro-batch that is added to each of its losses adds up as well.
 
-    None where a user's code does not take so many rows.
+    Returns:
+        None where a user's code does not take so many rows.
     """
     plan, half = trainer.plan, batch.rows // 2
     rows = torch.arange(batch.rows, device=batch.samples.device)
@@ -145,7 +149,7 @@ def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, boo
 
 @dataclass(frozen=True)
 class _Passes:
-    """Forwards that leave no trace."""
+    """Forward passes that leave no trace."""
 
     parallel: Parallel
     checked: Checked
@@ -157,13 +161,16 @@ class _Passes:
     """Exceptions of passes that the user's code did not take."""
 
     def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> Sums | None:
-        """The losses of `rows` of a batch, in the places from `start` on; None where that fails.
+        """Return the losses of `rows` of a batch in the positions from `start` on; None where that fails.
 
         Args:
-            seed: of generators, so that all ranks draw the same.
+            batch: batch of samples.
+            rows: indices of the rows.
+            start: first position by which draws are keyed.
+            seed: seed of generators, so that all ranks draw the same.
 
         Raises:
-            WanmaError: what training would raise, or what fails and is not the user's model or loss.
+            WanmaError: training would raise it too, or it is not the fault of the user's model or loss.
         """
         given = _selected(batch, rows, start)
         self.recorded.begin(start)
@@ -188,8 +195,10 @@ class _Passes:
             self.kept.put_back()
 
     def _is_expected(self, error: Exception, rows: int) -> bool:
-        """Return whether a pass may fail so: the user's model or loss does not take these rows, or a split
-        not so many."""
+        """Return whether a pass may fail this way.
+
+        It may where the user's model or loss does not take these rows, or a split not so many.
+        """
         if is_users(error):
             return True
         if isinstance(error, torch.OutOfMemoryError) or rows == self.usual_rows:
@@ -197,15 +206,17 @@ class _Passes:
         return isinstance(error, RuntimeError | ValueError)
 
     def end(self) -> None:
-        """After the last one; every rank calls it."""
+        """Restore the sharded state after the last pass; every rank calls it."""
         self.parallel.rest()
         self.parallel.settle()
         self.parallel.begin_steps()
 
 
 class _Recorded:
-    """Answers `global_batch` with the rows at hand, and in later passes with those of the first: losses that
-    gather the global batch then depend on nothing else of the batch."""
+    """Stand-in for `global_batch` that returns the current rows, and in later passes those of the first.
+
+    Losses that gather the global batch then depend on nothing else of the batch.
+    """
 
     def __init__(self, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
@@ -213,7 +224,7 @@ class _Recorded:
         self._next = self._start = 0
 
     def begin(self, start: int) -> None:
-        """Begin the next pass, of rows in the places from `start` on."""
+        """Begin the next pass, of rows with the positions from `start` on."""
         self._next, self._start = 0, start
 
     def gather(self, x: Tensor) -> Tensor:
@@ -230,7 +241,7 @@ class _Recorded:
 
 @contextmanager
 def _uncoupling(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
-    """Put in evaluation mode what couples samples by groups that the job fixes; `evaluates`: everything."""
+    """Set modules that couple samples by groups of the job to evaluation mode; `evaluates`: all modules."""
     were = [(module, module.training) for part in parts for module in part.modules()]
     for module, _ in were:
         if evaluates or isinstance(module, GroupedBatchNorm):
@@ -243,7 +254,7 @@ def _uncoupling(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None
 
 
 def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
-    """The content of some rows in the places from `start` on, by which draws are keyed."""
+    """Return the content of some rows with the positions from `start` on, by which draws are keyed."""
     places = slice(start, start + len(rows))
     return replace(
         batch,
@@ -275,7 +286,7 @@ def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], toleranc
 
 
 def _broken(error: Exception, rows: int) -> WanmaError:
-    """Error of a check that fails for another reason than the user's code."""
+    """Return the error of a check that fails for another reason than the user's code."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         hint = "it needs no more than a micro-batch without gradients: lower parallel.micro_batch"
     else:
@@ -288,7 +299,7 @@ def _broken(error: Exception, rows: int) -> WanmaError:
 
 
 def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
-    """Warning of a check that could not be made, wholly or of some samples."""
+    """Return the warning of a check that could not be made, of all samples or of some."""
     what = "whether" if is_whole else "in part whether"
     cause = (str(error).splitlines() or [""])[0]
     if not isinstance(error, WanmaError):
@@ -304,7 +315,7 @@ def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
 def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], plan: Plan) -> bool:
     """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ.
 
-    Those of samples beside copies of themselves differ, too, if they alone are not finite.
+    They differ, too, where only the sums of samples beside copies of themselves are not finite.
     """
     if None not in (*ones, *others) and _are_finite(ones) and not _are_finite(others):
         return True
@@ -322,11 +333,12 @@ def any_rank(found: bool, trainer: Trainer) -> bool:
 
 
 def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None:
-    """Refuse what any rank has found; every rank calls it.
+    """Refuse losses that depend on other samples on any rank; every rank calls it.
 
     Args:
-        by_content: losses depend on which other samples there are.
-        by_number: they depend on how many.
+        trainer: this rank's run.
+        by_content: true if losses depend on which other samples there are.
+        by_number: true if they depend on their number.
     """
     plan, samples = trainer.plan, trainer.job.train.global_batch
     by_content, by_number = any_rank(by_content, trainer), any_rank(by_number, trainer)

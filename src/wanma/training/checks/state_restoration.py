@@ -1,4 +1,4 @@
-"""Forwards before the first step that leave no trace: weights, buffers, attributes and generators return."""
+"""Restoration of the state after forwards before the first step: weights, buffers, attributes, generators."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SMALL_BYTES = 64 << 20
 
 
 class Undisturbed:
-    """The state of modules and of this process's generators, to be put back any number of times.
+    """Copy of the state of modules and of this process's generators, restorable any number of times.
 
     It covers parameters and their `requires_grad`, buffers, training mode, the generators of torch, numpy and
     Python, and attributes of users' classes: numbers, tensors, arrays and containers of Python, of which
     copies are made.
 
     Args:
-        modules: with all that is in them.
+        modules: modules to copy, with their children.
         others: further objects of users, such as a loss.
     """
 
@@ -52,7 +52,7 @@ class Undisturbed:
 
     @torch.no_grad()
     def changes(self) -> dict[str, Tensor]:
-        """This rank's parts of the parameters and buffers that are not what they were, by name."""
+        """Return this rank's parts of the parameters and buffers that have changed, by name."""
         values = {id(tensor): value for tensor, value in self._tensors}
         buffers = {id(module): before for module, before, _ in self._names}
         found: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ class Undisturbed:
 
     @property
     def attributes_changed(self) -> bool:
-        """Return whether an attribute of a user's class is not what it was."""
+        """True if an attribute of a user's class has changed."""
         return any(_is_changed(one, attributes) for one, attributes in self._attributes)
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class Undisturbed:
 
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> Iterator[Undisturbed]:
-    """Put everything back at the end; arguments as of `Undisturbed`."""
+    """Restore the state of `Undisturbed` at the end of the context."""
     kept = Undisturbed(modules, others)
     try:
         yield kept
@@ -101,7 +101,7 @@ def undisturbed(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> 
 
 
 def _kept(modules: list[nn.Module]) -> list[Tensor]:
-    """Tensors to copy: as much memory as their gradients will need, which are not there yet.
+    """Return the tensors to copy: as much memory as their gradients will need, which do not exist yet.
 
     Frozen parameters that are far more than the trained ones are a base of adapters: no forward changes them.
     """
@@ -125,7 +125,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """(value, copy of its content) by name."""
+    """Return (value, copy of its content) by attribute name."""
     return {
         name: (value, _content(value))
         for name, value in attributes.items()

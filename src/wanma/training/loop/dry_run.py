@@ -1,7 +1,7 @@
-"""Build and step one rank of any plan on one machine: no memory is filled and nothing is sent.
+"""Dry run of one rank of any plan on one machine: it fills no memory and sends nothing.
 
-The rank is real: the same functions cut, shard and run the model as in training. Only its tensors have
-shapes without storage (torch's fake tensors) and its process group answers without asking anybody.
+The rank is real: the same functions cut, shard and run the model as in training. Only its tensors have shapes
+without storage (torch's fake tensors) and its process group answers without asking anybody.
 """
 
 from __future__ import annotations
@@ -32,30 +32,33 @@ from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 @dataclass(frozen=True)
 class DryRun:
-    """One rank of a plan, as built."""
+    """Size and communication of one rank of a plan, as built."""
 
     rank: int
     parameters: int
-    """Elements that this rank keeps between steps."""
+    """Number of elements that this rank keeps between steps."""
     parameter_bytes: int
     gradient_bytes: int
     saved_bytes: int
-    """What autograd keeps of one micro-batch, beside parameters."""
+    """Bytes of the tensors that autograd saves for one micro-batch, parameters left out."""
     micro_batches: int
     collectives: tuple[tuple[Collective, int], ...]
-    """Of one whole step, with how often, largest first."""
+    """Collectives of one step with their counts, largest first."""
     seconds: float
 
 
 def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_batches: int) -> DryRun:
     """Build `rank` of `plan` and take one step.
 
-    Once per process: torch caches by mesh what it found out of a rank's place in it, and another rank's
-    mesh of the same plan is equal to it.
+    It runs once per process: torch caches by mesh what it found out of a rank's place in it, and another
+    rank's mesh of the same plan is equal to it.
 
     Args:
-        spec: of a model that takes tokens.
-        micro_batches: of the step.
+        spec: model that takes tokens.
+        plan: plan of any size.
+        rank: rank to build.
+        sequence_length: tokens of a sample.
+        micro_batches: micro-batches of the step.
 
     Raises:
         WanmaError: the plan asks for a split that this model does not declare.
@@ -64,7 +67,7 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     started = time.perf_counter()
     plan.coordinates(rank)
     plan = replace(plan, compile=False, offload_parameters="nothing", offload_activations="nothing")
-    # Nobody says here which ranks share a node: what they sum is shown as one all-reduce.
+    # The nodes of the ranks are unknown here: a hierarchical sum is shown as one all-reduce.
     plan = replace(plan, hierarchical=False)
     with _fake_world(plan.world_size, rank):
         grid = replace(build_grid(plan, rank, torch.device("cpu")), device=torch.device("meta"))
@@ -94,7 +97,7 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
 def _step(
     parallel: Parallel, plan: Plan, grid: Grid, sequence_length: int, micro_batches: int
 ) -> tuple[Counter[Collective], int]:
-    """The first micro-batch, the last and all between them may differ; one stands for those between."""
+    """Run the micro-batches of a step; one stands for all between the first and the last."""
     total: Counter[Collective] = Counter()
     saved = 0
     kinds = [(1, False), (micro_batches - 2, False), (1, True)] if micro_batches > 1 else [(1, True)]
@@ -120,7 +123,7 @@ def _step(
 def _micro_batch(
     part: nn.Module, number: int, plan: Plan, grid: Grid, length: int
 ) -> tuple[int, list[Collective]]:
-    """Forward and backward of one stage.
+    """Run forward and backward of one stage.
 
     Returns:
         the bytes kept in between, and the messages to and from the neighbouring stages.
@@ -157,7 +160,7 @@ def _batch(rows: int, length: int) -> Batch:
 
 
 def _messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: int) -> list[Collective]:
-    """Hidden states one way and their gradient the other; none between stages of one rank."""
+    """Return the messages of hidden states one way and of their gradient back; none within one rank."""
     owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
     there = rank + (owners[other] - owners[stage]) * plan.stage_ranks
     if there == rank:
@@ -169,7 +172,7 @@ def _messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: int) -> 
 
 @contextmanager
 def _saved_bytes(part: nn.Module) -> Iterator[Callable[[], int]]:
-    """Bytes of the storages that autograd keeps inside, parameters left out; each storage once."""
+    """Count the bytes of the storages that autograd saves inside, without parameters; each storage once."""
     own = {_storage(parameter) for parameter in part.parameters()}
     kept: dict[int, int] = {}
 
@@ -196,7 +199,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 @contextmanager
 def _fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group of any size whose operations return at once, as torch tests its own with."""
+    """Open a process group of any size whose operations return at once, as torch tests its own with."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -1,7 +1,7 @@
 """Checks of a job in one process, before any rank is started: for `wanma train --dry-run`.
 
 They are the checks that ranks make, on a model without storage. A user's own model is run on some samples:
-for real where it is small, or where its code looks at values.
+for real where it is small, or where its code reads values.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ from wanma.training.step.early_stopping import check_validation_keys, without_va
 from wanma.training.step.float64_errors import explaining_doubles
 
 SMALL = 10_000_000
-"""Parameters of a user's model, at most, that is run for real without another try: types of elements are
-checked only so."""
+"""Largest number of parameters of a user's model that is run for real without another try.
+
+Dtypes of elements are checked only so.
+"""
 LARGEST = 1 << 30
-"""Parameters, at most, of one that is run for real where it does not run without storage."""
+"""Largest number of parameters of one that is run for real where it does not run without storage."""
 _SAMPLES = 4
 
 
@@ -57,10 +59,10 @@ def preflight(job: Job, plan: Plan) -> list[str]:
     """Refuse a job that no rank could train.
 
     Returns:
-        notes: on keys without effect, and on what was left unchecked.
+        notes: on keys without effect, and on checks that were left out.
 
     Raises:
-        WanmaError: what the ranks would find before their first step, or in it.
+        WanmaError: the ranks would raise it before their first step, or in it.
     """
     request = Request(job, plan)
     data = open_data(job.data, job.train)
@@ -97,7 +99,7 @@ def preflight(job: Job, plan: Plan) -> list[str]:
 
 
 def _check_own(job: Job, plan: Plan, data: Data) -> list[str]:
-    """Check the user's own code that the job names beside model, data and loss; returns notes."""
+    """Check the user's own code that the job names beside model, data and loss; return notes."""
     tried_update(job.train, {}, plan)
     check_metrics(own_metrics(None, job.train.metrics))
     known = ("loss", "perplexity" if data.kind == "tokens" else "accuracy", *job.train.metrics)
@@ -107,7 +109,7 @@ def _check_own(job: Job, plan: Plan, data: Data) -> list[str]:
 
 
 def _parameters(spec: ModelSpec) -> int | None:
-    """Number of a model's parameters; None where it cannot be made without storage."""
+    """Return the number of a model's parameters; None where it cannot be made without storage."""
     try:
         with without_storage():
             return sum(parameter.numel() for parameter in spec.make().parameters())
@@ -157,7 +159,7 @@ def _check_start(model: nn.Module, folder: Path) -> None:
 
 
 def _run(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
-    """Forward, loss and metrics of the first samples of training."""
+    """Run forward, loss and metrics of the first samples of training."""
     model.eval()
     with torch.no_grad(), explaining_doubles(batch, job.train.precision), _cast(job):
         try:
@@ -178,6 +180,6 @@ def _run(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
 
 
 def _cast(job: Job) -> AbstractContextManager[Any]:
-    """The precision of a forward, as ranks compute it."""
+    """Return the autocast of a forward in the job's precision, as ranks compute it."""
     dtype = DTYPES[job.train.precision]
     return torch.autocast("cpu", dtype=dtype) if dtype in LOW else nullcontext()

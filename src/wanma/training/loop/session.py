@@ -1,4 +1,4 @@
-"""wanma inside a user's own loop: `prepare` a module, iterate `batches`, call `step` with the losses.
+"""Training session in a user's own loop: `prepare` a module, iterate `batches`, call `step` with the losses.
 
     def losses(batch):
         return loss(model(*batch.inputs), batch.targets)  # one per sample: reduction="none"
@@ -59,17 +59,21 @@ from wanma.training.run.trainer import Trainer
 from wanma.training.step.early_stopping import check_validation_keys, without_validation
 
 Validated = Losses | tuple[Losses, Mapping[str, Value]]
-"""The losses of a batch; or a pair of these and of metrics by name."""
+"""Losses of a batch; or a pair of these and of metrics by name."""
 LossesOf = Callable[[Batch], Validated]
-"""The user's forward pass: a batch to its losses, in validation perhaps with metrics."""
+"""User's forward pass: a function from a batch to its losses, in validation perhaps with metrics."""
 
 
 class Session:
-    """One rank of a run whose forward pass the user writes.
+    """Run of one rank whose forward pass the user writes.
 
     Args:
-        peak_flops_per_second: of one rank's device; None when unknown.
-        on_start: called when the run begins, after its checkpoint has accepted it, with the model's
+        job: job of the run.
+        plan: plan of the run.
+        worker: context of this rank.
+        grid: device meshes of the plan.
+        peak_flops_per_second: peak rate of one rank's device; None when unknown.
+        on_start: function called when the run begins, after its checkpoint has accepted it, with the model's
             workload if it is known.
         objects: `optimizer` and `schedule` that the user passed in Python.
     """
@@ -101,7 +105,7 @@ class Session:
         self._count = Counting()
         self._identity = Identity()
         self._stopped = False
-        """An orderly stop was asked for."""
+        """True once an orderly stop was asked for."""
         self._saved_at = 0
         self._ended = False
         self._scratch = open_scratch(job, worker)
@@ -109,7 +113,7 @@ class Session:
         self._gathering = GlobalBatch(grid, job.train.global_batch)
         self._dependence: Dependence | None = None
         self._has_lone_samples = False
-        """The first step is to come, and has one sample per micro-batch."""
+        """True before the first step if it has one sample per micro-batch."""
 
     @property
     def device(self) -> torch.device:
@@ -117,23 +121,24 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: the one that prints."""
+        """True on rank 0, which prints."""
         return self.worker.rank == 0
 
     def prepare(self, model: nn.Module, example: Tensor | Sequence[Tensor] | None = None) -> nn.Module:
-        """Spread `model` over the ranks by the job's plan; call it once, before `batches`.
+        """Distribute `model` over the ranks by the job's plan; call it once, before `batches`.
 
-        Every rank must have built it alike (same seed): seed torch with `job.train.seed`. A run that
-        carries on takes up its weights in `batches`, where the data are known too.
+        Every rank must have built it alike (same seed): seed torch with `job.train.seed`. A resumed run takes
+        its weights in `batches`, where the data are known too.
 
         Args:
-            example: positional arguments of the model's forward, dim 0 the samples; only shapes and
-                types count. With them the records tell model FLOPs utilisation, for a loop that runs
-                the model once per batch.
+            model: module that the user has built.
+            example: positional arguments of the model's forward, dim 0 the samples; only shapes and dtypes
+                count. With them the records contain the model FLOPs utilisation, for a loop that runs the
+                model once per batch.
 
         Raises:
-            WanmaError: a second call, no module, one that the plan cannot spread, or an example that
-                the model does not take.
+            WanmaError: a second call, no module, one that the plan cannot distribute, or an example that the
+                model does not take.
         """
         if self._parallel is not None:
             raise WanmaError(
@@ -156,16 +161,16 @@ class Session:
         return self._parallel.module
 
     def batches(self, dataset: Any = None, validate: LossesOf | None = None) -> Iterator[Batch]:
-        """Micro-batches on this rank's device, from the run's position to the job's last step.
+        """Yield micro-batches on this rank's device, from the run's position to the job's last step.
 
         Args:
-            dataset: map-style (`__len__`, `__getitem__`), or a pair (training, validation) of them;
-                default: the job's `[data]`.
-            validate: the losses of a validation batch, as for `step`. Called for all of them when the job
-                says so (`train.validate_every_steps`, and at the end), without gradients, in evaluation
-                mode, on the averaged weights if there are any. It may return a pair, (losses, metrics), with
-                metrics by name: a value per sample or target, (values, mask), (values, weights) or
-                (sum, count).
+            dataset: map-style (`__len__`, `__getitem__`), or a pair (training, validation) of them; default:
+                the job's `[data]`.
+            validate: function that returns the losses of a validation batch, as for `step`. It is called for
+                all of them when the job says so (`train.validate_every_steps`, and at the end), without
+                gradients, in evaluation mode, on the averaged weights if there are any. It may return a pair,
+                (losses, metrics), with metrics by name: a value per sample or target, (values, mask),
+                (values, weights) or (sum, count).
 
         Raises:
             WanmaError: a second call; no model or no data; a checkpoint of another model, other data or
@@ -207,26 +212,27 @@ class Session:
         return self._iteration
 
     def settle(self) -> None:
-        """Wait until no rank computes with the weights any more; every rank calls it.
+        """Wait until no rank computes with the weights; every rank calls it.
 
-        Between an evaluation in a loop of your own and a change of weights by your own hand: ranks of one
-        machine may compute with one copy of them. `step` and `validate` see to it themselves.
+        It belongs between an evaluation in a loop of your own and a change of weights by your own hand: ranks
+        of one machine may compute with one copy of them. `step` and `validate` do it themselves.
 
         Raises:
-            WanmaError: there is no model yet, or one of its modules changed a weight as it computed.
+            WanmaError: there is no model yet, or one of its modules changed a weight in its forward.
         """
         if self._parallel is None:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
         self._parallel.settle()
 
     def losses(self, output: Any, batch: Batch) -> Losses:
-        """The losses that `wanma.train` computes by default of a model's output, for `step` and `validate`.
+        """Return the losses that `wanma.train` computes by default, for `step` and `validate`.
 
-        A model of transformers means `labels` as its own loss does, shifted for a causal language model.
+        A model of transformers interprets `labels` as its own loss does, shifted for a causal language model.
         Otherwise they are the cross entropy of the batch's targets.
 
         Args:
-            output: what the model returns when it is given no labels.
+            output: output of the model when it is given no labels.
+            batch: batch of the output.
 
         Raises:
             WanmaError: there is no model yet, the loss of its class is not known, or the output and the
@@ -237,16 +243,15 @@ class Session:
         return default_losses(self._parallel.module, output, batch)
 
     def step(self, losses: Losses) -> None:
-        """Backward of the current micro-batch; at the step's last one, update, validate, save and record.
+        """Run backward of the current micro-batch; at the step's last one, update, validate, save and record.
 
         Args:
-            losses: one loss per sample or target, leading dimension the batch's rows; or a pair of these
-                and of what counts: a mask, or weights by whose sum theirs is divided.
+            losses: one loss per sample or target, leading dimension the batch's rows; or a pair of these and
+                their weights: a mask, or weights by whose sum theirs is divided.
 
         Raises:
-            WanmaError: a second call for one batch, losses that were averaged already or have no
-                gradient, or the step's numbers are wrong, and train.non_finite or
-                train.spike do not leave such steps out.
+            WanmaError: a second call for one batch, losses that were averaged already or have no gradient, or
+                the step's numbers are wrong, and train.non_finite or train.spike do not leave such steps out.
         """
         current, trainer = self._current, self._trainer
         if trainer is None or current is None or current.done:
@@ -287,10 +292,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of everything; a loop that the user left early is an orderly stop, with a checkpoint.
+        """Close the run; a loop that the user left early is an orderly stop, with a checkpoint.
 
         Raises:
-            WanmaError: that checkpoint could not be saved; or in place of an error of torch's, what it means.
+            WanmaError: that checkpoint could not be saved; or it explains an error of torch's in its place.
         """
         with self._scratch:
             self._leave(failed=kind is not None)
@@ -318,12 +323,12 @@ class Session:
             trainer.close(not left_in_order)
 
     def _samples(self) -> Tensor:
-        """Sample numbers of the current micro-batch."""
+        """Return the sample indices of the current micro-batch."""
         assert self._current is not None
         return self._current.batch.samples
 
     def _begin(self, parallel: Parallel, data: Data) -> Trainer:
-        """The run, from its resume point on."""
+        """Open the run at its resume point."""
         return Trainer(
             self.job,
             self.plan,
@@ -394,7 +399,7 @@ class Session:
         self._stopped = agreement.stop
 
     def _measuring(self, trainer: Trainer, data: Data, losses_of: LossesOf) -> Callable[[], float | None]:
-        """Validation by the user's own forward pass."""
+        """Return the validation function over the user's own forward pass."""
         metrics = GivenMetrics()
 
         def evaluate(batches: Iterable[Batch]) -> tuple[Tensor, ...]:
@@ -414,10 +419,13 @@ class Session:
     def _losses_of(
         self, trainer: Trainer, losses_of: LossesOf, batch: Batch, metrics: GivenMetrics | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, number of targets) of a batch, by the user's own forward pass.
+        """Return (sum of the losses, number of targets) of a batch, by the user's own forward pass.
 
         Args:
-            metrics: adds up those of the batch.
+            trainer: this rank's run.
+            losses_of: user's forward pass.
+            batch: batch of samples.
+            metrics: sums of the metrics to which those of the batch are added.
         """
         draws, module = trainer.state.parallel.draws, trainer.state.parallel.module
         with draws.forward(module, batch.samples) as forward:
@@ -437,7 +445,7 @@ class Session:
 
 
 class _Current:
-    """The micro-batch that the user is at."""
+    """Current micro-batch of the user's loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a command tells its workers. Free of torch: the command line makes one too."""
+"""Request to train a job, sent to its workers. Free of torch: the command line makes one too."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from wanma.job.sections.job import Job
 
 @dataclass(frozen=True)
 class Request:
-    """A job to train under a plan."""
+    """Job to train under a plan, with the objects that a user passed in Python."""
 
     job: Job
     plan: Plan
     flops_per_sample: float | None = None
     """Model FLOPs of one sample, forward and backward."""
     peak_flops_per_second: float | None = None
-    """Of one rank's device."""
+    """Peak FLOP/s of one rank's device; None when unknown."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """Objects that a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function),
-    `metrics` (functions by name), `optimizer` (its factory), `schedule` (a function)."""
+    """Objects that a user passed in Python, by kind.
+
+    `model` (an nn.Module), `data` (a dataset), `loss` (a function), `metrics` (functions by name),
+    `optimizer` (its factory), `schedule` (a function).
+    """
     parameter_hooks: dict[str, Any] = field(default_factory=dict)
     """Hooks of that model's parameters, which are sent without them."""
     seeded: bool = False
-    """The user's program has seeded torch, so that it makes the same model when it runs again."""
+    """True if the user's program has seeded torch, so that it makes the same model when it runs again."""

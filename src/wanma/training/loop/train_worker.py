@@ -1,4 +1,4 @@
-"""Entry of a worker process: from a request to a trained model.
+"""Entry point of a worker process: from a request to a trained model.
 
 The supervisor calls `train_worker` in every rank; `train` is the same with the request at hand.
 """
@@ -48,11 +48,12 @@ from wanma.training.step.forward_backward import ForwardBackward
 
 
 def train_worker(worker: Worker, payload: bytes) -> None:
-    """Entry for the supervisor.
+    """Train the job of a pickled request; the supervisor calls it in every rank.
 
     Args:
-        payload: a pickled `Request`. It comes through an inherited descriptor from the very command
-            that started this process, never from a file that somebody could have left.
+        worker: context of this rank.
+        payload: pickled `Request`. It comes through an inherited descriptor from the very command that
+            started this process, never from a file that somebody could have left.
     """
     train(worker, pickle.loads(payload))
 
@@ -124,12 +125,12 @@ def train(worker: Worker, request: Request) -> str:
 
 
 def longest_silence(job: Job) -> float:
-    """Seconds that the supervisor may wait for a sign of life."""
+    """Return the seconds that the supervisor may wait for a sign of life."""
     return max(job.cluster.hang_seconds, job.cluster.start_seconds)
 
 
 def choose_spec(request: Request, data: Any) -> ModelSpec:
-    """The model that the user passed, or the one that the job describes."""
+    """Return the model that the user passed, or the one that the job describes."""
     model = request.objects.get("model")
     if model is not None:
         register_hooks(model, request.parameter_hooks)
@@ -145,7 +146,7 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
 
 
 def loss_fingerprint(request: Request) -> str:
-    """Fingerprint of the loss that the user passed or named."""
+    """Return the fingerprint of the loss that the user passed or named."""
     function = own_loss(request)
     return DEFAULT_LOSS if function is None else code_fingerprint(function)
 
@@ -153,9 +154,9 @@ def loss_fingerprint(request: Request) -> str:
 def choose_loss(
     request: Request, spec: ModelSpec, data: Data, parallel: Parallel, device: torch.device
 ) -> LossFunction:
-    """The loss that the user passed or named; else that of the model's own library, or cross entropy.
+    """Return the loss that the user passed or named; else that of the model's own library, or cross entropy.
 
-    Data whose samples have `labels` are told what the model means by them.
+    Data whose samples have `labels` are told how the model interprets them.
     """
     function = own_loss(request)
     if function is not None:
@@ -171,8 +172,10 @@ def has_own_metrics(request: Request) -> bool:
 
 
 def choose_metrics(request: Request, data: Data, loss: LossFunction) -> Metrics:
-    """The metrics that the user passed or named; beside them accuracy, where there are images or the default
-    loss tells classes apart."""
+    """Return the metrics that the user passed or named, and accuracy for classes.
+
+    Accuracy belongs to images, and to own data whose loss distinguishes classes.
+    """
     functions = own_metrics(request.objects.get("metrics"), request.job.train.metrics)
     own = own_loss(request)
     tells_classes = isinstance(loss, Classification | SampleLabels) or isinstance(own, nn.CrossEntropyLoss)
@@ -183,7 +186,7 @@ def choose_metrics(request: Request, data: Data, loss: LossFunction) -> Metrics:
 
 
 def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackward) -> Checked | None:
-    """A model or loss that may couple samples; None where both are wanma's."""
+    """Return a model or loss that may couple samples; None where both are wanma's."""
     loss = own_loss(request)
     if spec.kind != "custom" and loss is None:
         return None
@@ -196,7 +199,7 @@ def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackwar
 
 
 def own_loss(request: Request) -> Any:
-    """The loss that the user passed or named; None if there is none."""
+    """Return the loss that the user passed or named; None if there is none."""
     function = request.objects.get("loss")
     if function is None and request.job.model.loss is not None:
         function = import_object(request.job.model.loss, "model.loss")

@@ -1,4 +1,4 @@
-"""The loop of a whole job: next batch, forward-backward, finish the step, perhaps validate and save."""
+"""Training loop of a job: next batch, forward-backward, finish the step, perhaps validate and save."""
 
 from __future__ import annotations
 
@@ -23,18 +23,24 @@ from wanma.training.step.forward_backward import ForwardBackward
 from wanma.training.step.parameter_update import Agreement
 
 Evaluate = Callable[[Iterable[Batch]], tuple[Tensor, ...]]
-"""Over this rank's batches, without gradients: (sum of losses, targets), and sum and count of each metric."""
+"""Function over this rank's batches, without gradients, that returns sums.
+
+(sum of losses, targets), then sum and count of each metric.
+"""
 
 
 def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, gathering: GlobalBatch) -> str:
     """Train from the trainer's position to the end of the job.
 
     Args:
-        gathering: for losses that see a whole global batch.
+        trainer: this rank's run.
+        data: samples of the job.
+        forward_backward: forward and backward of a step.
+        gathering: gatherer for losses that see the entire global batch.
 
     Returns:
         "finished", or "interrupted" when an orderly stop was asked for, which both leave a checkpoint; or
-        "paused", when others are to go on from here at once.
+            "paused", when a resize continues from here at once.
     """
     job, state, phases = trainer.job, trainer.state, trainer.phases
     progress = trainer.worker.control.progress
@@ -80,7 +86,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
 
 
 def broken_samples(data: Data, batches: Iterable[Batch]) -> list[str]:
-    """Names of the samples that have a NaN or infinity among their inputs or targets."""
+    """Return the names of the samples that have a NaN or infinity among their inputs or targets."""
     return [data.sample_name(number) for batch in batches for number in not_finite(batch)]
 
 
@@ -88,10 +94,12 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
     """Validate and save where the job says so, and record the step that was just finished.
 
     Args:
+        trainer: this rank's run.
+        agreement: numbers of the step.
         measure: validates, and returns the metric by which checkpoints are compared, if there is one.
 
     Returns:
-        whether the state was saved.
+        True if the state was saved.
     """
     job, step = trainer.job, trainer.state.step
     last = step == job.train.steps or agreement.stop
@@ -117,12 +125,16 @@ def validate(
     gathering: GlobalBatch,
     names: Callable[[], Sequence[str]],
 ) -> float | None:
-    """Mean loss over the job's fixed validation samples, with the averaged weights where there are any, or
-    with those that all sites share.
+    """Compute the mean loss over the job's fixed validation samples, and the metrics.
+
+    The averaged weights are evaluated where there are any, or those that all sites share.
 
     Args:
-        gathering: for losses that see a whole global batch.
-        names: of the metrics, called when they have been computed.
+        trainer: this rank's run.
+        data: samples of the job.
+        evaluate: function that evaluates this rank's batches.
+        gathering: gatherer for losses that see the entire global batch.
+        names: returns the names of the metrics; called when they have been computed.
 
     Returns:
         the metric by which checkpoints are compared, or None when the data has no validation part.
@@ -172,7 +184,7 @@ def try_metrics(
 
 @contextmanager
 def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode for a while; what a user keeps in that mode stays there afterwards."""
+    """Set modules to evaluation mode within the context; modules in that mode before stay there."""
     were = {module: module.training for part in parts for module in part.modules()}
     try:
         for part in parts:
@@ -188,8 +200,11 @@ def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
 def _validation_batches(
     trainer: Trainer, data: Data, count: int, gathering: GlobalBatch
 ) -> Generator[Batch, None, None]:
-    """This rank's rows of `count` samples. Where a global batch is one micro-batch, they are cut into global
-    batches first: a loss that gathers them then compares the same samples on every layout."""
+    """Yield this rank's rows of `count` validation samples.
+
+    Where a global batch is one micro-batch, they are cut into global batches first: a loss that gathers them
+    then compares the same samples on every layout.
+    """
     plan, whole = trainer.plan, trainer.job.train.global_batch
     if plan.pp > 1 or plan.accumulation(whole) > 1:
         whole = count

@@ -1,4 +1,4 @@
-"""The metric of validation by which `checkpoint.keep_best` chooses."""
+"""Validation metric by which `checkpoint.keep_best` chooses checkpoints."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from wanma.job.sections.checkpoint import CheckpointSection
 
 
 def best_rule(section: CheckpointSection) -> BestBy:
-    """The job's metric and its direction."""
+    """Return the job's metric and its direction."""
     return BestBy(section.best_metric, section.best_mode)
 
 
 def best_value(section: CheckpointSection, metrics: Mapping[str, float]) -> float:
-    """The value of that metric, of one validation.
+    """Return the value of the job's metric in one validation.
 
     Raises:
         JobError: there is no such metric.
@@ -28,11 +28,12 @@ def check_best_metric(section: CheckpointSection, known: Iterable[str] | None, s
     """Refuse to compare checkpoints by a metric that validation does not give.
 
     Args:
+        section: `[checkpoint]` of the job.
         known: names of the metrics; None: not known yet.
-        samples: of the validation data.
+        samples: number of validation samples.
 
     Raises:
-        JobError: names the key.
+        JobError: it names the key.
     """
     if section.best_metric == "loss":
         return
@@ -49,10 +50,12 @@ def check_metric(key: str, name: str, known: Iterable[str]) -> None:
     """Refuse a metric that is not among those of validation.
 
     Args:
-        key: of the job, which names it.
+        key: key of the job that names the metric.
+        name: name of the metric.
+        known: names of the metrics of validation.
 
     Raises:
-        JobError: names those that there are.
+        JobError: it names the known ones.
     """
     if name not in (names := list(known)):
         raise JobError(

@@ -1,14 +1,14 @@
 """Cross entropy of a large vocabulary without a full-precision copy of the logits.
 
-Logits stay in the precision the model computed them in; each block of rows is brought to fp32 while
-it is in the cache, in forward for the loss and once more in backward for the gradient. Against
-`F.cross_entropy(logits.float())` this saves two tensors of the size of the fp32 logits and about
-five passes over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators). Where
-nobody else wants the logits, their gradient takes their place.
+Logits stay in the precision in which the model computed them; each block of rows is brought to fp32 while it
+is in the cache, in forward for the loss and once more in backward for the gradient. Against
+`F.cross_entropy(logits.float())` this saves two tensors of the size of the fp32 logits and about five passes
+over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators). Where nobody else reads
+the logits, their gradient takes their place.
 
-Logits that tensor parallelism split over the vocabulary stay split: each rank finds the log-sum-exp of
-its own classes and, where it holds it, the target's logit; two all-reduces of a number or two per row
-make the loss of them, and backward needs none (the idea of Shoeybi et al. 2019, section 3).
+Logits that tensor parallelism split over the vocabulary stay split: each rank finds the log-sum-exp of its
+own classes and, where it holds it, the target's logit; two all-reduces of a number or two per row make the
+loss of them, and backward needs none (the idea of Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
 
 _PRODUCTS = {"MmBackward0", "AddmmBackward0"}
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "_ToTorchTensorBackward", "_FromTorchTensorBackward"}
-"""What autograd calls the makers of tensors for whose backward the tensor itself is not needed."""
+"""Names of autograd nodes whose backward does not need their result: matrix products, and views of them."""
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, spend: bool = False) -> Tensor:
-    """Sum over targets of the cross entropy, in at least fp32.
+    """Return the sum of the cross entropy over targets, in at least fp32.
 
     Args:
-        logits: (..., classes); or a DTensor of them whose last dim is split evenly over a mesh of one axis.
-        targets: (...), int64; `IGNORED` ones count nothing, others must be classes. Whole on every rank.
-        spend: nobody reads the logits after this. In backward their gradient is then written over them, if a
-            matrix product has made them, whose backward does not need them either. Were one wrong about an
-            operation of autograd's, its backward would refuse: tensors count how often they are changed.
+        logits: (..., classes); or a DTensor of them whose last dim is split evenly over a one-dimensional
+            mesh.
+        targets: (...), int64; `IGNORED` ones count nothing, others must be classes. Replicated on every rank.
+        spend: true if nobody reads the logits after this. In backward their gradient is then written over
+            them, if a matrix product has made them, whose backward does not need them either. Were this wrong
+            about an operation of autograd's, its backward would refuse: tensors count their changes.
 
     Returns:
         the same on every rank that holds a part of the logits.
@@ -103,7 +104,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Column of each row's target among a rank's `classes`, and whether it is there at all.
+    """Return the column of each row's target among a rank's `classes`, and a flag that it is there.
 
     A class beyond the vocabulary keeps a column beyond the last rank's, which gather refuses, as it does a
     negative one.
@@ -120,7 +121,7 @@ def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> 
 def _over_the_vocabulary(
     normalizers: Tensor, chosen: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """From each rank's log-sum-exp and chosen logit to those of the whole vocabulary."""
+    """Combine each rank's log-sum-exp and chosen logit into those of the full vocabulary."""
     largest = normalizers.clone()
     with waiting("tensor"):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -131,7 +132,7 @@ def _over_the_vocabulary(
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Runs of rows that together fill the cache."""
+    """Return slices of rows, each of which fills the cache."""
     rows, classes = logits.shape
     size = max(_BLOCK_ELEMENTS["cpu" if logits.device.type == "cpu" else "cuda"] // max(classes, 1), 1)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -1,4 +1,4 @@
-"""A check in the first backward that losses depend on no weights but the model's, which alone are trained."""
+"""Check in the first backward that losses depend on no weights but the model's, which alone are trained."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ NOT_TRAINED = (
 def refuse_own_weights(losses: Tensor, outputs: Iterable[Tensor], parallel: Parallel, rows: int) -> None:
     """Refuse losses whose gradient reaches weights that are not the model's.
 
-    It follows the graph of the losses as far as the model's outputs. A tensor (rows, ...) is taken for an
-    input whose gradient is wanted, as for a penalty.
+    It follows the graph of the losses as far as the model's outputs. A tensor (rows, ...) counts as an input
+    whose gradient is needed, as for a penalty.
 
     Args:
-        losses: with a gradient.
-        outputs: of the model.
-        rows: of the micro-batch.
+        losses: losses with a gradient.
+        outputs: outputs of the model.
+        parallel: this rank's part of the model.
+        rows: rows of the micro-batch.
 
     Raises:
-        JobError: there are some; names their shapes.
+        JobError: there are such weights; it names their shapes.
     """
     of_model = {id(tensor) for tensor in parallel.computing()}
     found = [
@@ -52,7 +53,7 @@ def refuse_own_weights(losses: Tensor, outputs: Iterable[Tensor], parallel: Para
 
 
 def _leaves(losses: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors at which the graph of the losses ends, without what lies behind the outputs."""
+    """Return the tensors at which the graph of the losses ends, without those behind the outputs."""
     seen: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None}
     waiting: list[Any] = [losses.grad_fn]
     found = []

@@ -1,4 +1,4 @@
-"""Losses as sums with their target counts, so that only the global batch divides (law 1)."""
+"""Losses as sums with their target counts, so that only the global batch divides."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from wanma.training.loss.cross_entropy import cross_entropy_sum
 from wanma.training.loss.target_counting import Counting, Losses, UserLoss
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
-"""(model output, batch) -> (sum of the losses of real targets, their number)."""
+"""Function (model output, batch) -> (sum of the losses of real targets, their number)."""
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Cross entropy: the loss of text, labelled images, and of own data by default."""
+    """Cross entropy: the loss of text, labelled images, and by default of a user's own data."""
 
     spend: bool = False
-    """As of `cross_entropy_sum`."""
+    """True if the logits may be overwritten in backward, as in `cross_entropy_sum`."""
     classes_last: bool = False
-    """Logits are known to be (..., classes). Otherwise those of more than two dims may also be (rows,
-    classes, ...), as torch has them: their shape beside the targets' tells, or they are refused."""
+    """True if logits are known to be (..., classes).
+
+    Otherwise those of more than two dims may also be (rows, classes, ...), as torch has them: the targets'
+    shape decides, or they are refused.
+    """
 
     def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of real targets, and their number.
+        """Return the sum of the losses of real targets, and their number.
 
         Raises:
-            WanmaError: the output has no logits, logits that do not fit the targets, or targets that
-                are no classes of theirs.
+            WanmaError: the output has no logits, logits that do not fit the targets, or targets that are no
+                classes of theirs.
         """
         loss = self.sum(self._logits(output, batch), batch.targets, class_range([batch]))
         return loss, (batch.targets != IGNORED).sum()
 
     def losses(self, output: Any, batch: Batch) -> Losses:
-        """One loss per target, and which of them count."""
+        """Return one loss per target, and a mask of the targets that count."""
         arranged = self._checked(self._logits(output, batch), batch.targets, class_range([batch]))
         precise = arranged.to(torch.promote_types(arranged.dtype, torch.float32))
         classes = batch.targets.long().flatten()
@@ -51,10 +54,12 @@ class Classification:
         return losses.view(batch.targets.shape), batch.targets != IGNORED
 
     def sum(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None = None) -> Tensor:
-        """Sum of the losses of targets that are not `IGNORED`.
+        """Return the sum of the losses of targets that are not `IGNORED`.
 
         Args:
-            classes: least and largest of the targets, if known.
+            logits: logits of the model.
+            targets: classes.
+            classes: smallest and largest class of the targets, if known.
         """
         return cross_entropy_sum(self._checked(logits, targets, classes), targets.long(), spend=self.spend)
 
@@ -70,7 +75,7 @@ class Classification:
         return logits
 
     def _checked(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None) -> Tensor:
-        """Logits (..., classes) that fit the targets."""
+        """Return logits (..., classes) that fit the targets."""
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise WanmaError(
                 f"the targets are {targets.dtype}, but cross entropy, the default loss, is of classes",
@@ -87,7 +92,7 @@ class Classification:
         return arranged
 
     def _arranged(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """(..., classes) of logits that may be (rows, classes, ...)."""
+        """Return logits (..., classes) of logits that may be (rows, classes, ...)."""
         shape = tuple(logits.shape)
         last = shape[:-1] == tuple(targets.shape)
         second = not self.classes_last and len(shape) > 2 and shape[:1] + shape[2:] == tuple(targets.shape)
@@ -111,21 +116,21 @@ class Classification:
 
 
 def classification_loss(output: Any, batch: Batch, *, spend: bool = False) -> tuple[Tensor, Tensor]:
-    """`Classification` of logits whose classes are the last dim."""
+    """Return the loss of `Classification` for logits whose classes are the last dim."""
     return Classification(spend, classes_last=True)(output, batch)
 
 
 def class_range(batches: Iterable[Batch]) -> tuple[int, int] | None:
-    """Least and largest class among the targets of some batches; None where none is known."""
+    """Return the smallest and largest class among the targets of some batches; None where none is known."""
     known = [batch.class_range for batch in batches if batch.class_range is not None]
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
 def logits_of(output: Any) -> Tensor:
-    """A model's logits: its output, or what this has under that name, as in models of transformers.
+    """Return a model's logits: its output, or its `logits`, as in models of transformers.
 
     Raises:
-        WanmaError: there are none.
+        WanmaError: the output has no logits.
     """
     logits = _logits(output)
     if logits is None:
@@ -139,7 +144,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def right_classes(output: Any, targets: Tensor) -> Tensor | int:
-    """Number of samples whose largest logit is that of their class; 0 where that means nothing."""
+    """Return the number of samples whose largest logit is that of their class; 0 without classes."""
     logits = _logits(whole_output(output))
     if targets.ndim != 1 or targets.is_floating_point() or logits is None or logits.ndim != 2:
         return 0
@@ -150,7 +155,9 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
     """Wrap a user's per-target loss, so that padding rows count nothing.
 
     Args:
-        by_position: ranks share each sample's sequence, so losses must be those of single positions.
+        function: user's loss.
+        by_position: true if ranks share each sample's sequence, so that losses must be those of single
+            positions.
     """
     count = Counting(function)
 
@@ -182,10 +189,12 @@ def require_one_target(batch: Batch, what: str, way_out: str) -> None:
     """Refuse samples whose target is a dict.
 
     Args:
-        what: takes one tensor.
+        batch: batch of samples.
+        what: name of the feature that takes one tensor.
+        way_out: advice for the user.
 
     Raises:
-        WanmaError: names the keys.
+        WanmaError: it names the keys.
     """
     if batch.named_targets is not None:
         raise WanmaError(
@@ -195,12 +204,12 @@ def require_one_target(batch: Batch, what: str, way_out: str) -> None:
 
 
 def whole_output(output: Any) -> Any:
-    """A model's output for code that knows no ranks: logits that are split over the vocabulary, gathered."""
+    """Gather logits that are split over the vocabulary, for code that knows no ranks; return others as is."""
     return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 def _refuse_unknown_labels(output: Any, batch: Batch) -> None:
-    """Refuse labels of a module that wraps a model of transformers, which may mean them shifted or not."""
+    """Refuse labels of a module that wraps a transformers model: it is unknown whether they are shifted."""
     of_transformers = any(kind.__name__ == "ModelOutput" for kind in type(output).__mro__)
     if of_transformers and batch.target_key in LABEL_KEYS:
         raise WanmaError(

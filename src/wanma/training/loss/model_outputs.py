@@ -1,4 +1,4 @@
-"""The tensors of what a model puts out: in tuples, dicts, dataclasses and objects with attributes."""
+"""Traversal of the tensors of a model's output: tuples, dicts, dataclasses and objects with attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """The same structure with `change` applied to every tensor; objects with attributes are copied."""
+    """Return the same structure with `change` applied to every tensor; objects with attributes are copied."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -30,7 +30,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """All tensors of an output, in its order."""
+    """Return all tensors of an output, in its order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layouts that cannot compute every loss: pipelines and context parallelism."""
+"""Refusal of losses that pipelines or context parallelism cannot compute."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ _OTHERS = "dp_replicate, dp_shard and tp take any loss"
 
 
 def refuse_loss(plan: Plan, data: Data, has_loss: bool, first: Callable[[], Batch]) -> None:
-    """Refuse a loss of one's own, or several targets, under a plan that cannot compute it.
+    """Refuse a user's own loss, or several targets, under a plan that cannot compute it.
 
     Args:
-        has_loss: the user has given one.
-        first: gives a batch of `data`; called where samples may have several targets.
+        plan: plan of the run.
+        data: samples of the job.
+        has_loss: true if the user has given a loss.
+        first: returns a batch of `data`; called where samples may have several targets.
 
     Raises:
-        JobError: names the axis, the reason and the way out.
+        JobError: it names the mesh dimension, the reason and the way out.
     """
     if plan.pp == plan.cp == 1:
         return

@@ -1,4 +1,4 @@
-"""A loss of the user's, made ready for a rank, and refused where it would train or remember by itself."""
+"""Preparation of a user's loss for a rank, and refusal of one that would train or keep state by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTO_THE_MODEL = f"{INTO_THE_MODEL}; then loss=lambda output, targets: output"
 
 
 def check_loss(loss: object) -> None:
-    """Refuse what is given as a loss and is none.
+    """Refuse an object that is no loss.
 
     Raises:
         JobError: a class, something that cannot be called, or a module with parameters to train.
@@ -43,16 +43,19 @@ def check_loss(loss: object) -> None:
 
 
 def ready_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The loss on a rank's device.
+    """Prepare the loss on a rank's device.
 
     Gradients that reach weights which only the loss holds are an error in the first backward, before any
     update; so is a module whose buffers change in its first forward.
 
     Args:
-        dtype: the job's precision, if wider than what the user's program works in.
+        loss: user's loss.
+        model: module that is trained.
+        device: device of this rank.
+        dtype: the job's precision, if wider than that of the user's program.
 
     Raises:
-        JobError: as of `check_loss`.
+        JobError: the object is no loss (`check_loss`).
     """
     check_loss(loss)
     if isinstance(loss, nn.Module):
@@ -66,7 +69,7 @@ def ready_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.d
 
 
 class _Remembering:
-    """A loss with buffers; refuses them to change in its first call."""
+    """Loss with buffers that must not change in its first call."""
 
     def __init__(self, loss: nn.Module) -> None:
         self._loss = loss
@@ -99,7 +102,7 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
 
 
 def _weights(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Parameters and tensors that a function, a bound method or an object holds."""
+    """Yield the parameters and tensors that a function, a bound method or an object holds."""
     if id(thing) in seen:
         return
     seen.add(id(thing))

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step."""
+"""Learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from wanma.job.sections.job import TrainSection
 
 
 def rates(train: TrainSection, share: Callable[[int], float] | None) -> Callable[[int], float]:
-    """Learning rate by optimizer step (from 0).
+    """Return the function from an optimizer step (from 0) to its learning rate.
 
     Args:
-        share: of the peak, as the user has it; None: the job's schedule.
+        train: `[train]` of the job.
+        share: user's schedule: step -> share of the peak; None: the job's schedule.
     """
     if share is None:
         return lambda step: learning_rate(step, train)
@@ -20,7 +21,7 @@ def rates(train: TrainSection, share: Callable[[int], float] | None) -> Callable
 
 
 def learning_rate(step: int, train: TrainSection) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then decay to the final share of the peak."""
+    """Return the rate of step `step` (from 0): linear warm-up, then decay to the final share of the peak."""
     peak, final = train.learning_rate, train.learning_rate * train.final_learning_rate_share
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps

@@ -2,7 +2,7 @@
 
 A step is skipped also where an element of the summed gradient is so large that fp16 may not have held it.
 Which numbers overflow depends on the layout: a rank adds up the gradients of its micro-batch in fp16, while
-sums over micro-batches and ranks are in fp32. The sum over the whole batch is the same on all layouts.
+sums over micro-batches and ranks are in fp32. The sum over the entire batch is the same on all layouts.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from wanma.job.sections.job import TrainSection
 GROWTH_INTERVAL = 2000
 """Steps without overflow after which the scale doubles."""
 LARGEST = 65504.0 / 4
-"""Element of a scaled gradient, a quarter of what fp16 holds: sums over parts of a batch may be larger than
-the sum over all of it."""
+"""Largest allowed element of a scaled gradient: a quarter of the largest fp16 number.
+
+Sums over parts of a batch may be larger than the sum over all of it.
+"""
 SMALLEST = 1.0
-"""A gradient that overflows at this scale is not the scale's fault."""
+"""Smallest scale; a gradient that overflows at it is not the scale's fault."""
 
 
 @dataclass
 class LossScale:
-    """Every rank holds the same value, because overflow is judged on the global norm."""
+    """Loss scale of a run, the same on every rank, because overflow is judged on the global norm."""
 
     value: float
     enabled: bool
@@ -34,7 +36,7 @@ class LossScale:
         return cls(train.loss_scale if enabled else 1.0, enabled)
 
     def is_too_large_for(self, largest: float) -> bool:
-        """Return whether a smaller scale is needed for gradients of which this is the largest element."""
+        """Return whether gradients with this largest element need a smaller scale."""
         return self.value > SMALLEST and largest > LARGEST
 
     def overflowed(self) -> None:

@@ -1,4 +1,4 @@
-"""Where optimizer state waits between updates, when a plan keeps it from the device."""
+"""Offload of optimizer state to host memory or disk between updates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from wanma.parallel.memory.disk_pool import Scratch
 
 
 class StateHome:
-    """Brings the state of one optimizer at a time to its parameters' device, and away again.
+    """Offload of optimizer state, which returns to the device for the update of one optimizer at a time.
 
-    State on disk is updated where it is if its parameters are on the CPU. Between updates what an
-    optimizer holds is at home, where checkpoints read and write it.
+    State on disk is updated in place if its parameters are on the CPU. Between updates an optimizer holds the
+    offloaded tensors, which checkpoints read and write.
     """
 
     def __init__(self, place: Offload, scratch: Scratch | None) -> None:
@@ -31,7 +31,7 @@ class StateHome:
 
     @contextmanager
     def visit(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer's state is where its parameters are.
+        """Move the optimizer's state to its parameters' device, within the context.
 
         Raises:
             WanmaError: the disk is full.
@@ -49,7 +49,7 @@ class StateHome:
             self._scratch.rest()
 
     def _home(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        """`value` at home."""
+        """Return `value` in its offload target."""
         local = local_part(value)
         if self._place == "nothing" or (self._place == "host" and local.device.type == "cpu"):
             return value
@@ -68,7 +68,11 @@ class StateHome:
 
 
 def state_home(plan: Plan, scratch: Scratch | None) -> StateHome | None:
-    """What `plan` asks for; None where state stays, and parameters are no files to let go of."""
+    """Create the offload that `plan` asks for.
+
+    Returns:
+        None where state stays on the device, and no parameters on disk hold memory to release.
+    """
     if plan.offload_optimizer == "nothing" and plan.offload_parameters != "disk":
         return None
     return StateHome(plan.offload_optimizer, scratch)
@@ -79,5 +83,5 @@ def _with_shape(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _like(value: Tensor, local: Tensor) -> Tensor:
-    """`local` with the placements of `value`, on whatever device it is."""
+    """Return `local` with the placements of `value`, on whatever device it is."""
     return DTensor(local, value._spec, requires_grad=False) if isinstance(value, DTensor) else local

@@ -1,7 +1,7 @@
-"""Optimizers and schedules of the user's: made by a factory, examined on small tensors before the first step.
+"""User's optimizers and schedules: made by a factory, examined on small tensors before the first step.
 
-What an optimizer couples decides where it may run. One that computes element by element updates any shard;
-one that looks at whole tensors, or at several, must have them whole.
+The coupling of an optimizer decides where it may run. One that computes element by element updates any shard;
+one that reads full tensors, or several, must have them complete.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from wanma.job.sections.job import TrainSection
 from wanma.job.user_frames import users_line
 
 Reach = Literal["elements", "tensors", "model"]
-"""Scope that one element's update depends on: itself alone, its whole tensor, or other tensors too."""
+"""Scope that one element's update depends on: itself alone, its complete tensor, or other tensors too."""
 Schedule = Callable[[int], float]
-"""Optimizer step (from 0) -> share of `train.learning_rate`."""
+"""Function: optimizer step (from 0) -> share of `train.learning_rate`."""
 
 _CLOSE = 1e-5
 
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """A user's optimizer, by its factory.
+    """User's optimizer, by its factory.
 
     Attributes:
-        make: (parameter groups, keyword arguments) -> optimizer.
+        name: name of the factory for messages.
+        make: function (parameter groups, keyword arguments) -> optimizer.
+        arguments: keyword arguments of the factory.
     """
 
     name: str
@@ -43,7 +45,7 @@ class OwnOptimizer:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, groups: list[dict[str, Any]], rate: float) -> Optimizer:
-        """The optimizer of some groups, each of which brings its `lr`.
+        """Make the optimizer of some groups, each of which has its `lr`.
 
         Raises:
             JobError: the factory fails, or does not take the groups as they are.
@@ -85,11 +87,11 @@ class OwnUpdate:
 
 
 NONE_OWN = OwnUpdate()
-"""The job's optimizer and schedule."""
+"""Optimizer and schedule of a job without the user's own."""
 
 
 def own_update(train: TrainSection, objects: Mapping[str, Any]) -> OwnUpdate:
-    """The optimizer and the schedule that the user passed or the job names.
+    """Return the optimizer and the schedule that the user passed or the job names.
 
     Raises:
         JobError: one cannot be imported or called, or is given twice.
@@ -112,9 +114,10 @@ def own_update(train: TrainSection, objects: Mapping[str, Any]) -> OwnUpdate:
 
 
 def check_factory(factory: object) -> None:
-    """
+    """Refuse an object that is no factory of an optimizer.
+
     Raises:
-        JobError: no factory of an optimizer.
+        JobError: it is an optimizer already, or cannot be called.
     """
     if isinstance(factory, Optimizer):
         raise JobError(
@@ -129,10 +132,10 @@ def check_factory(factory: object) -> None:
 
 
 def check_schedule(schedule: object, steps: int) -> Schedule:
-    """A schedule as a function of the step alone.
+    """Return a schedule as a function of the step alone.
 
     Raises:
-        JobError: it is none, or remembers what it was asked before.
+        JobError: it is no schedule, or its result depends on earlier calls.
     """
     kind = schedule if isinstance(schedule, type) else type(schedule)
     if not callable(schedule) or issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
@@ -166,10 +169,10 @@ def check_schedule(schedule: object, steps: int) -> Schedule:
 
 
 def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
-    """Refuse a plan that cuts what the optimizer must have whole.
+    """Refuse a plan that splits tensors which the optimizer needs in full.
 
     Raises:
-        JobError: names the axis.
+        JobError: it names the mesh dimension.
     """
     if reach == "elements":
         return
@@ -195,7 +198,7 @@ def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
 
 
 def reach_of(optimizer: OwnOptimizer) -> Reach:
-    """Find out on small tensors what the optimizer couples.
+    """Determine on small tensors which elements the optimizer couples.
 
     Raises:
         JobError: it fails, or draws random numbers, which would differ between ranks.
@@ -232,7 +235,7 @@ def reach_of(optimizer: OwnOptimizer) -> Reach:
 
 
 def _updated(optimizer: OwnOptimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
-    """`values` after a step with each of `gradients`."""
+    """Return `values` after a step with each of `gradients`."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     made = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
     for step in gradients:
@@ -243,7 +246,7 @@ def _updated(optimizer: OwnOptimizer, values: list[Tensor], gradients: list[list
 
 
 def take_step(name: str, optimizer: Optimizer) -> None:
-    """One update.
+    """Make one update.
 
     Raises:
         JobError: the user's code fails.
@@ -270,7 +273,7 @@ def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _parameters(function: Any) -> list[str]:
-    """Names of a callable's parameters; none where they cannot be read."""
+    """Return the names of a callable's parameters; none where they cannot be read."""
     try:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""A user's optimizer on trial, before the first step: where it may run, and whether it carries on exactly."""
+"""Trial of a user's optimizer before the first step: supported layouts, and exact continuation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from wanma.training.optimizer.user_optimizer import (
 )
 
 _STEPS = 2
-"""Updates before and after a checkpoint."""
+"""Number of updates before and after a checkpoint."""
 
 
 def tried_update(train: TrainSection, objects: Mapping[str, Any], plan: Plan) -> OwnUpdate:
-    """The optimizer and schedule of the user's, if there are any, fit for the plan.
+    """Return the user's optimizer and schedule, if there are any, after a trial under the plan.
 
     Raises:
-        JobError: as of `own_update` and `try_optimizer`.
+        JobError: one cannot be used (`own_update`, `try_optimizer`).
     """
     own = own_update(train, objects)
     if own.optimizer is not None:
@@ -41,10 +41,10 @@ def try_optimizer(own: OwnOptimizer, train: TrainSection, plan: Plan) -> Reach:
     """Examine an optimizer on small tensors.
 
     Returns:
-        what it couples.
+        the scope that one element's update depends on.
 
     Raises:
-        JobError: it fails, cannot run under the plan, or keeps what no checkpoint has.
+        JobError: it fails, cannot run under the plan, or keeps state that no checkpoint has.
     """
     reach = reach_of(own)
     refuse_split(own, reach, plan)
@@ -72,7 +72,7 @@ def try_optimizer(own: OwnOptimizer, train: TrainSection, plan: Plan) -> Reach:
 
 
 class _Trial:
-    """One small matrix and its updates."""
+    """Small matrix and its updates by the optimizer."""
 
     def __init__(self, own: OwnOptimizer, train: TrainSection, value: Tensor) -> None:
         self.parameter = nn.Parameter(value.clone())

@@ -1,4 +1,4 @@
-"""An exponential average of the weights, sharded as they are."""
+"""Exponential moving average of the weights, sharded as they are."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from wanma.checkpoint.format.local_shards import local_part
 
 
 class WeightAverage:
-    """average ← decay × average + (1 − decay) × weights, after every update (Polyak and Juditsky 1992).
+    """Average ← decay × average + (1 − decay) × weights, after every update (Polyak and Juditsky 1992).
 
     Args:
-        weights: that are trained, by name. Of what is frozen for good the average is the weight itself.
+        weights: trained weights by name. The average of a weight that is frozen for good is the weight
+            itself.
+        decay: share of the average that each update keeps, 0 .. 1.
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], decay: float) -> None:
@@ -34,13 +36,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again from the weights as they are now."""
+        """Reset the average to the weights as they are now."""
         for name, parameter in self._weights.items():
             local_part(self.tensors[name]).copy_(local_part(parameter))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model compute with the average for a while."""
+        """Make the model compute with the average, within the context."""
         self._swap()
         try:
             yield
