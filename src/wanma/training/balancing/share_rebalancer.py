@@ -78,7 +78,7 @@ class ShareMoves:
         elif state.share_moves:
             self._take_up(self._of_checkpoint())
         self._is_refused = False
-        """True once the user was told of a move that cannot be made."""
+        """True if the user was told of a move that cannot be made."""
         self._balancer = Balancer()
         self._window = WINDOW_STEPS
         self._forget()

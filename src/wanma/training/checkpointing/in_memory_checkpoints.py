@@ -1,8 +1,8 @@
-"""In-memory checkpoints of a run, and their interval: the job's own, or one that costs next to nothing.
+"""Schedule of a run's in-memory checkpoints, and their interval: the job's own, or one that costs next to nothing.
 
-    settle          before a step's ranks agree: no rank overwrites what another still needs
-    shared, agreed  status that ranks exchange within the all-reduce that every step has
-    step_ended      begins the next in-memory checkpoint where it is due
+settle          before a step's ranks agree: no rank overwrites what another still needs
+shared, agreed  status that ranks exchange within the all-reduce that every step has
+step_ended      begins the next in-memory checkpoint where it is due
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Exchanges:
 
 
 class StepSnapshots:
-    """In-memory checkpoints of one rank; none where nobody would keep them, or the job wants none.
+    """Maker of one rank's in-memory checkpoints; none where nobody would keep them, or the job wants none.
 
     Args:
         job: job of the run.
@@ -333,7 +333,7 @@ class StepSnapshots:
         if self._compares and self._exchanges.steps_since < 2:
             return
         if self._is_sending:
-            return  # the copies of the step before are needed until those of this step are complete on all nodes
+            return  # older copies are needed until all nodes have complete new ones
         self._begin()
 
     def keep_now(self) -> bool:
@@ -412,7 +412,7 @@ class StepSnapshots:
 
     @property
     def _compares(self) -> bool:
-        """True while more steps without an exchange are needed, to know what one costs."""
+        """Need of more steps without an exchange, to know the cost of one."""
         has_partner = self._snapshots is not None and self._snapshots.partner is not None
         return self._fixed is None and has_partner and len(self._step_seconds) < _COMPARED
 

@@ -1,4 +1,4 @@
-"""A check before the first step that no forward pass leaves behind what depends on how the batch is cut.
+"""Check before the first step that no forward carries state that depends on how the batch is cut.
 
 A plain loop has one pass per step, over the global batch. A counter that each pass raises, running statistics
 of the samples or a moving average of weights become others where a step has several passes, or each rank its
@@ -32,19 +32,19 @@ from wanma.training.run.trainer import Trainer
 from wanma.training.step.forward_backward import ForwardBackward
 
 Forward = Callable[[Tensor], Any]
-"""From the numbers of some rows of a batch, (rows,), to what the model puts out for them."""
+"""Function from the indices of some rows of a batch, (rows,), to the model's output for them."""
 
 _DRAWN = "what numpy.random or random draw in a forward"
 _ROWS = 4
-"""Samples that are enough to see it."""
+"""Number of samples that suffice to see it."""
 _SAME = 1e-5, 1e-2
 """Relative difference that rounding may make between passes over the same rows, in fp32 and in 16 bits."""
 _OTHER_SHAPE = 5e-2
-"""Likewise between batches of other sizes."""
+"""Relative difference that rounding may make between batches of different sizes."""
 
 
 def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> tuple[Forward, int]:
-    """Forward passes of the model over the first samples to come, and how many these are."""
+    """Return forward passes of the model over the first samples to come, and the number of these."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
     pipelined = plan.pp > 1
     rows = plan.micro_batch if pipelined else min(samples, max(plan.micro_batch, 2))
@@ -75,9 +75,11 @@ def refuse_carried_state(
     Nothing of it stays, and nothing is computed where a step is one pass of one rank.
 
     Args:
-        rows: of the batch; a few of them are looked at.
+        trainer: this rank's run.
+        forward: forward pass over some rows of the batch.
+        rows: rows of the batch; a few of them are tried.
         others: objects beside the model that a forward may change.
-        whole: `forward` takes any number of rows; False: all of them only.
+        whole: true if `forward` takes any number of rows; False: all of them only.
 
     Raises:
         JobError: the passes differ; all ranks raise it.
@@ -94,7 +96,7 @@ def refuse_carried_state(
 
 
 class FirstForward:
-    """The same check in a user's own loop, with the arguments of the model's first call.
+    """Check of carried state in a user's own loop, with the arguments of the model's first call.
 
     It also checks that outputs for a sample do not depend on the others of its micro-batch.
     """
@@ -130,7 +132,7 @@ class FirstForward:
             refuse_carried_state(self._trainer, forward, len(samples) if has_company else 1)
 
     def _coupled(self, forward: Forward, rows: int, *, is_real: bool) -> tuple[bool, bool]:
-        """Return whether outputs depend on which other rows there are, and on how many."""
+        """Return whether outputs depend on which other rows there are, and on their number."""
         trainer, half = self._trainer, max(rows // 2, 1)
         with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
             passes = _Passes(trainer, forward, kept)
@@ -161,7 +163,7 @@ def _is_by_row(x: Tensor, rows: int) -> bool:
 
 
 def _with_company(x: Tensor) -> Tensor:
-    """A sample, (1, ...), and another made of it: backwards, and a little smaller; flags stay as they are."""
+    """Return a sample, (1, ...), with another made of it: reversed and scaled; flags stay as they are."""
     if x.dtype == torch.bool:
         return torch.cat([x, x])
     other = x.flip(-1) if x.ndim > 1 else x
@@ -169,12 +171,12 @@ def _with_company(x: Tensor) -> Tensor:
 
 
 class _FailedError(Exception):
-    """A user's code takes no other rows than those that it was given."""
+    """Error of a user's code that takes no other rows than those that it was given."""
 
 
 @dataclass(frozen=True)
 class _Left:
-    """Output of a pass, and the tensors that are no longer as before the first."""
+    """Outputs of a pass, and the tensors that differ from their values before the first pass."""
 
     outputs: list[Tensor]
     changes: dict[str, Tensor]
@@ -192,24 +194,25 @@ class _Passes:
         self.trainer, self._forward, self._kept = trainer, forward, kept
         plan = trainer.plan
         self.draws = False
-        """A pass has drawn by numpy.random or random, whose numbers no sample keys."""
+        """True if a pass has drawn by numpy.random or random, whose numbers no sample keys."""
         self.tolerance = _SAME[plan.precision in ("bf16", "fp16") or plan.fp8]
         self.ranks = plan.data_ranks > 1
         self.several = plan.pp > 1 or plan.accumulation(trainer.job.train.global_batch) > 1
 
     @contextmanager
     def on_other_weights(self) -> Iterator[_Passes]:
-        """From other weights: what follows the weights has arrived there before the first step."""
+        """Make passes from changed weights: state that follows weights equals them before the first step."""
         parts = self.trainer.state.parallel.parts
         _move(weight for part in parts for weight in part.parameters())
         with undisturbed(parts) as kept:
             yield _Passes(self.trainer, self._forward, kept)
 
     def run(self, *history: Tensor, is_real: bool = False) -> _Left:
-        """The last of several passes, one after the other.
+        """Return the result of the last of several passes, one after the other.
 
         Args:
-            is_real: the rows are those of a step, so that its refusal is theirs.
+            history: rows of each pass.
+            is_real: true if the rows are those of a step, whose refusals then count.
 
         Raises:
             _FailedError: one of them fails.
@@ -250,7 +253,7 @@ class _Passes:
             self._kept.put_back()
 
     def _clear(self) -> None:
-        """Let go of what a pass has left: noted statistics, and parameters that it has made whole."""
+        """Discard what a pass has left: noted statistics, and unsharded parameters."""
         for part in self.trainer.state.parallel.parts:
             for module in noting_modules(part).values():
                 module.take()
@@ -268,7 +271,7 @@ def _move(weights: Iterable[nn.Parameter]) -> None:
 
 
 def _found(passes: _Passes, rows: int, *, halves: bool) -> str:
-    """The name of what depends on the passes of a step; nothing where all is well."""
+    """Return the name of a part that depends on the passes of a step; empty where there is none."""
     every = torch.arange(rows)
     first, second = (every[: rows // 2], every[rows // 2 :]) if halves else (every, torch.zeros_like(every))
     changes = passes.run(every).changes_anything
@@ -306,7 +309,7 @@ def _histories(every: Tensor, first: Tensor, second: Tensor) -> dict[str, tuple[
 
 
 def _unlike(one: _Left, other: _Left, tolerance: float) -> str:
-    """The first tensor that two histories leave with unlike values."""
+    """Return the name of the first tensor that two histories leave with unlike values."""
     a, b = one.changes, other.changes
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b or _differ(a[name], b[name], tolerance):
@@ -360,7 +363,7 @@ def _refuse(trainer: Trainer, found: str) -> None:
 
 @contextmanager
 def _quiet(trainer: Trainer) -> Iterator[None]:
-    """Without gradients, uncompiled, and with grouped normalisation in evaluation mode."""
+    """Disable gradients and compilation, and evaluate grouped normalisation, within the context."""
     norms = [
         (module, module.training)
         for part in trainer.state.parallel.parts

@@ -48,7 +48,7 @@ class ExchangedRows(TorchDispatchMode):
             for one, other in ((second, first), (first, first), (second, second))
         )
         self.is_active = True
-        """False in the model, where a sample's output is known to depend on no other sample."""
+        """Flag, false in the model, where a sample's output is known to depend on no other sample."""
         self.is_unknown = rows < 2
         """True if the loop has run an operator that cannot be followed."""
         self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}

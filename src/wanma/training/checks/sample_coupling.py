@@ -51,7 +51,7 @@ class Checked:
 
     losses: Losses
     model_is_own: bool = True
-    """False if the model is one of wanma's, so that only the loss is in question."""
+    """True if the model is the user's; else only the loss is in question."""
     others: tuple[object, ...] = ()
     """Objects beside the model that a forward may change."""
 

@@ -105,7 +105,7 @@ class Session:
         self._count = Counting()
         self._identity = Identity()
         self._stopped = False
-        """True once an orderly stop was asked for."""
+        """True if an orderly stop was asked for."""
         self._saved_at = 0
         self._ended = False
         self._scratch = open_scratch(job, worker)
@@ -113,7 +113,7 @@ class Session:
         self._gathering = GlobalBatch(grid, job.train.global_batch)
         self._dependence: Dependence | None = None
         self._has_lone_samples = False
-        """True before the first step if it has one sample per micro-batch."""
+        """True if the first step is still to come, and has one sample per micro-batch."""
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which prints."""
+        """True if this is rank 0, which prints."""
         return self.worker.rank == 0
 
     def prepare(self, model: nn.Module, example: Tensor | Sequence[Tensor] | None = None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Sum and number of a user's losses: which of them count is what torch's own mean would count."""
+"""Sum and target count of a user's losses; a target counts where torch's own mean would count it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from wanma.data.batch import IGNORED, Batch
 from wanma.job.errors import WanmaError
 
 Losses = Tensor | tuple[Tensor, Tensor]
-"""One loss per sample or target, leading dimension the batch's rows; or a pair of those and what counts: a
-mask (bool), or the weights by whose sum the sum of the losses is divided."""
+"""One loss per sample or target, leading dimension the batch's rows; or a pair of these and their weights.
+
+Weights are a mask (bool), or numbers by whose sum the sum of the losses is divided.
+"""
 
 UserLoss = Callable[[Any, Any], Losses]
-"""(model output, targets) -> their losses."""
+"""Function (model output, targets) -> their losses."""
 
 _NODES = 256
-"""Operations of autograd's graph, from the losses back, among which a cross entropy is looked for."""
+"""Number of autograd nodes, from the losses back, among which a cross entropy is searched."""
 
 
 class Counting:
-    """The rule by which the targets of one loss count, found out once.
+    """Rule by which the targets of one loss count, found out once.
 
     A target is left out if it is the `ignore_index` that the loss declares (an attribute of a module, a
-    keyword of a `functools.partial`) or that the first losses' graph shows a cross entropy of torch's to
-    have used. Where neither says anything, a target of `IGNORED` is left out whose loss is zero: a
-    regression may have such a target, and then has a loss.
+    keyword of a `functools.partial`) or that the first losses' graph shows a cross entropy of torch's to have
+    used. Where neither says anything, a target of `IGNORED` is left out whose loss is zero: a regression may
+    have such a target, and then has a loss.
 
     Args:
         loss: the user's function, if it is known.
@@ -39,21 +41,21 @@ class Counting:
         self._ignored = declared_ignore_index(loss)
         self._searched = self._ignored is not None
         self._of_other_positions: int | None = None
-        """`ignore_index` of a cross entropy of fewer or more positions than the batch's targets have."""
+        """Value of `ignore_index` of a cross entropy with another number of positions than the targets."""
         self._may_have_others = True
 
     def __call__(self, losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum and number of the losses of `batch`'s real targets.
+        """Return the sum and number of the losses of `batch`'s real targets.
 
         Args:
             losses: `Losses`.
+            batch: batch of samples.
 
         Returns:
             (sum, number of targets or sum of weights).
 
         Raises:
-            WanmaError: the loss was already averaged, which no layout could undo; or is nothing that can be
-                counted.
+            WanmaError: the loss was already averaged, which no layout could undo; or cannot be counted.
         """
         losses, counted = losses if isinstance(losses, tuple) and len(losses) == 2 else (losses, None)
         checked = _checked(losses, batch)
@@ -97,12 +99,12 @@ class Counting:
 
 
 def sum_losses(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`Counting` of losses of which nothing is known."""
+    """Return the sum and number of losses of an unknown function."""
     return Counting()(losses, batch)
 
 
 def declared_ignore_index(loss: object) -> int | None:
-    """The class that a loss says it leaves out; None if it does not say."""
+    """Return the class that a loss declares to leave out; None if it declares none."""
     given = getattr(loss, "ignore_index", None)
     if given is None and isinstance(loss, partial):
         given = loss.keywords.get("ignore_index")
@@ -129,7 +131,7 @@ def _checked(losses: object, batch: Batch) -> Tensor:
 
 
 def _by_weight(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and divisor by what the user says counts."""
+    """Return the sum and divisor of losses by the user's weights."""
     try:
         if not isinstance(counted, Tensor):
             raise TypeError(f"it is {type(counted).__name__}")
@@ -146,7 +148,7 @@ def _by_weight(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, T
 
 
 def _of_graph(losses: Tensor, targets: Tensor) -> int | None:
-    """The `ignore_index` of the cross entropies of `targets` that made `losses`; None if there are none."""
+    """Return the `ignore_index` of the cross entropies of `targets` that made `losses`; None without any."""
     found = {index for index, of in _cross_entropies(losses) if of.numel() == targets.numel()}
     if len(found) > 1:
         raise WanmaError(
@@ -158,7 +160,7 @@ def _of_graph(losses: Tensor, targets: Tensor) -> int | None:
 
 
 def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(ignore_index, targets) of torch's cross entropies near the end of a graph."""
+    """Yield (ignore_index, targets) of torch's cross entropies near the end of a graph."""
     waiting: list[Any] = [losses.grad_fn]
     seen: set[Any] = set()
     while waiting and len(seen) < _NODES:

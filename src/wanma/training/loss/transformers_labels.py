@@ -1,4 +1,4 @@
-"""Datasets for `transformers`: dicts with `labels`, taken as the model's own loss takes them."""
+"""Losses for datasets of `transformers`: dicts with `labels`, interpreted as by the model's own loss."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _OF_DECODERS = {"attention_mask": "documents", "position_ids": "positions"}
 
 
 def default_loss(spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:
-    """The loss of a job that names none: of the model's own library, or cross entropy.
+    """Return the loss of a job that names none: that of the model's own library, or cross entropy.
 
-    Own data are told what the model means by `labels`.
+    It also tells the user's own data how the model interprets `labels`.
 
     Raises:
-        JobError: they have some, and the loss of the model's class is not known.
+        JobError: the data have labels, and the loss of the model's class is not known.
     """
     # A module of the user's may have kept its logits, to look at later.
     plain = Classification(spend=spec.layout is not None, classes_last=spec.layout is not None)
@@ -57,7 +57,7 @@ def default_loss(spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunctio
 
 
 def default_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
-    """One loss per target, and which of them count, by the rule of `default_loss`.
+    """Return one loss per target, and a mask of those that count, by the rule of `default_loss`.
 
     Raises:
         JobError: the batch has `labels`, and the loss of the model's class is not known.
@@ -72,12 +72,12 @@ def default_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Targets of (rows, sequence) labels: at each position the next one, and none at the last."""
+    """Return the targets of (rows, sequence) labels: at each position the next one, and none at the last."""
     return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], dim=1)
 
 
 def reading_labels(model: nn.Module, task: Task) -> Callable[[Batch], Batch]:
-    """Make the function that prepares a batch with `labels` for a model of transformers."""
+    """Return the function that prepares a batch with `labels` for a transformers model."""
     if task == "causal":
         return _for_causal
     if task == "sequence_to_sequence":
@@ -95,12 +95,13 @@ def reading_labels(model: nn.Module, task: Task) -> Callable[[Batch], Batch]:
 
 
 def for_decoder(batch: Batch, *, equal_keys: bool) -> Batch:
-    """A batch of input_ids, labels and perhaps attention_mask and position_ids for a decoder of wanma's.
+    """Prepare a batch of input_ids, labels and perhaps attention_mask and position_ids for a wanma decoder.
 
     Padding becomes a document of its own, which no token sees.
 
     Args:
-        equal_keys: keep an attention_mask that masks nothing, because all batches must have it.
+        batch: batch of samples.
+        equal_keys: true if an attention_mask that masks nothing stays, because all batches must have it.
 
     Raises:
         WanmaError: keys that the model would not be given, masks of other shapes, or a target that is
@@ -150,16 +151,16 @@ def _for_causal(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class SampleLabels:
-    """The loss of transformers' classifiers of whole samples, by the config's `problem_type`."""
+    """Loss of transformers' classifiers of complete samples, by the config's `problem_type`."""
 
     config: Any
 
     def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of real targets, and their number; an ignored class is none."""
+        """Return the sum of the losses of real targets, and their number; an ignored class is none."""
         return sum_losses(self.losses(output, batch), batch)
 
     def losses(self, output: Any, batch: Batch) -> Losses:
-        """One loss per target, and which of them count."""
+        """Return one loss per target, and a mask of those that count."""
         require_one_target(batch, "the model's own loss", "give a loss, which gets the dict")
         logits, labels = logits_of(output), batch.targets
         kind = self._problem(labels)
@@ -169,7 +170,7 @@ class SampleLabels:
         return losses, torch.ones_like(losses, dtype=torch.bool)
 
     def _problem(self, labels: Tensor) -> str:
-        """As transformers find out from the first batch."""
+        """Return the problem type, as transformers infer it from the first batch."""
         given = self.config.problem_type
         if given is not None:
             return str(given)

@@ -1,8 +1,8 @@
 """Validation metrics of the user's: sums and counts over all samples, divided once.
 
-A metric gives one value per sample or target, whose mean over all validation samples it is; or a pair, whose
+A metric gives one value per sample or target, and is their mean over all validation samples; or a pair whose
 sums over all samples are divided: values and a mask, values and weights, or two numbers. So no cut into ranks
-and micro-batches changes it. Rows that only fill a batch up never reach it.
+and micro-batches changes it. Padding rows never reach it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from wanma.observe.units import count_text
 from wanma.training.loss.loss_functions import right_classes, whole_output
 
 Value = Any
-"""A tensor of values, one per sample or target; or a pair of these and of what counts; or (sum, count)."""
+"""Tensor of values, one per sample or target; or a pair of these and their weights; or (sum, count)."""
 MetricFunction = Callable[[Any, Any], Value]
-"""(model output, targets) -> `Value`."""
+"""Function (model output, targets) -> `Value`."""
 
 ACCURACY = "accuracy"
 _USUAL = ("perplexity", ACCURACY)
 """Metrics that wanma computes by itself."""
 _TOLERANCE = 1e-3
-"""Relative difference between the sums of a batch and of its halves that is taken for rounding."""
+"""Relative difference between the sums of a batch and of its halves that counts as rounding."""
 _WAYS = (
     "return one value per sample or target (their mean is taken), (values, mask), (values, weights), or "
     "(sum, count)"
@@ -42,8 +42,9 @@ class Metrics:
     """Sums of some metrics over the batches of a validation.
 
     Args:
-        functions: by name.
-        by_position: ranks share each sample's sequence, so that values must be those of single positions.
+        functions: metrics by name.
+        by_position: true if ranks share each sample's sequence, so that values must be those of single
+            positions.
     """
 
     def __init__(self, functions: Mapping[str, MetricFunction], *, by_position: bool = False) -> None:
@@ -51,21 +52,23 @@ class Metrics:
         self._by_position = by_position
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         self.checks = False
-        """Compare each batch with its halves."""
+        """True if each batch is compared with its halves."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._functions)
 
     def begin(self) -> None:
-        """Begin at zero."""
+        """Reset the sums to zero."""
         self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
 
     def add(self, output: Any, targets: Any, real: Tensor) -> None:
-        """Count a batch.
+        """Add the values of a batch.
 
         Args:
-            real: (rows,) bool, false for rows that only fill the batch up.
+            output: output of the model.
+            targets: targets of the batch.
+            real: (rows,) bool, false for padding rows.
 
         Raises:
             WanmaError: a metric failed, or returned nothing that can be summed.
@@ -84,7 +87,7 @@ class Metrics:
             self._sums[name] = (total + found[0], count + found[1])
 
     def sums(self, device: torch.device, *, counts: bool) -> tuple[Tensor, ...]:
-        """Sum and count of each metric in turn, fp64 scalars; zero where another rank counts the same."""
+        """Return sum and count of each metric, fp64 scalars; zero where another rank counts the same."""
         numbers = [number if counts else 0.0 for pair in self._sums.values() for number in pair]
         return tuple(torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers)
 
@@ -113,7 +116,7 @@ class Metrics:
         rows: int,
         found: tuple[Tensor | float, Tensor | float],
     ) -> None:
-        """Refuse sums of a batch that are not those of its halves together."""
+        """Refuse a metric whose sums of a batch differ from those of its halves together."""
         if rows < 2:
             return
         one = next(iter(targets.values())) if isinstance(targets, Mapping) else targets
@@ -148,11 +151,11 @@ class GivenMetrics:
         return tuple(sorted(self._sums))
 
     def begin(self) -> None:
-        """Begin at zero."""
+        """Reset the sums to zero."""
         self._sums = dict.fromkeys(self._sums, (0.0, 0.0))
 
     def add(self, values: Mapping[str, Value], rows: int, real: Tensor) -> None:
-        """Count a batch; one that only fills up, which is one row, counts for nothing.
+        """Add the values of a batch; a padding batch, which has one row, counts for nothing.
 
         Raises:
             WanmaError: a value cannot be summed, or there are other names than in the batch before.
@@ -169,7 +172,7 @@ class GivenMetrics:
             self._sums[name] = (before[0] + found[0], before[1] + found[1])
 
     def sums(self, device: torch.device, *, counts: bool) -> tuple[Tensor, ...]:
-        """Sum and count of each in turn of names; every rank calls it.
+        """Return sum and count of each metric, in the order of names; every rank calls it.
 
         Raises:
             AgreedError: ranks have given different names.
@@ -190,13 +193,16 @@ class GivenMetrics:
 def counted(
     name: str, value: object, rows: int, by_position_of: Tensor | None = None
 ) -> tuple[Tensor | float, Tensor | float]:
-    """Sum and count of what a metric returned for `rows` samples.
+    """Return sum and count of a metric's value for `rows` samples.
 
     Args:
-        by_position_of: targets whose positions the values must be of; None: of samples or targets alike.
+        name: name of the metric.
+        value: value that the metric returned.
+        rows: number of samples.
+        by_position_of: targets whose positions the values must have; None: samples or targets alike.
 
     Raises:
-        WanmaError: it was averaged already, or is nothing that can be counted.
+        WanmaError: it was averaged already, or cannot be counted.
     """
     values, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(values, Tensor) and values.ndim > 0 and len(values) == rows:
@@ -220,7 +226,7 @@ def counted(
 def own_metrics(
     given: Mapping[str, MetricFunction] | None, named: Mapping[str, str]
 ) -> dict[str, MetricFunction]:
-    """Metrics that the user passed, and those that the job names.
+    """Return the metrics that the user passed, and those that the job names.
 
     Raises:
         JobError: one cannot be imported or called.
@@ -230,10 +236,10 @@ def own_metrics(
 
 
 def check_metrics(metrics: object) -> dict[str, MetricFunction]:
-    """Refuse what is given as metrics and is none.
+    """Refuse an object that is no mapping of names to metrics.
 
     Raises:
-        JobError: no mapping of names to functions.
+        JobError: it is no mapping of names to functions.
     """
     if not isinstance(metrics, Mapping):
         raise JobError(
@@ -249,7 +255,8 @@ def check_metrics(metrics: object) -> dict[str, MetricFunction]:
 
 
 def check_names(metrics: Mapping[str, object]) -> None:
-    """
+    """Check the names of metrics.
+
     Raises:
         JobError: one is no text, or a name that validation gives by itself.
     """
@@ -259,14 +266,14 @@ def check_names(metrics: Mapping[str, object]) -> None:
 
 
 def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Fields of a validation's record: the user's own metrics are apart, under `metrics`."""
+    """Return the fields of a validation's record: the user's own metrics are apart, under `metrics`."""
     usual = {name: value for name, value in metrics.items() if name in _USUAL}
     own = {name: value for name, value in metrics.items() if name not in _USUAL}
     return {**usual, **({"metrics": own} if own else {})}
 
 
 def class_accuracy(output: Any, targets: Tensor) -> Value:
-    """Share of samples whose largest logit is that of their class; counts nothing where targets are none."""
+    """Return the share of samples whose largest logit is that of their class; no count without classes."""
     right = right_classes(output, targets)
     return right, (targets != IGNORED).sum() if isinstance(right, Tensor) else 0
 
@@ -301,7 +308,7 @@ def _by_position(name: str) -> WanmaError:
 
 
 def _rows_of(output: Any, kept: Tensor, rows: int) -> Any:
-    """Some rows of everything in a model's output that has as many."""
+    """Return the kept rows of every tensor in a model's output that has as many rows."""
     if isinstance(output, Tensor):
         if output.ndim == 0:
             return output

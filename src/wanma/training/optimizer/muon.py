@@ -1,11 +1,11 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for matrices of any placement.
 
-An update is orthogonalised as one matrix, however it is split: its parts are gathered, Newton-Schulz runs
-on the whole, and each rank takes its part of the result. `torch.optim.Muon` would iterate on the DTensor,
-with collectives in its fifteen products, and round each rank's sum to bf16 where one process rounds the
-whole. Ranks that share matrices share the work: each orthogonalises its turn of them and sends the result
-to the others (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.3), which also keeps replicas
-on different hardware equal.
+An update is orthogonalised as one matrix, however it is split: its parts are gathered, Newton-Schulz runs on
+the full matrix, and each rank takes its part of the result. `torch.optim.Muon` would iterate on the DTensor,
+with collectives in its fifteen products, and round each rank's sum to bf16 where one process rounds the full
+one. Ranks that share matrices share the work: each orthogonalises its turn of them and sends the result to
+the others (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.3), which also keeps replicas on
+different hardware equal.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _EPSILON = 1e-7
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled weight decay.
+    """Optimizer with orthogonalised Nesterov momentum and decoupled weight decay.
 
     On one process it is `torch.optim.Muon`, bit for bit.
 
     Args:
         parameters: groups of matrices, in the same order on all ranks that hold parts of them.
+        lr: learning rate.
+        momentum: momentum, 0 .. 1.
     """
 
     def __init__(self, parameters: Iterable[Any], *, lr: float, momentum: float) -> None:
@@ -57,7 +59,7 @@ class Muon(Optimizer):
                     self._update(matrices[start : start + turns], mesh, group)
 
     def _update(self, matrices: list[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]) -> None:
-        """At most as many matrices as ranks: each rank orthogonalises one."""
+        """Update at most as many matrices as there are ranks: each rank orthogonalises one."""
         ranks = list(product(*(range(size) for size in mesh.shape))) if mesh is not None else [()]
         here = tuple(mesh.get_coordinate() or ()) if mesh is not None else ()
         mine = torch.empty(0)
@@ -78,7 +80,7 @@ class Muon(Optimizer):
             )
 
     def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
-        """This rank's part of what is orthogonalised, in bf16; moves the momentum on."""
+        """Advance the momentum, and return this rank's part of the matrix to orthogonalise, in bf16."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if "momentum_buffer" not in state:
@@ -89,7 +91,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """About U Vᵀ of the matrix U S Vᵀ, by Newton-Schulz iterations.
+    """Return about U Vᵀ of the matrix U S Vᵀ, by Newton-Schulz iterations.
 
     Args:
         matrix: (rows, columns) bf16.
@@ -105,7 +107,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
-    """A matrix of which each rank has the part that it has of `like`."""
+    """Gather the matrix of which each rank has the part that it has of `like`."""
     if not isinstance(like, DTensor):
         return part
     split = DTensor.from_local(
@@ -115,14 +117,14 @@ def _whole(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this rank has of `like`."""
+    """Return the part of `whole` that this rank has of `like`."""
     box = local_box("", like)
     assert box is not None  # parameters lie on this rank's own mesh
     return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
 
 
 def _send(tensor: Tensor, mesh: DeviceMesh, source: tuple[int, ...], here: tuple[int, ...]) -> None:
-    """From the rank at `source` to all of `mesh`: along the last axis, from there along the one before."""
+    """Broadcast from the rank at `source` to all of `mesh`, along its dimensions from last to first."""
     for axis in reversed(range(mesh.ndim)):
         if mesh.size(axis) > 1 and here[:axis] == source[:axis]:
             dist.broadcast(tensor, group=mesh.get_group(axis), group_src=source[axis])

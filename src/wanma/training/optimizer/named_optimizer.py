@@ -1,7 +1,7 @@
-"""Parameter groups and update rules behind one interface.
+"""Optimizers whose parameters and state are addressed by name, and their parameter groups.
 
-An `Updater` is one or two torch optimizers over named parameters. Rates are set from the schedule
-before each step; state is exposed by parameter name, so that checkpoints do not depend on order.
+An `Updater` is one or two torch optimizers over named parameters. Rates are set from the schedule before each
+step; state is exposed by parameter name, so that checkpoints do not depend on order.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from wanma.training.optimizer.optimizer_state_offload import StateHome
 from wanma.training.optimizer.user_optimizer import OwnOptimizer, take_step
 
 _COUNT = "step"
-"""Key of torch's optimizers for the updates of one parameter."""
+"""Key under which torch's optimizers count the updates of one parameter."""
 
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What one parameter gets."""
+    """Optimizer settings of one parameter."""
 
     learning_rate_scale: float
     weight_decay: float | None
-    """None: what an optimizer of the user's own has by itself."""
+    """Weight decay; None: the default of a user's own optimizer."""
     is_orthogonalised: bool = False
-    """Muon updates it."""
+    """True if Muon updates the parameter."""
 
 
 class Updater:
-    """Applies gradients to named parameters.
+    """Optimizer of named parameters.
 
     Args:
-        rules: parameters that are trained, or may be later, by name with their rule.
-        copies: name here -> name of the tensor of another stage that a parameter is a copy of. That stage
-            counts and saves it.
-        home: where state waits between updates; some parameters are then updated at a time.
-        own: makes the optimizer, instead of `train.optimizer`.
+        parameters: parameters of this rank by name.
+        rules: settings by name of the parameters that are trained, or may be later.
+        train: `[train]` of the job.
+        copies: name of a tied copy -> name of its tensor on another stage, which counts and saves it.
+        home: offload of the state between updates; it limits the number of parameters updated together.
+        own: user's optimizer, instead of `train.optimizer`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Updater:
         self._home = home
         self._updates = 0
         self._left_out: Counter[str] = Counter()
-        """Updates in which a parameter had no gradient: it was frozen, or took no part."""
+        """Number of updates in which a parameter had no gradient: it was frozen, or took no part."""
         self._reserved: dict[Tensor, tuple[Tensor, Tensor]] = {}
         matrices = [name for name in rules if rules[name].is_orthogonalised]
         others = [name for name in rules if not rules[name].is_orthogonalised]
@@ -79,9 +80,11 @@ class Updater:
             for name in others
             if isinstance(self.parameters[name], DTensor)
         }
-        """Stand-ins without placements, in the same memory: all rules but Muon's compute element by element,
-        and torch takes longer to take a hundred DTensors apart than to update small ones (Adafactor, which
-        does not, is never split)."""
+        """Local stand-ins of DTensors, in the same memory.
+
+        All rules but Muon's compute element by element, and torch takes longer to take a hundred DTensors
+        apart than to update small ones (Adafactor, which does not, is never split).
+        """
         updated = {**self.parameters, **self._local}
         self._names = {id(parameter): name for name, parameter in updated.items()}
         self._optimizers: list[Optimizer] = []
@@ -95,7 +98,7 @@ class Updater:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def counted_gradients(self) -> list[Tensor]:
-        """Without those of copies: each tensor of the model is counted by one stage."""
+        """Return the gradients without those of tied copies: each tensor is counted by one stage."""
         own = (p for name, p in self.parameters.items() if name not in self.copies)
         return [p.grad for p in own if p.grad is not None]
 
@@ -112,11 +115,10 @@ class Updater:
         self._updates += 1
 
     def reserve_state(self) -> None:
-        """Take the memory of AdamW's moments now, of trained parameters that have none yet; the first update
-        of each gives it to them.
+        """Allocate AdamW's moments of trained parameters that have none yet; a first update takes them over.
 
-        Where memory is a heap, what is made in the first update would lie scattered over the room of the
-        activations, which then find no holes of their size.
+        Where memory is a heap, moments that are made in the first update would lie scattered over the room of
+        the activations, which then find no holes of their size.
         """
         for optimizer in self._optimizers:
             if self._own is None and isinstance(optimizer, AdamW):
@@ -126,10 +128,10 @@ class Updater:
                         self._reserved[parameter] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def allocate_state(self, saved: Iterable[str]) -> None:
-        """Make state tensors exist, without changing a parameter: what a checkpoint is loaded into.
+        """Allocate state tensors for a load from a checkpoint, without changing a parameter.
 
         Args:
-            saved: names as of `state_tensors`. A parameter that has had no gradient yet has no state.
+            saved: names as in `state_tensors`. A parameter that has had no gradient yet has no state.
         """
         saved = set(saved)
         owners = {name.rpartition(".")[0] for name in saved}
@@ -154,7 +156,7 @@ class Updater:
         self.zero_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """'NAME.exp_avg' and so on: the state that has a shape, and the counts that differ from `updates`."""
+        """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `updates`."""
         found = {}
         for name, key, value in self._entries():
             if key == _COUNT and self._left_out[name] and not isinstance(value, Tensor):
@@ -169,7 +171,7 @@ class Updater:
         return found
 
     def state_by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """The same by kind, 'exp_avg' and so on, and then by name of the parameter."""
+        """Return the state tensors by kind, such as 'exp_avg', and then by parameter name."""
         kinds: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.state_tensors().items():
             of_parameter, _, kind = name.rpartition(".")
@@ -178,12 +180,12 @@ class Updater:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that changed the weights; the same on a rank that trains none of them."""
+        """Number of optimizer steps that changed the weights; the same on a rank that trains none of them."""
         return self._updates
 
     @updates.setter
     def updates(self, count: int) -> None:
-        """Sets those of all parameters too, but for counts of their own, which have been loaded."""
+        """Set the count of all parameters too, except counts of their own, which have been loaded."""
         self._updates = count
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
@@ -223,9 +225,9 @@ class Updater:
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _together(self, names: list[str]) -> Iterator[list[str]]:
-        """Names of parameters that are updated together: all, unless their state waits elsewhere.
+        """Yield names of parameters that are updated together: all, unless their state is offloaded.
 
-        The same on every rank: sizes are those of whole parameters.
+        They are the same on every rank: sizes are those of full parameters.
         """
         together: list[str] = []
         size = 0
@@ -240,7 +242,7 @@ class Updater:
             yield together
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        """What has the shape of a stand-in is placed as its parameter."""
+        """Yield (parameter name, key, state value); a value shaped as its stand-in becomes a DTensor."""
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 name = self._names[id(parameter)]
@@ -263,18 +265,21 @@ def build_updater(
     home: StateHome | None = None,
     own: OwnOptimizer | None = None,
 ) -> Updater:
-    """The update rule of `train` over a model's parameters.
+    """Build the optimizer of `train` over a model's parameters.
 
-    What only the model itself freezes takes part as soon as it has a gradient: its state begins then, as that
-    of torch's optimizers does.
+    Parameters that only the model itself freezes take part as soon as they have a gradient: their state
+    begins then, as that of torch's optimizers does.
 
     Args:
-        parameters: of this rank; of a pipeline's stage that is frozen altogether, none are trained.
-        roles: of the whole model's parameters, by name.
-        trainable: names of the whole model's parameters that are not frozen for good; None: `parameters` are
-            all, but for those that `train` freezes.
-        home, own: as of `Updater`.
-        copies: as of `Updater`; a copy follows the rule of the tensor that it is a copy of.
+        parameters: parameters of this rank; of a pipeline stage that is frozen altogether, none are trained.
+        train: `[train]` of the job.
+        plan: plan of the run.
+        roles: roles of the full model's parameters, by name.
+        trainable: names of the full model's parameters that are not frozen for good; None: all of
+            `parameters` except those that `train` freezes.
+        copies: name of a tied copy -> name of its tensor; a copy follows the rule of its tensor.
+        home: offload of the state between updates.
+        own: user's optimizer, instead of `train.optimizer`.
 
     Raises:
         JobError: nothing is left to train, or Muon does not know what to do with a matrix.
@@ -300,7 +305,7 @@ def require_trained(names: Collection[str]) -> None:
     """Refuse a job that freezes all of its model.
 
     Args:
-        names: of the parameters that are left to train.
+        names: names of the parameters that are left to train.
 
     Raises:
         JobError: there is none.
@@ -310,7 +315,7 @@ def require_trained(names: Collection[str]) -> None:
 
 
 def check_patterns(names: Iterable[str], train: TrainSection) -> None:
-    """Refuse a pattern that matches no parameter of the whole model: it is a typing error.
+    """Refuse a pattern of `train.parameter_groups` that matches no parameter of the full model.
 
     Raises:
         JobError: names the pattern.
@@ -326,13 +331,16 @@ def check_patterns(names: Iterable[str], train: TrainSection) -> None:
 
 
 def group_rules(roles: Mapping[str, Role], train: TrainSection, is_own: bool = False) -> dict[str, GroupRule]:
-    """Rule by parameter name: what the first matching group says, else what follows from the role.
+    """Return the rule by parameter name: that of the first matching group, else that of the role.
 
     Args:
-        is_own: the optimizer is the user's, with a decay of its own where the job says none.
+        roles: roles of the parameters by name.
+        train: `[train]` of the job.
+        is_own: true if the optimizer is the user's, with a weight decay of its own where the job sets none.
 
     Raises:
-        JobError: Muon is to update a matrix whose role is not known, or what is no matrix of a hidden layer.
+        JobError: Muon is to update a matrix whose role is not known, or a parameter that is no matrix of a
+            hidden layer.
     """
     rules = {}
     says_decay = not is_own or "weight_decay" in train.model_fields_set
@@ -349,7 +357,7 @@ def group_rules(roles: Mapping[str, Role], train: TrainSection, is_own: bool = F
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's part, placed as the parameter's."""
+    """Return this rank's part of a gradient, placed as the parameter."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         if gradient.placements != parameter.placements:
@@ -359,13 +367,16 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def placed_as(local: Tensor, like: nn.Parameter) -> Tensor:
-    """The DTensor of which `local` is this rank's part, in whatever memory that is."""
+    """Return the DTensor of which `local` is this rank's part, in whatever memory that is."""
     assert isinstance(like, DTensor)
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def _is_for_muon(name: str, role: Role, group: ParameterGroupSection | None) -> bool:
-    """Muon takes hidden matrices; embeddings, heads, norms and biases go to AdamW (Jordan et al. 2024)."""
+    """Return whether Muon updates a parameter: hidden matrices only (Jordan et al. 2024).
+
+    Embeddings, heads, norms and biases go to AdamW.
+    """
     if group is not None and group.frozen:
         return False
     if group is not None and group.muon is not None:

@@ -1,4 +1,4 @@
-"""Process-wide switches of torch's arithmetic."""
+"""Process-wide settings of torch's arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VECTOR_MATH = (
 
 
 def set_numerics(job: Job, plan: Plan) -> None:
-    """What the job and the plan decide."""
+    """Apply the settings of the job and the plan: threads, determinism, choice of kernels."""
     torch.set_num_threads(plan.threads_per_rank)
     settle_vector_math()
     if job.train.deterministic:

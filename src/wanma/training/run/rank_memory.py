@@ -1,4 +1,4 @@
-"""The memory that a rank of a run holds."""
+"""Measurement of the memory that a rank of a run holds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from wanma.observe.metrics.memory import peak_memory_bytes
 
 
 def held_bytes(device: str) -> int:
-    """The most that this rank held so far: `peak_memory_bytes`, and its tensors in memory that ranks share.
+    """Return the peak memory of this rank in bytes: `peak_memory_bytes` and its tensors in shared memory.
 
     Shared memory is left out of a process's own, for it would be counted in each: here this rank's part of it
-    is put back.
+    is added.
     """
     return peak_memory_bytes(device) + (allocated_bytes() if device == "cpu" else 0)

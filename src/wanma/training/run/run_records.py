@@ -1,4 +1,4 @@
-"""Which sinks a job's records go to."""
+"""Recorder of a job with its sinks, the events of its start and recovery, and each rank's step log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanma.training.run.rank_memory import held_bytes
 
 
 def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
-    """Rank 0's recorder: files in the run directory, and the supervisor's console."""
+    """Open rank 0's recorder: files in the run directory, and the supervisor's console."""
     sinks: list[Sink] = [JsonLinesSink(), ForwardSink(worker.control)]
     if job.observe.tensorboard:
         sinks.append(TensorBoardSink())
@@ -27,7 +27,7 @@ def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
 
 
 def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> None:
-    """Warn of what concerns a machine alone: its first rank does, and rank 0 puts it on record."""
+    """Warn of a matter of one node: its first rank does, and rank 0 records it."""
     if recorder is not None:
         recorder.message(text, "warning")
     elif worker.local_rank == 0:
@@ -44,12 +44,16 @@ def tell_start(
     again: bool,
     source: str = "",
 ) -> None:
-    """Record that the ranks begin after `step` of so many steps.
+    """Record that the ranks begin after `step` of `steps` steps.
 
     Args:
-        targets_per_sample: where it is 1, speed is in samples rather than tokens.
-        again: they were started again.
-        source: name of the checkpoint or copy that a run carries on from; empty at its beginning.
+        recorder: recorder of rank 0.
+        step: optimizer steps done.
+        steps: optimizer steps of the job.
+        plan: plan of the run.
+        targets_per_sample: targets of a sample; where it is 1, speed is in samples rather than tokens.
+        again: true if the ranks were started again.
+        source: name of the checkpoint that a run continues from; empty at its beginning.
     """
     fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
     rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
@@ -58,11 +62,13 @@ def tell_start(
 
 
 def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:
-    """Record what happened and what it cost.
+    """Record a failure or resize, and its cost.
 
     Args:
-        source: of the state that the ranks have taken up.
-        step: of that state.
+        recorder: recorder of rank 0.
+        restart: reason of the ranks' start.
+        source: source of the state that the ranks have restored.
+        step: step of that state.
     """
     change = asdict(restart.change) if restart.change is not None else None
     recorder.event(
@@ -77,9 +83,10 @@ def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) 
 
 
 class StepLog:
-    """A line in this rank's own log every so many steps: each of them tells the run's loss, not only rank 0.
+    """Log of one rank: a line with the run's loss every few steps, on every rank and not only rank 0.
 
-    The log is where a supervisor has sent this process's output; without one nobody else writes it.
+    The file is the one to which a supervisor has sent this process's output; without one nobody else writes
+    it.
     """
 
     def __init__(self, job: Job, worker: Worker) -> None:
@@ -90,7 +97,11 @@ class StepLog:
         """Write the line of `step` if it is due.
 
         Args:
-            device: of the plan. The report reads off the line how much memory this rank held at most.
+            step: optimizer steps done.
+            loss: mean loss of the step.
+            gradient_norm: gradient norm of the step.
+            seconds: seconds of the step.
+            device: device of the plan. The report reads this rank's peak memory from the line.
         """
         if step % self._every and step != self._steps:
             return

@@ -1,7 +1,7 @@
-"""The check before ranks begin, and after a failure: each device, and the links between nodes.
+"""Health check before the ranks begin, and after a failure: each device, and the links between nodes.
 
-`before_joining` looks at this rank's own device, so that a rank that computes wrongly never meets the
-others; `together` compares what all have found.
+`before_joining` checks this rank's own device, so that a rank that computes wrongly never meets the others;
+`together` compares the results of all.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from wanma.observe.units import duration_text
 
 @dataclass(frozen=True)
 class Health:
-    """What the check found, the same on all ranks."""
+    """Result of the health check, the same on all ranks."""
 
     text: str
     fields: dict[str, Any]
-    """Of the event."""
+    """Fields of the event."""
     warnings: tuple[str, ...]
 
 
@@ -38,7 +38,7 @@ def before_joining(cluster: ClusterSection, plan: Plan, worker: Worker) -> Devic
     """Check this rank's device; None where the job, or `auto`, asks for no check.
 
     Raises:
-        UnfitError: it computes or remembers wrongly.
+        UnfitError: the device computes wrongly, or its memory is faulty.
     """
     after_failure = worker.restart is not None
     several = len(worker.ranks_by_node) > 1
@@ -47,7 +47,7 @@ def before_joining(cluster: ClusterSection, plan: Plan, worker: Worker) -> Devic
     if plan.device == "cpu":
         return check_device(torch.device("cpu"))
     if worker.local_rank >= torch.cuda.device_count():
-        return None  # whoever joins with it says so
+        return None  # joining with it raises the error
     return check_device(torch.device("cuda", worker.local_rank))
 
 

@@ -1,4 +1,4 @@
-"""What the record of a step says beyond loss and time, read off the parts that know it."""
+"""Metrics in the record of a step beyond loss and time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from wanma.parallel.gradients.gradient_compression import GradientCompression
 
 
 def take_phases(timer: PhaseTimer, communication: Stopwatch, device: str) -> tuple[dict[str, float], Spent]:
-    """Seconds by phase, and those of communication by kind.
+    """Return the seconds by phase, and those of communication by kind.
 
-    What is waited inside forward and backward for other data ranks is moved to its own phase. Of a GPU
-    the host's clock does not know what it waits for.
+    Waits for other data ranks inside forward and backward are moved to their own phase. The host's clock does
+    not see the waits of a GPU.
     """
     phases, spent = timer.take(), communication.take()
     if device != "cpu":
@@ -30,7 +30,7 @@ def take_phases(timer: PhaseTimer, communication: Stopwatch, device: str) -> tup
 
 
 def expert_numbers(noted: Mapping[str, Tensor], targets: float) -> dict[str, float]:
-    """How uneven the load of experts is, and the loss against it, per target."""
+    """Return the imbalance of the experts' load, and the balance loss per target."""
     numbers = {name: float(number) for name, number in noted.items()}
     if "balance_loss" in numbers:
         numbers["balance_loss"] /= targets
@@ -38,7 +38,7 @@ def expert_numbers(noted: Mapping[str, Tensor], targets: float) -> dict[str, flo
 
 
 def compression_numbers(compression: GradientCompression | None) -> dict[str, float]:
-    """Of this rank's compressed gradients."""
+    """Return the metrics of this rank's compressed gradients; empty without compression."""
     if compression is None:
         return {}
     traffic = compression.take_traffic()
@@ -50,7 +50,7 @@ def compression_numbers(compression: GradientCompression | None) -> dict[str, fl
 
 
 def watch_gpu(device: torch.device, tell: Callable[[str], None]) -> GpuSampler | None:
-    """A sampler of this rank's GPU, where NVIDIA's Python package can be asked of it."""
+    """Open a sampler of this rank's GPU; None where NVIDIA's Python package cannot reach it."""
     try:
         return GpuSampler(str(torch.cuda.get_device_properties(device).uuid)).__enter__()
     except WanmaError as error:

@@ -1,4 +1,4 @@
-"""A run's place in a stream: the same on all ranks, kept in checkpoints."""
+"""Position of a run in a stream: the same on all ranks, kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanma.training.run.trainer import Trainer
 
 
 def take_up_stream(trainer: Trainer, data: Data) -> None:
-    """Read a stream on to the run's position; nothing for data that are asked by number. Every rank calls it.
+    """Advance a stream to the run's position; nothing for data with sample indices. Every rank calls it.
 
     Raises:
         AgreedError: the stream gives other samples on other ranks.

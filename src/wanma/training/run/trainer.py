@@ -1,4 +1,4 @@
-"""What outlives a step: state, checkpoints and records of one rank's run.
+"""Run of one rank beyond its single steps: state, checkpoints and records.
 
 Both ways of training end their steps here: the whole-job loop (`training/loop/training_loop.py`) and a
 user's own loop (`training/loop/session.py`). A `Trainer` neither reads data nor runs the model.
@@ -63,15 +63,15 @@ from wanma.training.step.parameter_update import (
 )
 
 WAIT_SECONDS = 5.0
-"""Between two signs of life while a checkpoint is being written."""
+"""Seconds between two signs of life while a checkpoint is being written."""
 LAST_SAVE_SECONDS = 60.0
-"""How long a failed run may take to finish the checkpoint that it was writing."""
+"""Seconds that a failed run may take to finish the checkpoint that it was writing."""
 LAST_SNAPSHOT_SECONDS = 5.0
-"""How long a failed rank may take to finish its copy in memory, from which the run is to go on."""
+"""Seconds that a failed rank may take to finish its in-memory checkpoint, from which the run resumes."""
 
 
 class Trainer:
-    """One rank's run, from its resume point on.
+    """Run of one rank, from its resume point on.
 
     Args:
         flops_per_sample: model FLOPs of one sample, forward and backward; None when unknown.
@@ -100,7 +100,7 @@ class Trainer:
         self._peak = peak_flops_per_second
         self._waited_seconds = 0.0
         self._failed_save: SaveResult | None = None
-        """The newest that failed, of those that have been told."""
+        """Newest failed save that has been reported."""
         train = job.train
         self._rate_of = rates(train, own.schedule)
         check_patterns(parallel.parameter_names, train)
@@ -186,14 +186,14 @@ class Trainer:
         self._moved: Moved | None = None
         self._noted: dict[str, Tensor] = {}
         self.broken: Callable[[], list[str]] = list
-        """Names the samples of the step under way, of this rank, that are not finite themselves."""
+        """Function that names this rank's samples of the current step that are not finite themselves."""
         self._outer: OuterStep | None = None
-        """What came from other sites after the last step."""
+        """Outer update after the last step; None where no exchange ended."""
         self._step_started = time.perf_counter()
 
     @property
     def plan(self) -> Plan:
-        """Of the step that comes next: shares of the batch may move between steps."""
+        """Plan of the next step: shares of the batch may move between steps."""
         return self._shares.plan
 
     def __enter__(self) -> Trainer:
@@ -205,7 +205,7 @@ class Trainer:
         self.close(failed=kind is not None)
 
     def close(self, failed: bool) -> None:
-        """Let go of files. A failed run gives a save under way some time: its other ranks may be gone."""
+        """Close files. A failed run gives a pending save some time: its other ranks may be gone."""
         try:
             if failed:
                 seconds = min(LAST_SAVE_SECONDS, self.job.cluster.hang_seconds / 2)
@@ -222,7 +222,7 @@ class Trainer:
                 self._recorder.close()
 
     def factor(self, global_batch: int) -> float:
-        """What each loss is multiplied with before backward: one over the targets that a full batch has."""
+        """Return the loss multiplier before backward: it divides by the targets of a full batch."""
         divisor = self.state.parallel.divisor
         return divisor * self.state.scale.value / (global_batch * self._targets_per_sample)
 
@@ -351,7 +351,7 @@ class Trainer:
             )
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
-        """Note a validation result; one that is not a number is the best of nothing."""
+        """Record a validation result; a value that is not finite does not become the best."""
         best = self.state.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             self.state.best_loss = loss
@@ -362,7 +362,7 @@ class Trainer:
             self.message(reason)
 
     def save(self, metric: float | None = None) -> None:
-        """Start saving the state after the current step; waits only for the copy.
+        """Start saving the state after the current step; wait only for the copy.
 
         Raises:
             AgreedError: ranks differ in what they should hold alike; nothing is saved.
@@ -370,7 +370,7 @@ class Trainer:
         self.worker.control.progress(self.state.step, "checkpoint")
         with self.phases.phase("checkpoint"):
             self._replicas.compare()
-            # One save at a time; what became of the one before is told here, so that it cannot stop this one.
+            # One save at a time; the result of the last one is reported here, and cannot stop this one.
             began = time.perf_counter()
             self._report_saves(self._wait_for_saves())
             self._waited_seconds = time.perf_counter() - began
@@ -385,10 +385,10 @@ class Trainer:
             self.state.parallel.scratch.rest()
 
     def pause(self, is_saved: bool) -> None:
-        """Leave the state after the step just finished in memory, or on disk, and wait until it is there.
+        """Keep the state of the step just finished in memory, or on disk, and wait until it is there.
 
         Args:
-            is_saved: that step's checkpoint is being written already.
+            is_saved: true if that step's checkpoint is being written already.
 
         Raises:
             AgreedError: ranks differ in what they should hold alike.
@@ -400,12 +400,12 @@ class Trainer:
         self._report_saves(self._wait_for_saves())
 
     def message(self, text: str, level: str = "info") -> None:
-        """Tell the user something, once: rank 0 speaks."""
+        """Show the user a message, once: only rank 0 does."""
         if self._recorder is not None:
             self._recorder.message(text, level)
 
     def tell_health(self, health: Health) -> None:
-        """Record what the check before the start has found."""
+        """Record the result of the health check before the start."""
         if self._recorder is not None:
             self._recorder.event("health", **health.fields, text=health.text)
             for warning in health.warnings:
@@ -418,7 +418,7 @@ class Trainer:
             WanmaError: the last state could not be saved.
         """
         if self._resumed_step == self.state.step and self._resumed.source in ("memory", "partner"):
-            self.save()  # the ranks before had no room for it on disk
+            self.save()  # the earlier ranks had no room for it on disk
         results = self._wait_for_saves()
         failure = failure_of_last_save([self._failed_save, *results], self.state.step, outcome)
         self._snapshots.keep_if_unsaved(failure is not None)
@@ -433,7 +433,7 @@ class Trainer:
     # ---------------------------------------------------------------- inside
 
     def _apply_late(self, sites: BetweenSites, agreement: Agreement, rate: float, is_last: bool) -> None:
-        """Updates with what else has come from the sites: at the end of a job, all that was on its way."""
+        """Apply further gradients that have arrived from the sites: at the end of a job, all pending ones."""
         state = self.state
         while (summed := sites.late(is_last)) is not None:
             again = agree_again(agreement, state.updater, self.grid, summed)
@@ -444,7 +444,7 @@ class Trainer:
                 self.message(f"late gradients of norm {again.gradient_norm} are left out", "warning")
 
     def _what_is_left_out(self, agreement: Agreement, loss_sum: Tensor) -> str:
-        """Why the step's update is left out by policy; empty where it is made, or fp16's loss scale decides.
+        """Return why policy leaves the update out; empty where it is made, or fp16's loss scale decides.
 
         Raises:
             AgreedError: the policy is another; the same on all ranks.
@@ -469,14 +469,14 @@ class Trainer:
         return wrong
 
     def _tell_recovery(self) -> None:
-        """Once, when the first step after a failure is finished: what happened and what it cost."""
+        """Record a failure and its cost, once, when the first step after it is finished."""
         if self._restart is None or self._recorder is None:
             return
         restart, self._restart = self._restart, None
         tell_recovery(self._recorder, restart, self._resumed.source, self._resumed_step)
 
     def _wait_for_saves(self) -> list[SaveResult]:
-        """A slow disk is no hang: the supervisor is told that it is waited for."""
+        """Wait for pending saves, with signs of life: a slow disk is no hang."""
         results: list[SaveResult] = []
         while self._checkpointer.is_saving:
             self.worker.control.progress(self.state.step, "waiting for a checkpoint to be written")

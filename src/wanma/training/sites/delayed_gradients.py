@@ -1,10 +1,10 @@
-"""Gradients that are summed over the sites beside the next steps, and applied so many steps late.
+"""Delayed gradients: summed over the sites beside the next steps, and applied a fixed number of steps late.
 
-Weights are alike on all sites: all apply the same sums in the same order. With s steps of staleness what is
-applied after step t is the gradient of step t − s, at the weights of that step (Ho et al. 2013, with every
-delay at its bound); the first s steps apply nothing, and the last step of a job applies, one after the other,
-all that is still under way. With s = 0 it is data parallel, and so it serves the steps that all sites take
-together before they part.
+Weights are alike on all sites: all apply the same sums in the same order. With s steps of staleness, after
+step t they apply the gradient of step t − s, at the weights of that step (Ho et al. 2013, with every delay at
+its bound); the first s steps apply nothing, and the last step of a job applies, one after the other, all
+pending ones. With s = 0 it is data parallelism, and so it serves the steps that all sites take together
+before they part.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from wanma.parallel.pipeline.tied_weights import Ties
 from wanma.training.optimizer.named_optimizer import local_gradient, placed_as
 
 LATE = "late."
-"""Names in a checkpoint: 'late.STEP.NAME' is the summed gradient of STEP."""
+"""Prefix of names in a checkpoint: 'late.STEP.NAME' is the summed gradient of STEP."""
 
 
 @dataclass(frozen=True)
 class Summed:
-    """What gradients are that have come from all sites."""
+    """Normalisation of a gradient summed over all sites."""
 
     targets: float | None
-    """Over which their losses were summed; None: those of the step under way. 0: none has come yet."""
+    """Targets of the summed losses; None: those of the current step. 0: no gradient has come yet."""
     factor: float
-    """How many times the gradient of the summed losses they are."""
+    """Ratio of the gradient to that of the summed losses."""
 
 
 @dataclass
 class _Gradients:
-    """Of one step, on their way."""
+    """Gradients of one step that are being summed over the sites."""
 
     step: int
     factor: float
     flat: Tensor
-    """(elements of all parameters,) of this rank's parts."""
+    """Gradients of this rank's parts, (elements of all parameters,)."""
     there: Tensor
-    """(parameters,) on how many sites each has a gradient."""
+    """Number of sites with a gradient, by parameter, (parameters,)."""
     targets: float | None = None
-    """Over all sites, once known."""
+    """Targets of all sites, once known."""
     sums: list[Sum] = field(default_factory=list)
 
     def arrive(self) -> None:
@@ -58,11 +58,13 @@ class _Gradients:
 
 
 class LateGradients:
-    """One rank's gradients on their way.
+    """Delayed gradients of one rank.
 
     Args:
-        staleness: steps by which they are late.
-        parameters: trained ones of this rank.
+        staleness: steps by which gradients are applied late.
+        grid: device meshes of the plan.
+        parameters: trained parameters of this rank.
+        ties: tied weights of this rank.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class LateGradients:
 
     @torch.no_grad()
     def send(self, step: int, factor: float) -> None:
-        """Take the gradients of `step`, which this site has summed, and let them go to the others.
+        """Begin to sum the gradients of `step`, which this site has summed, over the sites.
 
         Args:
-            factor: as of `Summed`.
+            step: step of the gradients.
+            factor: ratio of the gradients to those of the summed losses.
         """
         gradients = _Gradients(step, factor, self._flat(), self._none())
         for index, (name, view) in enumerate(self._views(gradients).items()):
@@ -91,20 +94,20 @@ class LateGradients:
         self._queue.append(gradients)
 
     def know(self, step: int, targets: float) -> None:
-        """Note over how many targets all sites have summed the losses of `step`."""
+        """Note the number of targets over which all sites have summed the losses of `step`."""
         for gradients in self._queue:
             if gradients.step == step:
                 gradients.targets = targets
 
     @torch.no_grad()
     def take(self, *, all_of_them: bool = False) -> Summed | None:
-        """Give the parameters the oldest gradients whose time has come, the sums over all sites.
+        """Give the parameters the oldest gradients that are due, as sums over all sites.
 
         Args:
-            all_of_them: whether the time of all has come.
+            all_of_them: true if all pending ones are due.
 
         Returns:
-            what they are; None where there are none, and parameters have no gradient.
+            their normalisation; None where none is due, and parameters have no gradient.
         """
         if len(self._queue) <= (0 if all_of_them else self._staleness):
             return None
@@ -119,7 +122,7 @@ class LateGradients:
     # ---------------------------------------------------------------- what is kept
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name in a checkpoint; waits until they are there."""
+        """Return the pending gradients by name in a checkpoint; wait until they are there."""
         return {
             f"{LATE}{gradients.step}.{name}": over_sites(view, self._parameters[name], self._grid)
             for gradients in self._queue
@@ -127,11 +130,11 @@ class LateGradients:
         }
 
     def values(self) -> list[list[Any]]:
-        """Of each: step, factor, and targets."""
+        """Return step, factor and targets of each pending gradient."""
         return [[one.step, one.factor, one.targets] for one in self._queue]
 
     def expect(self, saved: Collection[str]) -> None:
-        """Have room for the gradients that a state with tensors of these names holds."""
+        """Make room for the gradients that a state with tensors of these names holds."""
         copies, self._queue = self._ties.names, []
         for step in sorted({int(name.split(".")[1]) for name in saved if name.startswith(LATE)}):
             gradients = _Gradients(step, 1.0, self._flat(), self._none())
@@ -141,7 +144,7 @@ class LateGradients:
             self._queue.append(gradients)
 
     def restore(self, values: Iterable[Any]) -> None:
-        """What `values` gave, of those that are expected."""
+        """Restore what `values` returned, for the gradients that are expected."""
         by_step = {step: (factor, targets) for step, factor, targets in values}
         for gradients in self._queue:
             gradients.factor, gradients.targets = by_step[gradients.step]
@@ -149,7 +152,7 @@ class LateGradients:
     # ---------------------------------------------------------------- inside
 
     def _arrived(self, gradients: _Gradients) -> dict[str, Tensor]:
-        """Waits; those that any site has, in the shapes of this rank's parts."""
+        """Wait for gradients; return those that any site has, in the shapes of this rank's parts."""
         gradients.arrive()
         numbers = gradients.there.tolist()
         views = self._views(gradients).items()

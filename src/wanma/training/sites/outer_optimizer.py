@@ -1,16 +1,17 @@
-"""Sites that go on by themselves and meet now and then: local SGD and DiLoCo, whole or in fragments.
+"""Outer optimizer of sites that synchronise every few steps: local SGD and DiLoCo, by fragments or at once.
 
-Every so many steps the sites find out what they have moved on average,
+Every `sync_every` steps the sites average their moves (pseudo-gradients),
 
     Δ = Σ over sites of share × (outer − mine),      m ← μ m + Δ,      outer ← outer − rate (Δ + μ m)
 
-and go on from there (Douillard et al. 2023, algorithm 1, with Nesterov's momentum as `torch.optim.SGD` has
-it). A site's share is that of the targets that it has learned from since, which is one over their number
-where all sites see as many. With rate 1 and no momentum `outer` is the mean of the sites' weights: local SGD
-(Stich 2018). Of a fragment that comes back τ steps late a site keeps some of what it has done since,
-mine ← α mine + (1 − α) outer (Douillard et al. 2025, equation 2); the update itself is as if it were in time.
+and continue from there (Douillard et al. 2023, algorithm 1, with Nesterov's momentum as `torch.optim.SGD` has
+it). A site's share is its part of the targets since then, which is one over the number of sites where all see
+as many. With rate 1 and no momentum `outer` is the mean of the sites' weights: local SGD (Stich 2018). When a
+fragment arrives τ steps late, a site keeps a part of its own moves since, mine ← α mine + (1 − α) outer
+(Douillard et al. 2025, equation 2); the update itself is as if it were in time.
 
-The last step of a job leaves nothing under way: what is not due then is averaged, without momentum.
+The last step of a job leaves no exchange pending: fragments that are not due then are averaged, without
+momentum.
 """
 
 from __future__ import annotations
@@ -33,51 +34,54 @@ from wanma.parallel.mesh.site_tensors import over_sites
 from wanma.parallel.pipeline.tied_weights import Ties
 
 UNDER_WAY = "under_way."
-"""Names in a checkpoint: 'under_way.STEP.NAME' is what the sites have moved on average, begun after STEP."""
+"""Prefix of names in a checkpoint: 'under_way.STEP.NAME' is an average move of the sites since STEP."""
 
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What came back from the other sites after one step."""
+    """Result of the exchanges that ended after one step."""
 
     fragments: int
     seconds: float
-    """That this rank waited for it and computed with it."""
+    """Seconds that this rank waited for them and computed with them."""
     norm: float
-    """Of the average difference, of all fragments that came."""
+    """Norm of the average pseudo-gradient of all fragments that arrived."""
 
     def numbers(self) -> dict[str, float]:
-        """For the step's record."""
+        """Return the metrics for the step's record."""
         return {"outer_seconds": self.seconds, "outer_norm": self.norm, "outer_fragments": self.fragments}
 
 
 @dataclass
 class _Difference:
-    """A fragment's, on its way."""
+    """Pseudo-gradient of a fragment that is being averaged over the sites."""
 
     step: int
-    """After which it was taken."""
+    """Number of the step after which it was taken."""
     names: list[str]
     flat: Tensor
-    """Its average, once there; (elements of all names,) of this rank's parts."""
+    """Average of this rank's parts once it has arrived, (elements of all names,)."""
     sum: Sum | None
-    """None for one that a checkpoint has kept."""
+    """All-reduce in progress; None for one that a checkpoint has kept."""
     parts: dict[str, Tensor] = field(default_factory=dict)
-    """Views of `flat`, once asked for."""
+    """Views of `flat` by parameter name, once asked for."""
 
     def arrive(self) -> None:
-        """Wait until it is there."""
+        """Wait for the average."""
         if self.sum is not None:
             self.sum.wait()
             self.sum = None
 
 
 class OuterUpdates:
-    """One rank's part of the weights that all sites share, and the exchange that makes them.
+    """Outer optimizer of one rank: the weights that all sites share, and the exchange that makes them.
 
     Args:
-        names: of the whole model's parameters, in its order.
-        parameters: trained ones of this rank, which this site computes with.
+        synchronization: synchronization of the plan.
+        grid: device meshes of the plan.
+        names: names of the full model's parameters, in its order.
+        parameters: trained parameters of this rank, with which this site computes.
+        ties: tied weights of this rank.
     """
 
     def __init__(
@@ -102,21 +106,23 @@ class OuterUpdates:
             self.momentum = {name: self._like(one) for name, one in self._parameters.items()}
         self._under_way: list[_Difference] = []
         self.targets = self._no_targets()
-        """That each site has learned from since each fragment's last exchange began."""
+        """Targets of each site since each fragment's last exchange began, by fragment and site."""
         self.restart()
 
     # ---------------------------------------------------------------- the steps
 
     def step_done(self, step: int, targets: Sequence[float], is_last: bool) -> OuterStep | None:
-        """After the update of `step`, counted from 1: begin and end the exchanges that are due.
+        """Begin and end the exchanges that are due after the update of `step`, counted from 1.
 
         Every rank calls it.
 
         Args:
-            targets: that each site has learned from in this step.
+            step: optimizer steps done.
+            targets: targets of each site in this step.
+            is_last: true for the last step of the job.
 
         Returns:
-            what came back; None where nothing did.
+            result of the exchanges that ended; None without any.
         """
         plan = self.synchronization
         if plan.is_synchronous(step):
@@ -149,7 +155,7 @@ class OuterUpdates:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin from this site's weights as they are now; they are alike on all sites."""
+        """Reset the outer weights to this site's weights as they are now; they are alike on all sites."""
         self._copy_in()
         for tensor in self.momentum.values():
             local_part(tensor).zero_()
@@ -157,14 +163,14 @@ class OuterUpdates:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Have this site go on from the outer weights, as if all had just met."""
+        """Reset this site's weights to the outer weights, as if all sites had just met."""
         for name, parameter in self._parameters.items():
             local_part(parameter).copy_(local_part(self.weights[name]))
         self._under_way, self.targets = [], self._no_targets()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model compute with the outer weights for a while."""
+        """Make the model compute with the outer weights, within the context."""
         self._swap()
         try:
             yield
@@ -174,7 +180,7 @@ class OuterUpdates:
     # ---------------------------------------------------------------- what is kept
 
     def under_way(self) -> dict[str, Tensor]:
-        """Average differences that are not applied yet, by name in a checkpoint; waits for them."""
+        """Return the pending averages, by name in a checkpoint; wait for them."""
         found: dict[str, Tensor] = {}
         for difference in self._under_way:
             difference.arrive()
@@ -185,7 +191,7 @@ class OuterUpdates:
         return found
 
     def expect(self, saved: Iterable[str]) -> None:
-        """Have room for the differences under way that a state with tensors of these names holds."""
+        """Make room for the pending averages that a state with tensors of these names holds."""
         copies = self._ties.names
         by_step: dict[int, set[str]] = {}
         for name in saved:
@@ -198,7 +204,7 @@ class OuterUpdates:
             self._under_way.append(_Difference(step, names, self._flat(names), None))
 
     def copy_ties(self) -> None:
-        """Give copies that another stage saves what that stage has; every rank calls it."""
+        """Copy tied tensors from the stage that saves them to the other stage; every rank calls it."""
         self._ties.copy_first(self.weights)
         if self.synchronization.momentum > 0:
             self._ties.copy_first(self.momentum)
@@ -208,7 +214,7 @@ class OuterUpdates:
     # ---------------------------------------------------------------- inside
 
     def _ripe(self, step: int, is_last: bool) -> list[_Difference]:
-        """Those under way whose time has come."""
+        """Remove and return the pending averages that are due."""
         late = self.synchronization.overlap_steps
         ripe = [one for one in self._under_way if is_last or step >= one.step + late]
         self._under_way = [one for one in self._under_way if not any(one is other for other in ripe)]
@@ -216,7 +222,7 @@ class OuterUpdates:
 
     @torch.no_grad()
     def _begin(self, fragment: int, step: int) -> _Difference:
-        """Take what this site has moved, and send it on its way."""
+        """Take this site's pseudo-gradient of a fragment, and begin to average it."""
         names = self._names[fragment]
         difference = _Difference(step, names, self._flat(names), None)
         for name, part in self._parts(difference).items():
@@ -229,11 +235,12 @@ class OuterUpdates:
 
     @torch.no_grad()
     def _apply(self, difference: _Difference, mix: float = 0.0, *, is_mean: bool = False) -> Tensor:
-        """The outer update of a fragment, and this site's weights from it.
+        """Apply the outer update of a fragment, and set this site's weights from it.
 
         Args:
-            mix: of its own, what the site keeps.
-            is_mean: take the mean of the sites' weights, whatever rate and momentum.
+            difference: pseudo-gradient of the fragment.
+            mix: share of its own weights that the site keeps, 0 .. 1.
+            is_mean: true to take the mean of the sites' weights, whatever rate and momentum.
 
         Returns:
             this rank's share of the squared norm of the difference.
@@ -271,7 +278,7 @@ class OuterUpdates:
         return float((total / self.synchronization.sites).sqrt())
 
     def _parts(self, difference: _Difference) -> dict[str, Tensor]:
-        """Views of it, in the shapes of this rank's parts."""
+        """Return views of a pseudo-gradient in the shapes of this rank's parts."""
         if not difference.parts:
             locals_ = [local_part(self._parameters[name]) for name in difference.names]
             views = difference.flat.split([local.numel() for local in locals_])
@@ -282,14 +289,14 @@ class OuterUpdates:
         return difference.parts
 
     def _flat(self, names: Sequence[str]) -> Tensor:
-        """(elements of all names,) on the device that computes, in their widest dtype."""
+        """Return zeros (elements of all names,) on the computing device, in the widest dtype of the names."""
         locals_ = [local_part(self._parameters[name]) for name in names]
         wide = any(local.dtype == torch.float64 for local in locals_)
         dtype = torch.float64 if wide else torch.float32
         return torch.zeros(sum(local.numel() for local in locals_), dtype=dtype, device=self._grid.device)
 
     def _like(self, parameter: nn.Parameter) -> Tensor:
-        """Zeros for one that all sites hold alike, where the plan has them wait."""
+        """Return zeros like `parameter`, alike on all sites, on the host where the plan offloads them."""
         local = local_part(parameter)
         if self.synchronization.offload == "host":
             held = torch.zeros_like(local, device="cpu", pin_memory=local.is_cuda)

@@ -1,12 +1,12 @@
-"""What a run does between its sites, and what of that a checkpoint keeps.
+"""Synchronisation of a run's sites, and the tensors of it that a checkpoint keeps.
 
-    gradients    before a step's ranks agree: whose gradients the update is to take
-    late         after the update: more of them, where several have come at once
-    step_done    the outer update, where one is due
+    gradients    before a step's ranks agree: choice of the gradients that the update takes
+    late         after the update: more gradients, where several have come at once
+    step_done    outer update, where one is due
 
-A checkpoint holds under the usual names what a plan without sites goes on from: the outer weights, and the
-first site's optimizer state. Beside them is what each site has of its own ('site.K.'), the outer momentum
-('outer.') and what is under way between the sites.
+A checkpoint holds under the usual names the state from which a plan without sites continues: the outer
+weights, and the first site's optimizer state. Beside it are each site's own tensors ('site.K.'), the outer
+momentum ('outer.') and tensors that the sites are still exchanging.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from wanma.training.sites.outer_optimizer import UNDER_WAY, OuterStep, OuterUpda
 
 _OWN = re.compile(r"^site\.(\d+)\.model\.")
 _ONLY_SITES = ("site.", "outer.", UNDER_WAY, LATE)
-"""Of the names in a checkpoint those that plans without sites have not."""
+"""Prefixes of names in a checkpoint that plans without sites do not have."""
 
 
 class BetweenSites:
-    """One rank's part in it."""
+    """Synchronizer of the sites on one rank."""
 
     def __init__(self, plan: Plan, grid: Grid, parallel: Parallel, updater: Updater) -> None:
         seldom = plan.synchronization
@@ -47,19 +47,21 @@ class BetweenSites:
         if not seldom.is_local or seldom.synchronous_steps:
             self._late = LateGradients(seldom.staleness, grid, trained, parallel.ties)
         self._is_joining = False
-        """What is being loaded was not saved by as many sites."""
+        """True if the state being loaded was saved by another number of sites."""
         self._has_momentum = True
 
     # ---------------------------------------------------------------- the steps
 
     def gradients(self, step: int, factor: float, is_last: bool) -> Summed | None:
-        """Have the parameters' gradients be those that the update of `step`, counted from 1, takes.
+        """Make the parameters' gradients those that the update of `step`, counted from 1, takes.
 
         Args:
-            factor: as of `Summed`, of the gradients that are there now.
+            step: step, counted from 1.
+            factor: ratio of the present gradients to those of the summed losses.
+            is_last: true for the last step of the job.
 
         Returns:
-            what they are; None for this site's own, of this step.
+            their normalisation; None for this site's own, of this step.
 
         Raises:
             WanmaError: a parameter has a gradient that was frozen when the run began.
@@ -77,20 +79,20 @@ class BetweenSites:
         return self._late.take(all_of_them=is_last) or Summed(0, 1.0)
 
     def know(self, step: int, targets: float) -> None:
-        """Note over how many targets all sites have summed the losses of `step`."""
+        """Note the number of targets over which all sites have summed the losses of `step`."""
         if self._late is not None:
             self._late.know(step, targets)
 
     def late(self, is_last: bool) -> Summed | None:
-        """Give the parameters the next gradients whose time has come, as `gradients` did the first."""
+        """Give the parameters the next gradients that are due, as `gradients` did the first."""
         return self._late.take(all_of_them=is_last) if self._late is not None else None
 
     def step_done(self, step: int, targets: tuple[float, ...], is_last: bool) -> OuterStep | None:
-        """As of `OuterUpdates`."""
+        """Begin and end the exchanges of the outer optimizer that are due after `step`."""
         return self.outer.step_done(step, targets, is_last) if self.outer is not None else None
 
     def restart(self) -> None:
-        """After this site's weights were filled, alike on all sites."""
+        """Reset the outer weights, after this site's weights were filled, alike on all sites."""
         if self.outer is not None:
             self.outer.restart()
 
@@ -99,7 +101,7 @@ class BetweenSites:
     def named(
         self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], average: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """All of a run's tensors under the names of a checkpoint, from those that this rank computes with."""
+        """Return a run's tensors under their names in a checkpoint, from those that this rank uses."""
         grid, outer = self._grid, self.outer
         if outer is None:
             assert self._late is not None
@@ -124,12 +126,12 @@ class BetweenSites:
         return found | self._without_copies(outer.under_way())
 
     def optimizer_names(self, saved: Collection[str]) -> list[str]:
-        """Of a state with tensors of these names, those of the optimizer state that this site takes up."""
+        """Return the names of this site's optimizer state among the names of a saved state."""
         prefix = f"{self._own_prefix}optimizer."
         return [name.removeprefix(prefix) for name in saved if name.startswith(prefix)]
 
     def expect(self, saved: Collection[str]) -> None:
-        """Make room for a state with tensors of these names: `named` then gives what to fill."""
+        """Make room for a state with tensors of these names: `named` then gives the tensors to fill."""
         if self.outer is None:
             assert self._late is not None
             self._late.expect(saved)
@@ -139,10 +141,10 @@ class BetweenSites:
         self.outer.expect(() if self._is_joining else saved)
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """After these were filled.
+        """Restore the values after the tensors were filled.
 
         Args:
-            values: as of `values`; may be another plan's, or empty.
+            values: values as `values` returns them; may be another plan's, or empty.
         """
         if self.outer is None:
             assert self._late is not None
@@ -157,7 +159,7 @@ class BetweenSites:
         self._is_joining, self._has_momentum = False, True
 
     def values(self) -> dict[str, Any]:
-        """What is not a tensor, the same on every rank."""
+        """Return the values that are no tensors, the same on every rank."""
         if self.outer is not None:
             return {"targets": self.outer.targets}
         assert self._late is not None
@@ -165,30 +167,30 @@ class BetweenSites:
 
     @property
     def _own_prefix(self) -> str:
-        """Of the names of this site's optimizer state."""
+        """Prefix of the names of this site's optimizer state."""
         is_shared = self.outer is None or self._is_joining
         return "" if is_shared or self._grid.site == 0 else f"site.{self._grid.site}."
 
     def _without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of names such as 'late.STEP.NAME'."""
+        """Return `tensors` without tied copies, of names such as 'late.STEP.NAME'."""
         return {name: tensor for name, tensor in tensors.items() if name.split(".", 2)[2] not in self._copies}
 
 
 def sites_of(saved: Collection[str]) -> set[int]:
-    """Numbers of the sites that have saved weights of their own among tensors of these names."""
+    """Return the indices of the sites that have saved weights of their own among tensors of these names."""
     return {int(match[1]) for name in saved if (match := _OWN.match(name))}
 
 
 def left_out(saved: Collection[str], tensors: Collection[str], sites: int | None) -> tuple[list[str], str]:
-    """What of a checkpoint a run does not take up because it is of other sites.
+    """Return the names in a checkpoint that a run does not restore because they are of other sites.
 
     Args:
-        saved: names that it has.
-        tensors: names that are asked for.
-        sites: that this run has, with weights of their own; None: it has not.
+        saved: names in the checkpoint.
+        tensors: names that are loaded.
+        sites: number of sites of this run with weights of their own; None: it has none.
 
     Returns:
-        the names, and what to tell the user, if anything.
+        the names, and a message for the user, if any.
     """
     names = [name for name in saved if name.startswith(_ONLY_SITES) and name not in tensors]
     before = len(sites_of(saved))

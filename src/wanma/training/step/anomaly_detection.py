@@ -1,8 +1,8 @@
-"""Steps whose numbers cannot be right: a loss or gradient that is not finite, or far above the last ones.
+"""Detection of steps whose loss or gradient is not finite or a spike, and the policy for them.
 
-They are seen before the weights change, so leaving such a step out needs no way back. Making it again does:
-its error ends the ranks, and the run goes on from its newest copy of the state (`elastic.recovery`), where
-the step is made again from the same weights and samples. What was an accident does not come back.
+They are seen before the weights change, so that leaving such a step out needs no way back. A retry does: its
+error ends the ranks, and the run resumes from its newest in-memory checkpoint (`elastic.recovery`), where the
+step is made again from the same weights and samples. An accident does not happen again.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, Literal
 from wanma.job.errors import AgreedError
 
 Policy = Literal["ignore", "stop", "skip", "retry"]
-"""What is done about such a step."""
+"""Reaction to a step that is not finite or a spike."""
 
 WINDOW = 64
-"""Steps that a new one is compared with: the last ones that changed the weights."""
+"""Number of steps with which a new one is compared: the last ones that changed the weights."""
 FEWEST = 16
-"""With fewer nothing is a spike."""
+"""Smallest number of earlier steps with which a step can be a spike."""
 MOST_SKIPPED = 10
-"""Steps in a row that may be left out: with more, it is not the samples."""
+"""Largest number of consecutive steps that may be left out: with more, the samples are not the cause."""
 _TO_DEVIATION = 1.4826
-"""Median absolute deviation to standard deviation, of a normal distribution (Hampel 1974)."""
+"""Ratio of standard deviation to median absolute deviation of a normal distribution (Hampel 1974)."""
 _SMALLEST_SHARE = 0.02
-"""Of the median: less counts as no deviation, or a loss that hardly moves would have spikes."""
+"""Smallest deviation, as a share of the median: a loss that hardly moves would have spikes otherwise."""
 
 
 def is_spike(value: float, before: Sequence[float], deviations: float) -> bool:
-    """Whether `value` is more than so many robust standard deviations above the median of those before."""
+    """Return whether `value` is over `deviations` robust standard deviations above the earlier median."""
     if len(before) < FEWEST:
         return False
     middle = median(before)
@@ -41,17 +41,19 @@ def is_spike(value: float, before: Sequence[float], deviations: float) -> bool:
 
 @dataclass
 class Anomalies:
-    """What is remembered of a run's steps to judge the next. It is saved, so that a run that goes back or
-    carries on judges its steps as it did before."""
+    """History of a run's steps by which the next is judged.
+
+    It is saved, so that a run that goes back or resumes judges its steps as before.
+    """
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     gradient_norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Of the same steps."""
+    """Gradient norms of the same steps."""
     skipped: list[int] = field(default_factory=list)
     """Steps that were left out by policy, counted from 1: samples consumed, weights unchanged."""
 
     def what_is_wrong(self, loss: float, gradient_norm: float, deviations: float) -> str:
-        """Why a finite step is a spike; empty where it is none."""
+        """Return the reason why a finite step is a spike; empty where it is none."""
         for name, value, before in (
             ("loss", loss, self.losses),
             ("gradient norm", gradient_norm, self.gradient_norms),
@@ -62,15 +64,15 @@ class Anomalies:
         return ""
 
     def applied(self, loss: float, gradient_norm: float) -> None:
-        """A step has changed the weights."""
+        """Note a step that has changed the weights."""
         self.losses.append(loss)
         self.gradient_norms.append(gradient_norm)
 
     def skip(self, step: int) -> None:
-        """`step` is left out.
+        """Note that `step` is left out.
 
         Raises:
-            AgreedError: as were too many before it.
+            AgreedError: too many consecutive steps before it were left out.
         """
         first = step - MOST_SKIPPED
         if self.skipped[-MOST_SKIPPED:] == list(range(first, step)):
@@ -81,7 +83,7 @@ class Anomalies:
         self.skipped.append(step)
 
     def values(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the history as JSON has it."""
         return {
             "losses": list(self.losses),
             "gradient_norms": list(self.gradient_norms),
@@ -89,19 +91,20 @@ class Anomalies:
         }
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Put back what `values` gave."""
+        """Restore the history that `values` returned."""
         self.losses = deque(values["losses"], maxlen=WINDOW)
         self.gradient_norms = deque(values["gradient_norms"], maxlen=WINDOW)
         self.skipped = list(values["skipped"])
 
 
 def check_policy(step: int, wrong: str, policy: Policy, key: str, retried: Collection[int]) -> None:
-    """Returns where the policy leaves a step out whose numbers are wrong.
+    """Return if the policy leaves a step out whose numbers are wrong; raise otherwise.
 
     Args:
-        step: counted from 1.
-        wrong: what is, in words.
-        key: the policy's.
+        step: step, counted from 1.
+        wrong: fault of the step, in words.
+        policy: policy of the job.
+        key: key of the policy in the job.
         retried: steps that are being made again already.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The end of a run whose validation metric no longer improves; its state is kept in checkpoints."""
+"""End of a run whose validation metric no longer improves; its state is kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from wanma.training.loss.best_metric import check_best_metric, check_metric
 
 @dataclass
 class EarlyStopping:
-    """Validations since the best one."""
+    """State of early stopping: the best validation, and the number of validations since."""
 
     best: float | None = None
-    """Value of `train.stop_metric` that later ones are compared with."""
+    """Value of `train.stop_metric` with which later ones are compared."""
     best_step: int = 0
     waited: int = 0
-    """Validations after it, none of which was better by more than `train.stop_min_delta`."""
+    """Number of validations after it; none was better by more than `train.stop_min_delta`."""
 
     def see(self, step: int, metrics: Mapping[str, float], train: TrainSection) -> str:
-        """Take note of a validation.
+        """Note a validation.
 
         Returns:
-            why the run ends; empty while it goes on.
+            the reason why the run ends; empty while it continues.
 
         Raises:
             JobError: there is no such metric.
@@ -55,16 +55,16 @@ class EarlyStopping:
         )
 
     def is_over(self, train: TrainSection) -> bool:
-        """Return whether the patience is at its end."""
+        """Return whether the patience is used up."""
         return 0 < train.stop_patience <= self.waited
 
     def values(self) -> dict[str, Any]:
-        """As a checkpoint keeps them."""
+        """Return the state as a checkpoint keeps it."""
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EarlyStopping:
-        """Read it from a checkpoint's state; older ones have none."""
+        """Read the state from a checkpoint's values; older ones have none."""
         return cls(**values.get("early_stopping", {}))
 
 
@@ -72,11 +72,12 @@ def check_stop_metric(train: TrainSection, known: Iterable[str] | None, validati
     """Refuse to wait for a validation that does not come, or a metric that it does not give.
 
     Args:
+        train: `[train]` of the job.
         known: names of the metrics; None: not known yet.
-        validation_samples: of the data.
+        validation_samples: number of validation samples.
 
     Raises:
-        JobError: names the key.
+        JobError: it names the key.
     """
     if train.stop_patience == 0:
         return
@@ -93,11 +94,12 @@ def check_validation_keys(job: Job, known: Iterable[str] | None, validation_samp
     """Refuse keys that wait for a metric that validation does not give.
 
     Args:
+        job: job of the run.
         known: names of the metrics; None: not known yet.
-        validation_samples: of the data.
+        validation_samples: number of validation samples.
 
     Raises:
-        JobError: names the key.
+        JobError: it names the key.
     """
     names = None if known is None else list(known)
     check_stop_metric(job.train, names, validation_samples)
@@ -105,10 +107,12 @@ def check_validation_keys(job: Job, known: Iterable[str] | None, validation_samp
 
 
 def without_validation(job: Job, validation_samples: int, has_metrics: bool) -> str | None:
-    """Note on the keys that have no effect on data without a validation part; None where there are none.
+    """Return a note on the keys without effect on data without a validation part; None without such keys.
 
     Args:
-        has_metrics: the user has given some.
+        job: job of the run.
+        validation_samples: number of validation samples.
+        has_metrics: true if the user has given metrics.
     """
     every = job.train.validate_every_steps
     idle = [f"train.validate_every_steps = {every:,}"] if every else []

@@ -1,4 +1,4 @@
-"""Explanation of errors about float64, which datasets give unasked: numpy's numbers are, and Python's."""
+"""Explanation of errors about float64, the dtype of numpy's and Python's numbers in datasets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanma.job.errors import WanmaError
 
 @contextmanager
 def explaining_doubles(batch: Batch, precision: str) -> Iterator[None]:
-    """Inside, an operation's error about float64 says which of the batch's tensors are of that type.
+    """Explain an operation's error about float64 by the names of the batch's tensors of that dtype.
 
     Raises:
         WanmaError: instead of torch's own error, which it names.
@@ -34,7 +34,7 @@ def explaining_doubles(batch: Batch, precision: str) -> Iterator[None]:
 
 
 def doubles(batch: Batch) -> list[str]:
-    """Names of a batch's float64 tensors."""
+    """Return the names of a batch's float64 tensors."""
     given = {
         **{f"input {number}": tensor for number, tensor in enumerate(batch.inputs)},
         **batch.keywords,

@@ -34,7 +34,7 @@ _EVALUATED_TOGETHER = 4
 
 
 class ForwardBackward:
-    """Runs a step's micro-batches through the model, pipelined or one after the other."""
+    """Runner of a step's micro-batches through the model, pipelined or one after the other."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class ForwardBackward:
         metrics: Metrics | None = None,
     ) -> None:
         self.metrics = metrics or Metrics({})
-        """Computed beside the loss in `evaluate`."""
+        """Metrics that `evaluate` computes beside the loss."""
         self._parallel = parallel
         self._plan = plan
         self._job = job
         self._grid = grid
         self._loss = loss
         self._checks_weights = not isinstance(loss, Classification | SampleLabels)
-        """The loss is the user's, and has not been seen with a gradient yet."""
+        """True if the loss is the user's, and has had no gradient yet."""
         known = loss if isinstance(loss, Classification) else Classification(classes_last=True)
         self._of_pipeline = replace(known, spend=True)
-        """A pipeline computes cross entropy, and nobody reads its logits afterwards."""
+        """Cross entropy of a pipeline, whose logits nobody reads afterwards."""
         self._routers = [module for module in parallel.modules() if isinstance(module, Routing)]
 
     def __call__(self, batches: list[Batch], factor: float) -> tuple[Tensor, Tensor]:
@@ -97,10 +97,11 @@ class ForwardBackward:
         return self._counted(loss_sum, targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, ...]:
-        """Without gradients.
+        """Evaluate batches without gradients.
 
         Returns:
-            (sum of losses, number of targets, and the sum and count of each metric), counted as above.
+            (sum of losses, number of targets, and the sum and count of each metric), counted as in
+                `__call__`.
         """
         sums = self.evaluate_losses(batches, self.metrics)
         return *sums, *self.metrics.sums(self._grid.device, counts=self._grid.counts_loss)
@@ -108,10 +109,11 @@ class ForwardBackward:
     def evaluate_losses(
         self, batches: Iterable[Batch], metrics: Metrics | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(sum of losses, number of targets) without gradients, counted as above.
+        """Return (sum of losses, number of targets) without gradients, counted as in `__call__`.
 
         Args:
-            metrics: add up what they count.
+            batches: micro-batches of this rank.
+            metrics: metrics to which the values of the batches are added.
         """
         loss_sum, targets, metrics = self._zero(), self._zero(), metrics or Metrics({})
         metrics.begin()
@@ -144,7 +146,7 @@ class ForwardBackward:
         return self._counted(loss_sum, targets)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum, number of targets) of this rank's part of a micro-batch, without pipeline and backward."""
+        """Return (sum of losses, target count) of this rank's part of a micro-batch, without a pipeline."""
         part, positions = self._part(batch)
         with self._drawing(part, positions) as forward:
             sums = self._losses(part)
@@ -152,8 +154,11 @@ class ForwardBackward:
         return sums
 
     def _losses(self, part: Batch) -> tuple[Tensor, Tensor]:
-        """As of `LossFunction`. A function of its own: a caller that held the logits would hold them until
-        backward has ended, and through the next forward."""
+        """Return (sum of losses, number of targets) of a part.
+
+        It is a function of its own: a caller that held the logits would hold them until backward has ended,
+        and through the next forward.
+        """
         output = self._forward(part)
         sums = self._loss(output, part)
         if self._checks_weights and sums[0].requires_grad:
@@ -162,7 +167,7 @@ class ForwardBackward:
         return sums
 
     def output(self, batch: Batch) -> Any:
-        """Output of the model for this rank's part of a micro-batch, without pipeline and backward."""
+        """Return the model's output for this rank's part of a micro-batch, without a pipeline."""
         part, positions = self._part(batch)
         with self._drawing(part, positions) as forward:
             output = self._forward(part)
@@ -170,7 +175,7 @@ class ForwardBackward:
         return output
 
     def _part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """This rank's part of a micro-batch, and where in the sequence its activations lie."""
+        """Return this rank's part of a micro-batch, and the sequence positions of its activations."""
         positions = self._positions(batch)
         return split_sequence(batch.to(self._grid.device), self._grid), positions
 
@@ -178,7 +183,7 @@ class ForwardBackward:
         return self._parallel.draws.forward(self._parallel.module, part.samples, positions)
 
     def _forward(self, part: Batch) -> Any:
-        """Output of the model for this rank's part of a micro-batch."""
+        """Return the model's output for this rank's part of a micro-batch."""
         module = self._parallel.module
         try:
             return module(*part.inputs, **part.keywords)
@@ -191,14 +196,14 @@ class ForwardBackward:
             raise told from error
 
     def _positions(self, batch: Batch) -> Tensor | None:
-        """Where in the sequence the activations lie that this rank holds."""
+        """Return the sequence positions of the activations that this rank holds; None for all."""
         positions = residual_positions(batch, self._plan, self._grid.rank)
         return None if positions is None else positions.to(self._grid.device)
 
     def _pipelined(
         self, batches: list[Batch], factor: float, loss: Loss, *, backward: bool
     ) -> tuple[Tensor, Tensor]:
-        """Sums as of `__call__`; `loss` gives `factor` times those of a micro-batch."""
+        """Return sums as `__call__` does; `loss` gives `factor` times those of a micro-batch."""
         pipeline = self._parallel.pipeline
         assert pipeline is not None
         stacked = self._stacked(batches)
@@ -211,7 +216,7 @@ class ForwardBackward:
         return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())
 
     def _stacked(self, batches: list[Batch]) -> Batch:
-        """Micro-batches of a schedule, which wants equal ones; padding has no targets, so no gradient.
+        """Stack the micro-batches of a schedule at equal size; padding has no targets, so no gradient.
 
         Checks before the first step may have more rows than the plan's.
         """

@@ -1,4 +1,4 @@
-"""Gradient norms of a model's layers, in one all-reduce of a number per layer, in steps that are chosen."""
+"""Gradient norms of a model's layers, every few steps, in one all-reduce of a number per layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from wanma.training.optimizer.named_optimizer import Updater
 
 
 class LayerNorms:
-    """Norms of the mean loss's gradient before clipping, by layer.
+    """Norms by layer of the mean loss's gradient before clipping.
 
     Args:
-        names: of the whole model's parameters.
+        names: names of the full model's parameters.
+        plan: plan of the run.
         every: optimizer steps from one measurement to the next; 0: none.
 
     Raises:
@@ -35,11 +36,13 @@ class LayerNorms:
         self._layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(layer_of, names)))}
 
     def measure(self, step: int, updater: Updater, grid: Grid, correction: float) -> dict[str, float]:
-        """Norm by layer, of those that are trained; nothing where `step` is not due. Every rank calls it.
+        """Return the norm by layer, of trained ones; empty where `step` is not due. Every rank calls it.
 
         Args:
             step: optimizer steps, this one included.
-            correction: factor from the gradients as they stand to the mean loss's.
+            updater: optimizer of this rank's parameters.
+            grid: device meshes of the plan.
+            correction: factor from the gradients as they stand to those of the mean loss.
         """
         if self._every == 0 or step % self._every:
             return {}
@@ -58,7 +61,7 @@ class LayerNorms:
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter: its path down to the first number, else the module that holds it."""
+    """Return the layer of a parameter: its path down to the first number, else the module that holds it."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():

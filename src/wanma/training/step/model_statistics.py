@@ -1,5 +1,4 @@
-"""What a step's samples were, wherever they were computed, changes the model once: batch statistics, and
-the load of experts."""
+"""Statistics of a step's samples over all ranks that change the model once: batch norm and expert load."""
 
 from __future__ import annotations
 
@@ -14,18 +13,21 @@ from wanma.parallel.parallelize import Parallel
 
 
 def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, Tensor]:
-    """Add up what all ranks noted since the last step and change every module that notes by it.
+    """Sum the statistics that all ranks noted since the last step, and update the modules that noted them.
 
-    All of a model's travel in one all-reduce over the world, in which each module has its place, whichever
-    pipeline stage holds it. Counts are integers below 2^53 and stay exact.
+    All statistics of a model travel in one all-reduce over the world, in which each module has its place,
+    whichever pipeline stage holds it. Counts are integers below 2^53 and stay exact.
 
     Args:
-        applied: whether the step changes the weights. The statistics of one that does not are forgotten:
-            its activations may have been infinite.
+        model: this rank's part of the model.
+        grid: device meshes of the plan.
+        applied: true if the step changes the weights. The statistics of one that does not are discarded: its
+            activations may have been infinite.
 
     Returns:
-        what the step's record should say of experts, if the model has any: `expert_load`, the most tokens of
-        one expert over the mean, in the layer where that is worst; and `balance_loss`, the sum over tokens.
+        metrics of the experts for the step's record, if the model has any: `expert_load`, the most tokens of
+            one expert over the mean, in the layer where that is worst; and `balance_loss`, the sum over
+            tokens.
     """
     if not model.noting:
         return {}

@@ -1,6 +1,6 @@
-"""The end of an optimizer step: agree on sums over the world, divide once, clip, update or refuse.
+"""End of an optimizer step: all-reduce of its sums over the world, normalisation, clipping, update.
 
-All that ranks must agree on per step travels in one all-reduce of a few numbers.
+All numbers on which ranks must agree per step travel in one all-reduce.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from wanma.training.optimizer.named_optimizer import Updater
 from wanma.training.sites.delayed_gradients import Summed
 
 _NAMED = 5
-"""Samples in one message, at most."""
+"""Largest number of samples named in one message."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know of a step after its backward."""
+    """Numbers of a step that all ranks agree on after its backward."""
 
     loss: float
-    """Mean over the global batch's targets."""
+    """Mean loss over the global batch's targets."""
     targets: float
     gradient_norm: float
     """Norm of the mean loss's gradient before clipping; infinite where fp16's loss scale is too large."""
     correction: float
-    """Factor from the gradients as they stand to the mean loss's gradient."""
+    """Factor from the gradients as they stand to the gradient of the mean loss."""
     stop: bool
-    """Some rank was asked to end the run in order."""
+    """True if some rank was asked to end the run in order."""
     pause: bool = False
-    """Some rank was asked to leave, for others go on from where it is."""
+    """True if some rank was asked to suspend, for a resize that continues from this step."""
     shared: tuple[float, ...] = ()
-    """Sums over the ranks of what each gave beside that."""
+    """Sums over the ranks of the further numbers that each gave."""
     site_norm: float | None = None
-    """Of the gradient that this rank's site takes, where `gradient_norm` is the mean over several that do not
-    take the same."""
+    """Norm of the gradient that this rank's site takes; None: the same as `gradient_norm`.
+
+    Where sites take different gradients, `gradient_norm` is the mean over them.
+    """
     site_targets: tuple[float, ...] = ()
-    """Of every site."""
+    """Number of targets of every site."""
     has_gradients: bool = True
-    """False: those that the update would take are still on their way."""
+    """True if the gradients of the update have arrived; false while they are still on their way."""
 
     @property
     def is_finite(self) -> bool:
@@ -71,19 +73,22 @@ def agree(
     summed: Summed | None = None,
     scale: LossScale | None = None,
 ) -> Agreement:
-    """Add up the ranks' sums.
+    """Sum the ranks' numbers of a step.
 
-    Each site has its place in them, so that one message tells what all have done together, and what each
-    has done by itself.
+    Each site has its place in them, so that one message contains the totals and each site's own part.
 
     Args:
         loss_sum: sum of this rank's losses; zero on ranks that do not count.
         targets: their number; zero likewise.
-        stop, pause: whether this rank was asked to.
-        factor: how many times the gradient of the summed losses the gradients are.
+        stop: true if this rank was asked to end the run.
+        updater: optimizer of this rank's parameters.
+        grid: device meshes of the plan.
+        step: step, counted from 1.
+        factor: ratio of the gradients to those of the summed losses.
+        pause: true if this rank was asked to suspend.
         shared: more numbers to add up; as many on every rank.
-        summed: what the gradients are, where they are sums over all sites; None: of this step and site.
-        scale: of the loss, which may be too large for the gradients.
+        summed: normalisation of gradients summed over all sites; None: they are of this step and site.
+        scale: scale of the loss, which may be too large for the gradients.
 
     Raises:
         WanmaError: nothing in the batch has a target; every rank raises the same message.
@@ -134,10 +139,14 @@ def agree(
 
 
 def call_hooks(hooks: GradientHooks, updater: Updater, targets: Tensor, grid: Grid, factor: float) -> None:
-    """Let users' hooks see the step's gradients, before `agree`; every rank calls it.
+    """Call users' hooks with the step's gradients, before `agree`; every rank calls it.
 
     Args:
-        targets, factor: as of `agree`.
+        hooks: users' hooks on parameters.
+        updater: optimizer of this rank's parameters.
+        targets: number of this rank's targets, as in `agree`.
+        grid: device meshes of the plan.
+        factor: ratio of the gradients to those of the summed losses, as in `agree`.
     """
     hooks.collect(updater.parameters)
     if not hooks:
@@ -150,7 +159,7 @@ def call_hooks(hooks: GradientHooks, updater: Updater, targets: Tensor, grid: Gr
 
 
 def _largest(updater: Updater, grid: Grid) -> float:
-    """Magnitude of the largest element of the gradients of all ranks."""
+    """Return the magnitude of the largest element of the gradients of all ranks."""
     largest = torch.zeros((), device=grid.device)
     gradients = [local_part(gradient) for gradient in updater.gradients()]
     if held := [gradient for gradient in gradients if gradient.numel() > 0]:
@@ -161,10 +170,13 @@ def _largest(updater: Updater, grid: Grid) -> float:
 
 
 def agree_again(agreement: Agreement, updater: Updater, grid: Grid, summed: Summed) -> Agreement:
-    """Of more gradients in the same step, which are all sites'.
+    """Return the numbers for more gradients in the same step, which all sites share.
 
     Args:
-        agreement: of the step.
+        agreement: numbers of the step.
+        updater: optimizer of this rank's parameters.
+        grid: device meshes of the plan.
+        summed: normalisation of the gradients.
     """
     square = squared_norm_share(updater.counted_gradients(), grid.plan).to(grid.device)
     if grid.plan.world_size > 1:
@@ -183,14 +195,19 @@ def apply_update(
     scale: LossScale,
     left_out: bool = False,
 ) -> bool:
-    """Clip and update the weights.
+    """Clip the gradients and update the weights.
 
     Args:
-        left_out: the weights are to stay as they are.
+        agreement: numbers of the step.
+        updater: optimizer of this rank's parameters.
+        train: `[train]` of the job.
+        rate: learning rate of the step.
+        scale: loss scale, which follows overflows.
+        left_out: true if the weights are to stay as they are.
 
     Returns:
         False when they do, or the gradient is not finite: the step was skipped. True also where there is no
-        gradient yet to take.
+            gradient yet to take.
     """
     if not agreement.is_finite:
         scale.overflowed()
@@ -215,13 +232,16 @@ def apply_update(
 def what_is_not_finite(
     agreement: Agreement, loss_sum: Tensor, updater: Updater, grid: Grid, broken: list[str]
 ) -> str:
-    """Says it, and names the ranks at fault: those whose own loss broke, else those whose own gradient did.
+    """Return a text that names the ranks whose loss, or else whose gradient, is not finite.
 
-    The reduction has already spread a broken gradient to every rank that shares the parameter, so
-    the loss, which is still local, is the better witness. Every rank calls it.
+    The reduction has already spread a broken gradient to every rank that shares the parameter, so the loss,
+    which is still local, is the better witness. Every rank calls it.
 
     Args:
-        loss_sum: of this rank, as `agree` had it.
+        agreement: numbers of the step.
+        loss_sum: sum of this rank's losses, as in `agree`.
+        updater: optimizer of this rank's parameters.
+        grid: device meshes of the plan.
         broken: names of this rank's samples that are not finite themselves.
     """
     share = squared_norm_share(updater.counted_gradients(), grid.plan)
