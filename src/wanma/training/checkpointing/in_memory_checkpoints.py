@@ -1,4 +1,4 @@
-"""Schedule of a run's in-memory checkpoints, and their interval: the job's own, or one that costs next to nothing.
+"""Schedule of a run's in-memory checkpoints: the job's interval, or one that costs next to nothing.
 
 settle          before a step's ranks agree: no rank overwrites what another still needs
 shared, agreed  status that ranks exchange within the all-reduce that every step has
