@@ -218,7 +218,7 @@ def _shards(
     has_common_weights: bool,
     rounds_frozen: bool,
 ) -> State:
-    """Return the model states of sharded master weights (FSDP2), or of weights that compute themselves."""
+    """Return the model states of master weights in shards (FSDP2, or one shard)."""
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
     # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master weights,
