@@ -32,9 +32,9 @@ def mend_all_gather() -> Library:
 
 
 def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
-    if part.is_complex():  # which Gloo does not know
+    if part.is_complex():  # Gloo has no complex types
         return torch.view_as_complex(_all_gather(torch.view_as_real(part), ranks, group))
-    if _is_shared(group):  # which has a coalesced all-gather of its own, and a sound one
+    if _is_shared(group):  # shared memory has its own coalesced all-gather, without that fault
         (whole,) = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([part], ranks, group)
         return whole  # type: ignore[no-any-return]
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))

@@ -115,7 +115,7 @@ class LocalEngine:
 def _supervise(launch: Launch, answer: Connection, parent: int) -> None:
     """Run the supervisor of a submitted run: the main function of that run's own process."""
     die_with_parent(parent)
-    os.setsid()  # a terminal's Ctrl-C is the caller's business
+    os.setsid()  # the caller decides on a terminal's Ctrl-C
     try:
         outcome = run_node(launch, lambda _event: None)
     except WanmaError as error:

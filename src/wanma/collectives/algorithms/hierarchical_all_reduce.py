@@ -55,7 +55,7 @@ def sum_over_nodes(bucket: Tensor, group: dist.ProcessGroup, nodes: Nodes) -> No
     parts = dict(zip(peers, _cut(0, elements, len(peers)), strict=True))
     own = parts[me]
 
-    # Within the node, nearest first, so that no rank is everybody's first target.
+    # Within the node, nearest first, so that no rank is the first target of all.
     others = _turned(peers, me)
     received = {peer: mail.receive(torch.empty_like(bucket[own]), peer, _SCATTER) for peer in others}
     for peer in others:
@@ -116,7 +116,7 @@ def _between(bucket: Tensor, shared: Segment, here: int, mail: _Mail) -> None:
     count = len(shared.owners)
     if count == 1:
         return
-    # Two owners exchange the whole: as many bytes as by halves, in one step rather than two.
+    # Two owners exchange the whole segment: as many bytes as by halves, in one step rather than two.
     by_halves = count > 2
     cuts = _cut(shared.start, shared.stop, count)
     whole = slice(shared.start, shared.stop)

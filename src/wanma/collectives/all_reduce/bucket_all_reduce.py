@@ -113,7 +113,7 @@ class InTurn:
                 except BaseException as error:
                     turn.error = error
                 turn.done.set()
-                del turn  # and with it the bucket
+                del turn  # frees the bucket
 
 
 class _Turn:

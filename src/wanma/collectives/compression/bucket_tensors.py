@@ -49,7 +49,7 @@ class Piece:
     One destination if all ranks get the whole sum, which is written here; else one row for each rank's shard.
     """
     result: Tensor | None = None
-    """Buffer (length,) for the sum of this rank's shard, with several destinations; None: `values` is."""
+    """Buffer (length,) for the sum of this rank's shard; None: with one destination, `values` gets it."""
     columns: int = 1
     """Elements in one row of the tensor as a matrix; they divide `length`."""
     memory: Memory | None = None

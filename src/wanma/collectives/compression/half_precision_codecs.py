@@ -42,7 +42,7 @@ class Float16(Codec):
     def encode(self, values: Tensor) -> Tensor:
         blocks = values.unflatten(1, (-1, ALIGNMENT))
         _, exponents = torch.frexp(blocks.abs().amax(2))  # largest = mantissa in [0.5, 1) * 2^exponent
-        exponents = (exponents - _TOP).clamp(-126, 113)  # normal numbers of fp32, whatever frexp says of inf
+        exponents = (exponents - _TOP).clamp(-126, 113)  # normal numbers of fp32, whatever the block has
         scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
         halves = (blocks / scales[:, :, None]).to(torch.float16).flatten(1)
         return torch.cat([halves.view(torch.uint8), scales.view(torch.uint8)], 1)

@@ -144,7 +144,7 @@ class ByNodes:
             if owner == me:
                 own.append(piece)
             else:
-                piece.values.zero_()  # only the owner's part in the sum that gives it to all
+                piece.values.zero_()  # the next all-reduce distributes the owner's values
                 if piece.memory is not None and piece.memory.q is not None:
                     piece.q.zero_()
         sent = yield from self._between(own)

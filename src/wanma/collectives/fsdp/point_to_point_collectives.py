@@ -57,7 +57,7 @@ class GlooAllGather(_Allocation, AllGather):
         own = parts[me]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        # Every other rank at once, nearest first, so that no rank is everybody's first target.
+        # All other ranks at once, nearest first, so that no rank is the first target of all.
         peers = [(me + distance) % ranks for distance in range(1, ranks)]
         works = [group.recv([parts[peer]], peer, _GATHER) for peer in peers]
         works += [group.send([own], peer, _GATHER) for peer in peers]

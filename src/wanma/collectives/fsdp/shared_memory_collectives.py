@@ -51,7 +51,7 @@ class SharedReduceScatter(ReduceScatter):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._stopwatch.start(time.perf_counter())
-        # First the input is asked for, then the output, which only this rank writes and keeps for long.
+        # FSDP2 requests the input first, then the output, which only this rank writes and keeps for long.
         self._in_place = not self._in_place
         if self._in_place:
             return _allocate(self._group, size, dtype, device)

@@ -153,7 +153,7 @@ def _runner(
 ) -> Callable[[], None]:
     """Return a function that runs the collective as training does."""
     ranks, me = group.size(), group.rank()
-    # Zeros: however often they are added up, they stay what they are.
+    # Zeros stay zeros, however often they are added up.
     whole = torch.zeros(elements, device=device, dtype=dtype)
     part = torch.zeros(elements // ranks, device=device, dtype=dtype)
     if collective in ("all_gather", "reduce_scatter") and device.type == "cpu":

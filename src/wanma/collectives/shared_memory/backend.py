@@ -143,7 +143,7 @@ def _against(members: Sequence[_Member]) -> str:
 
 def _arena(store: Any, way: Way, rank: int, members: Sequence[_Member]) -> tuple[Arena | None, str]:
     """Create and map the arena of all ranks, or return the obstacle: the same on every rank."""
-    assert way.library is not None  # or there would be a reason
+    assert way.library is not None  # without one there is a reason
     ranks = len(members)
     crowded = max(ranks, way.local_ranks) > len(os.sched_getaffinity(0))
     spin = CROWDED_SPIN_SECONDS if crowded else SPIN_SECONDS

@@ -371,7 +371,7 @@ class Coordinator:
             local_rank = slow.rank - peer.ranks.start
             self._broadcast(replace(slow, node=peer.node, host=peer.join.host, local_rank=local_rank))
 
-    # The end, or a new beginning -----------------------------------------------------------------
+    # End or restart ------------------------------------------------------------------------------
 
     def _fail(self, failure: Failure, now: float, report: str = "") -> None:
         """End this generation by a failure, and decide whether another may follow."""
@@ -414,7 +414,7 @@ class Coordinator:
             stood_at = max(stood_at, peer.halted.stood_at)
         if self._cause is not None:
             if self._cause.unfit and self._retries.reached_step is None:
-                self._meet_again(here, now)  # nothing has been done yet: as at first
+                self._meet_again(here, now)  # no step has been finished: as at the first start
                 return
             self._cause = self._retries.noted(self._cause)
             if (ending := self._retries.objection(self._cause, stood_at)) is not None:

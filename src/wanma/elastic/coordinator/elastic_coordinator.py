@@ -98,7 +98,7 @@ class ResizingCoordinator(Coordinator):
             self._warm.add(peer)
             self._consider_growth()
         elif self._stands_by(peer) and not isinstance(message, Join):
-            if isinstance(message, StopRequest | Leave | Failed):  # its own affair
+            if isinstance(message, StopRequest | Leave | Failed):  # concerns that node alone
                 self._send(peer, Abort(message.exit_code if not isinstance(message, Failed) else 1))
                 del self._peers[peer]
                 self._left(now)
@@ -181,7 +181,7 @@ class ResizingCoordinator(Coordinator):
         else:
             super()._meeting_is_late(now)
 
-    # Which machines, under which plan ------------------------------------------------------------
+    # Nodes and plan ------------------------------------------------------------------------------
 
     def _ask_planner(self, word: Reached | None = None) -> None:
         self._questions += 1

@@ -113,7 +113,7 @@ class Vacancy:
             self.follow(newest)
             return True
         if newest is not None and newest.generation == self.claim.generation:
-            self.claim = newest  # whole now, or closed: whoever ends a run says so there
+            self.claim = newest  # complete by now, or closed: the end of a run is noted there
         return False
 
     def follow(self, claim: Claim) -> None:

@@ -90,7 +90,7 @@ def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool)
             return f"the run was stopped in order on all {nodes} nodes; the same command on each carries on"
         return f"the run is finished on all {nodes} nodes"
     if ending.note:
-        return ""  # it tells all
+        return ""  # it contains everything
     if ending.failure is None:
         return "the run was ended at once, as asked for; the same command on every node carries on"
     failure = ending.failure

@@ -56,7 +56,7 @@ def open_link(
             exit_code=2,
         )
     place = resolve(launch.rendezvous)
-    way_to(place.address[0], launch.interface)  # a wrong one is told before anybody waits
+    way_to(place.address[0], launch.interface)  # a wrong interface is refused before any wait
     secret = meeting_secret(place.loopback, environment)
     return RemoteLink(launch, place, secret, loop, make_join, on_message, on_lost)
 

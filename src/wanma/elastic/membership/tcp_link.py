@@ -89,7 +89,7 @@ class RemoteLink:
         self._trying: Claim | None = None
         """Claim whose endpoint is tried; None: the rendezvous is."""
         self._missed: set[int] = set()
-        """Claims with nobody at their endpoint."""
+        """Generations of claims with nobody at their endpoint."""
         self._start: Start | None = None
         self._vacancy: Vacancy | None = None
         self._halted: Halted | None = None
@@ -132,7 +132,7 @@ class RemoteLink:
         if self._presence is not None:
             self._presence.close()
 
-    # Seeking -------------------------------------------------------------------------------------
+    # Search --------------------------------------------------------------------------------------
 
     def _seek(self) -> None:
         """Try the endpoint of the newest claim, or the rendezvous; host the coordinator if that is free."""
@@ -247,7 +247,7 @@ class RemoteLink:
                 was = Was(self._vacancy.start.generation, self._vacancy.start.node_rank, self._halted)
                 try:
                     self._vacancy.withdraw()
-                except OSError as error:  # a vote that stays would count; the next look tries again
+                except OSError as error:  # a remaining vote would count; the next attempt retries
                     logger.warning("a vote against %s cannot be taken back: %s", self._place.text, error)
                     connection.close()
                     return
@@ -337,7 +337,7 @@ class RemoteLink:
             self._session.connection.send(Beat(self._session.received))
         self._loop.call_later(self._launch.lost_seconds / 4, self._beat)
 
-    # Another coordinator -------------------------------------------------------------------------
+    # Failover ------------------------------------------------------------------------------------
 
     def _moved(self, moved: Moved) -> None:
         if self._host is not None:
@@ -351,7 +351,7 @@ class RemoteLink:
         self._hang_up()
         self._session.detach()
         self._wait = 0.05
-        if self._start is None:  # nothing has begun, so nothing can be doubled
+        if self._start is None:  # nothing has started, so no generation can run twice
             self._state = "seeking"
             self._seek()
             return
@@ -398,7 +398,7 @@ class RemoteLink:
         if self._halted is not None:
             try:
                 self._look(self._vacancy)
-            except OSError as error:  # the next look may succeed; the deadline stands
+            except OSError as error:  # the next attempt may succeed; the deadline stays
                 logger.warning("the claims of the run cannot be read: %s", error)
             ended = self._vacancy.claim.ended
             if ended is not None and (ended == 0 or ended in STOPPED):

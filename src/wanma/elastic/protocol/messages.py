@@ -21,7 +21,7 @@ class Message:
     """True if the message is acknowledged, and sent again when its connection was lost."""
 
 
-# Coordinator and supervisor: first contact ---------------------------------------------------------
+# Coordinator and supervisor: handshake and admission -----------------------------------------------
 
 
 @dataclass(frozen=True)

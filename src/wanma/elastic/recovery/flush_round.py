@@ -110,7 +110,7 @@ class LastCopy:
         elif texts:
             note = f"the copy in memory was saved: {texts}\n  {self._way_on}"
         else:
-            note = ""  # there was none, or a checkpoint is as new
+            note = ""  # no in-memory checkpoint, or the one on disk is as new
         return replace(self._ending, note=note)
 
     def _share(self, otherwise: str) -> None:

@@ -166,7 +166,7 @@ class Supervisor:
         if self._store_listener is not None:
             self._store_listener.close()
 
-    # The coordinator's words ---------------------------------------------------------------------
+    # Commands of the coordinator -----------------------------------------------------------------
 
     def _join(self, address: str) -> Join:
         """Return this node's request to join; `address` is the one that reaches the coordinator."""
@@ -264,7 +264,7 @@ class Supervisor:
         self._departure.close()
         if isinstance(ending, Abort):
             self._write_report(ending.report)
-        self._kill(signal.SIGHUP)  # ranks are deaf to SIGTERM
+        self._kill(signal.SIGHUP)  # ranks ignore SIGTERM
         self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
 
     def _tell_end(self, ending: Abort | Over) -> None:
@@ -288,7 +288,7 @@ class Supervisor:
         except OSError as error:
             self._message(f"the hang report cannot be written: {error}", level="warning")
 
-    # A failure that is not the end ---------------------------------------------------------------
+    # Termination before a restart ----------------------------------------------------------------
 
     def _halt(self, report: str) -> None:
         """End the ranks at once: each waits for one that failed, and their in-memory checkpoints remain."""
@@ -306,7 +306,7 @@ class Supervisor:
             images = self._images.held() if self._images is not None else ()
             self._link.send(Halted(self._listen(), reached, images, self._failed.unix, stood_at))
 
-    # The user's signals --------------------------------------------------------------------------
+    # Signals -------------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
         """Request a drain at the first signal; leave at once at the second, or at Ctrl-C after SIGTERM."""

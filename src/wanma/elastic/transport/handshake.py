@@ -164,7 +164,7 @@ class Connecting:
         assert self._socket is not None
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not error and self._socket.getsockname() == self._socket.getpeername():
-            error = errno.ECONNREFUSED  # a free port of this machine, which the kernel gave to both ends
+            error = errno.ECONNREFUSED  # the kernel gave a free port of this node to both ends
         self._end(error)
 
     def _end(self, error: int) -> None:

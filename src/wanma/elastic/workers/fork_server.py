@@ -197,7 +197,7 @@ class ForkServer:
                 return
             pid = ended.si_pid
             if pid in self._ranks:
-                # Its own children go with it, while its number is still taken by its remains.
+                # Kill its children, too, while the zombie still holds its process id.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
@@ -209,7 +209,7 @@ class ForkServer:
                 self._send(Exited(rank, os.waitstatus_to_exitcode(status)))
 
     def _send(self, message: Message) -> None:
-        # When the supervisor has gone, the next read sees it and ends the workers.
+        # After the supervisor's end, the next read notices it and ends the workers.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.sendall(encode(message))
 

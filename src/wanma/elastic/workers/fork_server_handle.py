@@ -148,8 +148,8 @@ def remove_empty_cache(environment: Mapping[str, str]) -> None:
     Args:
         environment: variables that may name another folder.
     """
-    with contextlib.suppress(KeyError, OSError):  # nameless, not there, or in use
+    with contextlib.suppress(KeyError, OSError):  # no user name, no folder, or not empty
         name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
         default = Path(tempfile.gettempdir()) / f"torchinductor_{name}"
-        if environment.get("TORCHINDUCTOR_CACHE_DIR", str(default)) == str(default):  # torch notes it there
+        if environment.get("TORCHINDUCTOR_CACHE_DIR", str(default)) == str(default):  # torch sets it, too
             default.rmdir()

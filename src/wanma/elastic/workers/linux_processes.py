@@ -80,7 +80,7 @@ def fork_obstacle(own_sockets: Collection[int]) -> str:
         try:
             target = str(link.readlink())
         except OSError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of this listing itself
         if target.startswith("/dev/nvidia"):
             return f"an import opened {target}"
         if target.startswith("socket:") and int(link.name) not in own_sockets:

@@ -37,7 +37,7 @@ def turn_deaf() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _nothing)
-    signal.siginterrupt(signal.SIGTERM, False)  # native code in a system call hears nothing of it
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of native code are not interrupted
 
 
 def hear() -> None:

@@ -1,8 +1,8 @@
-// Numbers in 8 bits with a scale for each block of 256, in one pass through memory each way.
+// Codec of int8 with a scale for each block of 256, in one pass through memory each way.
 //
-// Of finite numbers the same bytes, bit for bit, as blockwise.py makes with torch's operators: it is compiled so
-// that no product and sum become one operation. Of a row of n blocks the levels come first, 256 n bytes, and
-// then n scales.
+// It makes the same bytes of finite numbers, bit for bit, as int8_codec.py with torch's operators: it is
+// compiled so that no product and sum become one operation. A row of n blocks has its levels first, 256 n
+// bytes, and then n scales.
 
 #include <algorithm>
 #include <cmath>
@@ -19,11 +19,11 @@ constexpr int64_t kBlock = 256;
 constexpr int64_t kBlockBytes = kBlock + sizeof(float);
 constexpr float kLargest = 127.0f;
 constexpr uint32_t kInfinity = 0x7f800000;
-constexpr int64_t kBlocksOfThread = 1024;  // worth a thread: some 0.1 ms
+constexpr int64_t kBlocksOfThread = 1024;  // least blocks worth a thread: about 0.1 ms
 
-// Not a number where the block has a value that is not finite.
+// Scale of a block; not-a-number if it has a value that is not finite.
 float scale_of(const float* values) {
-  // Without signs, numbers are in the order of their bits; infinities and what is no number come last.
+  // Without their signs, floats sort as their bits; infinities and not-a-numbers come last.
   uint32_t most = 0;
   for (int64_t i = 0; i < kBlock; ++i) {
     uint32_t bits;
@@ -33,7 +33,7 @@ float scale_of(const float* values) {
   if (most >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
   float largest;
   std::memcpy(&largest, &most, sizeof largest);
-  // Of a block of zeros the smallest normal number: its inverse is finite.
+  // The scale of a block of zeros is the smallest normal number: its inverse is finite.
   return std::max(largest / kLargest, std::numeric_limits<float>::min());
 }
 
@@ -51,7 +51,7 @@ void encode_block(const float* values, int8_t* levels, float scale, float* lost)
   for (int64_t i = 0; i < kBlock; ++i) lost[i] = values[i] - static_cast<float>(levels[i]) * scale;
 }
 
-// Calls `work(row, block)` for all blocks of all rows, on as many threads at most.
+// Call `work(row, block)` for all blocks of all rows, on at most `threads` threads.
 template <class Work> void for_blocks(int64_t rows, int64_t blocks, int threads, Work work) {
   int64_t all = rows * blocks;
   int64_t used = std::clamp<int64_t>(all / kBlocksOfThread, 1, std::max(threads, 1));
@@ -64,7 +64,7 @@ template <class Work> void for_blocks(int64_t rows, int64_t blocks, int threads,
   for (int64_t which = 1; which < used; ++which) {
     try {
       others.emplace_back(part, which);
-    } catch (const std::system_error&) {  // no more threads are to be had
+    } catch (const std::system_error&) {  // no more threads are available
       part(which);
     }
   }
@@ -74,8 +74,8 @@ template <class Work> void for_blocks(int64_t rows, int64_t blocks, int threads,
 
 }  // namespace
 
-// `values`: rows x (256 blocks) numbers. `encoded`: rows x (260 blocks) bytes. `lost`: as many as `values`, and
-// perhaps these, for what encoding loses; or null.
+// Encode `values`, rows x (256 blocks) floats, to `encoded`, rows x (260 blocks) bytes; `lost`: null, or a
+// buffer like `values`, perhaps the same, for the encoding errors.
 extern "C" void wanma_int8_encode(const float* values, int64_t rows, int64_t blocks, uint8_t* encoded, float* lost,
                                   int threads) {
   for_blocks(rows, blocks, threads, [=](int64_t row, int64_t block) {
@@ -87,7 +87,7 @@ extern "C" void wanma_int8_encode(const float* values, int64_t rows, int64_t blo
   });
 }
 
-// The other way.
+// Decode `encoded` to floats.
 extern "C" void wanma_int8_decode(const uint8_t* encoded, int64_t rows, int64_t blocks, float* values, int threads) {
   for_blocks(rows, blocks, threads, [=](int64_t row, int64_t block) {
     const uint8_t* levels = encoded + row * blocks * kBlockBytes;

@@ -1,8 +1,8 @@
-// The arena: one file in memory, mapped by all ranks of a group on one host, and how they wait for each other.
+// Arena: unnamed file in memory that all ranks of a group on one host map, and their waits for each other.
 //
-// A rank counts its arrivals in its seat. What it writes before an arrival (its header, its staging buffer
-// of the same parity) others read between seeing that arrival and making their own next one. So a buffer is
-// free again two arrivals later, and one wait per chunk is enough for double buffering.
+// A rank counts its arrivals in its seat. Other ranks read what it wrote before an arrival (its header, its
+// staging buffer of the same parity) between seeing that arrival and making their own next one. So a buffer
+// is free again two arrivals later, and one wait per chunk is enough for double buffering.
 #pragma once
 
 #include <algorithm>
@@ -21,28 +21,28 @@
 namespace wanma {
 
 constexpr int kMostRanks = 256;
-constexpr int64_t kSliceNanoseconds = 10'000'000;  // a sleeper looks for dead peers this often
+constexpr int64_t kSliceNanoseconds = 10'000'000;  // period in which a sleeping rank looks for dead peers
 constexpr uint64_t kPage = 4096;
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "atomics are shared between processes");
 
-// How an operation ended. The names are in library.py.
+// Result of an operation; `Outcome` in native_library.py.
 enum Outcome : int32_t {
   kDone = 0,
-  kLate = 1,      // peers did not come before the deadline
+  kLate = 1,      // peers did not arrive before the deadline
   kDead = 2,      // a peer's process has ended
   kLeft = 3,      // a peer has closed its group
   kAborted = 4,   // this rank's group was closed, or some rank's aborted
   kMismatch = 5,  // a peer is in another collective
-  kUnderWay = 6,  // whoever waits has waited as long as it wanted to
+  kUnderWay = 6,  // the time of this wait is over
 };
 
-// What a rank is about to do, told to the others with its first arrival.
+// Header of a rank's next operation, published with its first arrival.
 struct Header {
   uint32_t kind, type, operation;
   int32_t root;
   uint64_t count;
-  int64_t place;  // of its tensor within its own heap, in bytes; -1: elsewhere
+  int64_t place;  // offset of the tensor in the rank's own heap, in bytes; -1: not in it
 
   bool agrees(const Header& other) const {
     return kind == other.kind && type == other.type && operation == other.operation && root == other.root &&
@@ -50,38 +50,39 @@ struct Header {
   }
 };
 
-// Arrivals, whether it has left and what it has said are written by its rank alone.
+// Seat of a rank: only the rank itself writes its arrivals, its departure and its headers.
 struct alignas(128) Seat {
   std::atomic<uint32_t> arrivals;
   std::atomic<uint32_t> left;
   Header said[2];
-  // Counts messages that came for this rank, and those of its own that were taken.
+  // Counts messages that were sent to this rank, and its own that were received.
   alignas(128) std::atomic<uint32_t> mail;
   std::atomic<uint32_t> mail_sleepers;
 };
 
 struct Message {
   uint64_t bytes;
-  int64_t place;  // within the sender's heap
+  int64_t place;  // offset in the sender's heap, in bytes
   int32_t tag;
-  std::atomic<bool> taken;  // maybe before messages that were sent earlier, with other tags
+  std::atomic<bool> taken;  // perhaps before earlier messages with other tags
 };
 
 constexpr uint32_t kChannelMessages = 1024;
 
-// Messages of one rank to one other, in their order. Counters wrap.
+// Channel of messages from one rank to another, in order. Counters wrap.
 struct alignas(128) Channel {
-  std::atomic<uint32_t> posted;              // the sender's
-  alignas(128) std::atomic<uint32_t> taken;  // the receiver's: all messages before it are
+  std::atomic<uint32_t> posted;              // messages sent, written by the sender
+  alignas(128) std::atomic<uint32_t> taken;  // all messages before it are taken; written by the receiver
   alignas(128) Message messages[kChannelMessages];
 };
 
 struct Control {
-  // Arrivals of all ranks together: nobody is further than one beyond the last, so that as often as all have
-  // arrived tells that each has. This is what ranks wait on; who comes last wakes them.
+  // Arrivals of all ranks together. No rank is further than one beyond the last, so the total equals the
+  // number of ranks times a count only when each rank has arrived as often. Ranks wait on it; the last to
+  // arrive wakes them.
   alignas(128) std::atomic<uint32_t> total;
   std::atomic<uint32_t> sleepers;
-  // 0, or an outcome << 16 | the rank that is its cause + 1, by the first rank that noticed.
+  // 0, or the first outcome that a rank noticed << 16 | the rank that caused it + 1.
   alignas(128) std::atomic<uint32_t> broken;
   Seat seats[kMostRanks];
 };
@@ -106,7 +107,7 @@ inline long futex(std::atomic<uint32_t>* word, int what, uint32_t value, const t
 
 class Arena {
  public:
-  // `peers` has a descriptor of each rank's process (pidfd_open(2)), -1 for our own.
+  // `peers`: a descriptor of each rank's process (pidfd_open(2)), -1 for this one.
   Arena(uint8_t* base, int rank, int ranks, uint64_t chunk_bytes, uint64_t heap_bytes,
         int64_t spin_nanoseconds, const int* peers)
       : rank_(rank), ranks_(ranks), base_(base), chunk_bytes_(chunk_bytes), heap_bytes_(heap_bytes),
@@ -126,7 +127,7 @@ class Arena {
   uint64_t chunk_bytes() const { return chunk_bytes_; }
   uint32_t arrivals() const { return own().arrivals.load(std::memory_order_relaxed); }
 
-  // Where a rank puts what is published by its next arrival, and where peers find what its last one published.
+  // Buffer that this rank's next arrival publishes, and the one that a peer's last arrival published.
   uint8_t* next_stage() { return stage(rank_, arrivals() & 1); }
   uint8_t* published_stage(int peer) { return stage(peer, (arrivals() - 1) & 1); }
   const Header& published(int peer) { return seat(peer).said[(arrivals() - 1) & 1]; }
@@ -137,7 +138,7 @@ class Arena {
   uint8_t* heap(int peer) {
     return base_ + control_bytes(ranks_) + staging_bytes(ranks_, chunk_bytes_) + peer * heap_bytes_;
   }
-  // Offset of `bytes` at `address` in this rank's heap; -1 when they are not all in it.
+  // Offset of `bytes` at `address` in this rank's heap; -1 if they are not all in it.
   int64_t place(const void* address, uint64_t bytes) {
     auto at = reinterpret_cast<uintptr_t>(address), first = reinterpret_cast<uintptr_t>(heap(rank_));
     bool within = at >= first && bytes <= heap_bytes_ && at - first <= heap_bytes_ - bytes;
@@ -154,7 +155,7 @@ class Arena {
     }
   }
 
-  // Until all have arrived as often as this rank.
+  // Wait until all ranks have arrived as often as this rank.
   Outcome wait(int64_t deadline) {
     const uint32_t wanted = arrivals(), total = wanted * static_cast<uint32_t>(ranks_);
     if (reached(total)) return kDone;
@@ -173,7 +174,7 @@ class Arena {
       const uint32_t seen = control().total.load(std::memory_order_seq_cst);
       bool moved = false;
       if (static_cast<int32_t>(seen - total) < 0) {
-        // Ends early for signals too, which is well.
+        // A signal ends it early, which does no harm.
         moved = futex(&control().total, FUTEX_WAIT, seen, &slice) != 0 && errno == EAGAIN;
       }
       control().sleepers.fetch_sub(1, std::memory_order_seq_cst);
@@ -190,7 +191,7 @@ class Arena {
     return wait(deadline);
   }
 
-  // The group is of no use any more, because of `cause`: all ranks hear of it at once. Returns what they hear.
+  // Mark the group as unusable because of `cause`, for all ranks; return the outcome that they get.
   Outcome fail(Outcome outcome, int cause) {
     if (outcome == kLate) note_missing();
     uint32_t nothing = 0, word = static_cast<uint32_t>(outcome) << 16 | static_cast<uint32_t>(cause + 1);
@@ -201,7 +202,7 @@ class Arena {
     return outcome;
   }
 
-  // Why some rank has given the group up; kDone: none has.
+  // Outcome by which some rank has given the group up; kDone: none has.
   Outcome broken() {
     const uint32_t word = control().broken.load(std::memory_order_seq_cst);
     if (word == 0) return kDone;
@@ -223,14 +224,14 @@ class Arena {
       futex(&theirs.mail, FUTEX_WAKE, INT_MAX, nullptr);
     }
   }
-  // Until `mail` is not `seen` any more, or for so long, or until there may be news of dead peers.
+  // Sleep until `mail` differs from `seen`, for `nanoseconds`, or until it is time to look for dead peers.
   void sleep_until_mail(uint32_t seen, int64_t nanoseconds) {
     const timespec slice = {0, static_cast<long>(std::clamp<int64_t>(nanoseconds, 0, kSliceNanoseconds))};
     own().mail_sleepers.fetch_add(1, std::memory_order_seq_cst);
     if (own().mail.load(std::memory_order_seq_cst) == seen) futex(&own().mail, FUTEX_WAIT, seen, &slice);
     own().mail_sleepers.fetch_sub(1, std::memory_order_seq_cst);
   }
-  // Whether messages to or from `peer` (-1: any) can still be had, from any thread; if not, because of whom.
+  // Check from any thread that messages to or from `peer` (-1: any) are possible; else set the cause.
   Outcome usable(int peer, int* cause) {
     const uint32_t word = control().broken.load(std::memory_order_seq_cst);
     if (word != 0) {
@@ -245,7 +246,7 @@ class Arena {
       pollfd watched = watched_[one];
       const bool ended = poll(&watched, 1, 0) > 0;
       ++others;
-      // In this order: who has left may have ended since.
+      // In this order: a rank that has left may have ended since.
       if (seat(one).left.load(std::memory_order_seq_cst) != 0) {
         ++gone;
         *cause = one;
@@ -256,7 +257,7 @@ class Arena {
     }
     return others > 0 && gone == others ? kLeft : kDone;
   }
-  // As `fail`, of a message. That this rank has closed is its own affair: others see that it has left.
+  // Do as `fail` for a message. A group closed by this rank is not marked: others see that it has left.
   Outcome give_up(Outcome outcome, int blamed) {
     if (closed()) return outcome;
     uint32_t nothing = 0;
@@ -297,7 +298,7 @@ class Arena {
     for (int peer = 0; peer < ranks_; ++peer) futex(&seat(peer).mail, FUTEX_WAKE, INT_MAX, nullptr);
   }
 
-  // Counters wrap: what counts is the difference.
+  // Counters wrap, so their difference is compared.
   bool reached(uint32_t total) const {
     return static_cast<int32_t>(control().total.load(std::memory_order_acquire) - total) >= 0;
   }
@@ -312,13 +313,13 @@ class Arena {
     return true;
   }
 
-  // Why it is of no use to wait on, if so.
+  // Return the outcome that makes further waiting useless; kDone: none does.
   Outcome look(uint32_t wanted, int64_t deadline) {
     if (Outcome outcome = broken(); outcome != kDone) return outcome;
     if (closed()) return fail(kAborted, rank_);
     poll(watched_, ranks_, 0);
     for (int peer = 0; peer < ranks_; ++peer) {
-      // In this order: who has left or ended may have done its part before.
+      // In this order: a rank that has left or ended may have done its part before.
       const bool ended = (watched_[peer].revents & (POLLIN | POLLHUP | POLLERR)) != 0;
       const bool left = seat(peer).left.load(std::memory_order_seq_cst) != 0;
       if (peer == rank_ || (!ended && !left) || (left && here(peer, wanted))) continue;

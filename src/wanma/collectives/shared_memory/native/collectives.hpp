@@ -1,4 +1,4 @@
-// The collectives themselves: what a rank copies and adds up between its arrivals.
+// Collectives: copies and sums that a rank makes between its arrivals.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace wanma {
 
 enum Kind : uint32_t { kBarrier, kAllReduce, kAllGather, kReduceScatter, kBroadcast, kAllToAll };
 
-// Below so many bytes on all ranks together, every rank reduces everything by itself: one wait instead of two.
+// Bytes on all ranks together below which every rank reduces everything itself: one wait instead of two.
 constexpr uint64_t kSmallBytes = 1 << 16;
 
 // One rank's part of a collective. Lists have an entry for each rank.
@@ -23,9 +23,9 @@ struct Call {
   Operation operation;
   int32_t root;
   uint64_t count;  // elements: of the tensor, or of one rank's part of it; bytes for what is only copied
-  uint8_t* input;  // where it is one piece
+  uint8_t* input;  // if it is contiguous
   uint8_t* output;
-  std::vector<uint8_t*> inputs, outputs;         // where it comes in parts
+  std::vector<uint8_t*> inputs, outputs;         // if it comes in parts
   std::vector<uint64_t> input_bytes, output_bytes;  // all-to-all: of each part
   int64_t timeout_nanoseconds;
 };
@@ -55,7 +55,7 @@ class Collectives {
     arena_.announce({call.kind, call.type, call.operation, call.root, call.count, place});
   }
 
-  // Arrive, wait, and see that all are in the same collective.
+  // Arrive, wait, and check that all ranks are in the same collective.
   Outcome first_meeting(const Call& call) {
     Outcome outcome = arena_.meet(deadline_);
     return outcome == kDone ? agree(call) : outcome;
@@ -81,19 +81,19 @@ class Collectives {
     if (bytes != 0 && target != source) std::memcpy(target, source, bytes);
   }
 
-  // Elements `step * whole` and on of `count`, at most `whole` of them.
+  // Elements from `step * whole` on, of `count`, at most `whole`.
   static Range piece(uint64_t step, uint64_t whole, uint64_t count) {
     uint64_t from = std::min(step * whole, count);
     return {from, std::min(whole, count - from)};
   }
-  // The share of one rank, cut where cache lines end.
+  // Share of one rank, cut at cache lines.
   Range share(Range range, int rank, uint64_t size) const {
     uint64_t line = 64 / size, each = (range.count + ranks_ - 1) / ranks_;
     each = (each + line - 1) / line * line;
     Range part = piece(rank, each, range.count);
     return {range.from + part.from, part.count};
   }
-  // Bytes that one rank's staging buffer has for each rank.
+  // Bytes of one rank's staging buffer for each rank.
   uint64_t slot_bytes() const { return arena_.chunk_bytes() / ranks_ / 64 * 64; }
 
   Outcome all_reduce(const Call& call) {
@@ -117,7 +117,7 @@ class Collectives {
     return kDone;
   }
 
-  // Each rank reduces its share out of all heaps, into all heaps.
+  // All-reduce in the heaps: each rank reduces its share of all heaps, into all heaps.
   Outcome all_reduce_in_place(const Call& call, uint64_t size) {
     const Range own = share({0, call.count}, me_, size);
     const void* sources[kMostRanks];
@@ -130,9 +130,10 @@ class Collectives {
     return arena_.meet(deadline_);
   }
 
-  // Of every piece each rank reduces its share: others' summands come in by their staging buffers, its own is
-  // where it is, and the result goes to its own tensor and, by its staging buffer, to the others. While one
-  // piece is reduced the next one comes in and the one before goes out.
+  // All-reduce through staging buffers: each rank reduces its share of every piece. Others' summands come
+  // from their staging buffers, its own is read in place, and the result goes to its own tensor and, through
+  // its staging buffer, to the others. While one piece is reduced the next one comes in and the one before
+  // goes out.
   Outcome all_reduce_staged(const Call& call, uint64_t size) {
     const uint64_t slot = slot_bytes(), whole = slot / size * ranks_;
     const uint64_t steps = (call.count + whole - 1) / whole;
@@ -188,7 +189,7 @@ class Collectives {
         return arena_.wait(deadline_);
       }
     } else {
-      here = true;  // that all are in the same collective is told with the only piece
+      here = true;  // the single piece carries the check of the collective
       announce(call, -1);
     }
     const uint64_t steps = std::max<uint64_t>(1, (bytes + chunk - 1) / chunk);
@@ -216,7 +217,8 @@ class Collectives {
     return kDone;
   }
 
-  // `inputs` has what each rank gets a sum of; where they are one piece in the heap, `input` is it.
+  // `inputs` has this rank's summand for each rank; `input` is all of them if they are contiguous in the
+  // heap.
   Outcome reduce_scatter(const Call& call) {
     const uint64_t size = size_of(call.type), bytes = call.count * size;
     const int64_t place = call.input == nullptr ? -1 : arena_.place(call.input, bytes * ranks_);
@@ -273,7 +275,8 @@ class Collectives {
     return kDone;
   }
 
-  // How much goes from whom to whom only its ends know: all tell all, and take as many steps as the most takes.
+  // Only the two ends know the size of a transfer: all publish theirs, and take as many steps as the largest
+  // needs.
   Outcome all_to_all(const Call& call) {
     announce(call, -1);
     std::copy(call.input_bytes.begin(), call.input_bytes.end(), arena_.next_splits());

@@ -1,5 +1,5 @@
-// What Python calls (library.py): a group's queue of collectives, run in order by whoever waits for one or,
-// while nobody does, by a thread of the group's own.
+// Interface for Python (native_library.py): a group's queue of collectives, run in order by a waiting thread
+// or, if none waits, by a thread of the group's own.
 
 #include <chrono>
 #include <condition_variable>
@@ -29,8 +29,8 @@ class Group {
     return number;
   }
 
-  // Until collective `number` has ended. What nobody has begun is done here and now, unless whoever waits
-  // wants to wait for so long only: 0 is as long as the collective takes.
+  // Wait until collective `number` has ended. A collective that has not begun runs in this thread, unless the
+  // wait is limited: 0 is no limit.
   Outcome wait(uint64_t number, int64_t timeout_nanoseconds) {
     std::unique_lock<std::mutex> lock(mutex_);
     const int64_t until = now_nanoseconds() + timeout_nanoseconds;
@@ -54,7 +54,7 @@ class Group {
     return done_;
   }
 
-  // Ends what is under way, and the thread; peers hear of it.
+  // End the operations in flight, and the thread; peers notice it.
   void close() {
     arena.close();
     {
@@ -68,18 +68,18 @@ class Group {
   Messages messages;
 
  private:
-  // With the lock held.
+  // The caller holds the lock.
   void call_thread() {
     if (!thread_.joinable() && !arena.closed()) thread_ = std::thread([this] { serve(); });
     to_do_.notify_one();
   }
 
-  // With the lock held: run the first of the queue, without it meanwhile.
+  // Run the first collective of the queue; the caller holds the lock, which is released meanwhile.
   void run_first(std::unique_lock<std::mutex>& lock) {
     running_ = true;
     Call call = std::move(queue_.front());
     queue_.pop_front();
-    const bool fails = failed_from_ != UINT64_MAX;  // after one that failed there is no order among ranks
+    const bool fails = failed_from_ != UINT64_MAX;  // after a failure the ranks' order is undefined
     lock.unlock();
     const Outcome outcome = fails ? failure_ : arena.closed() ? kAborted : Collectives(arena).run(call);
     lock.lock();
@@ -90,7 +90,7 @@ class Group {
       failure_ = outcome;
     }
     changed_.notify_all();
-    to_do_.notify_one();  // the thread waits while somebody else runs
+    to_do_.notify_one();  // the thread waits while another one runs
   }
 
   void serve() {
@@ -117,7 +117,7 @@ using namespace wanma;
 
 extern "C" {
 
-// As library.py has it.
+// Arguments of a collective; `Call` in native_library.py.
 struct WanmaCall {
   uint32_t kind, type, operation;
   int32_t root;
@@ -167,14 +167,14 @@ int wanma_wait(void* group, uint64_t number, int64_t timeout_nanoseconds) {
 
 uint64_t wanma_done(void* group) { return static_cast<Group*>(group)->done(); }
 
-// Who is the cause of the failure; `missing` gets, for each rank, whether it had not come.
+// Return the rank that caused the failure; `missing` tells for each rank whether it had not arrived.
 int wanma_cause(void* group, uint8_t* missing) {
   Arena& arena = static_cast<Group*>(group)->arena;
   for (int rank = 0; rank < arena.ranks(); ++rank) missing[rank] = arena.missing(rank);
   return arena.cause();
 }
 
-// Messages: what fails leaves in `cause` whose fault it is.
+// Messages: a failure stores the rank to blame in `cause`.
 int wanma_send(void* group, int peer, int32_t tag, const void* source, uint64_t bytes, int64_t place, int* cause) {
   return static_cast<Group*>(group)->messages.send(peer, tag, source, bytes, place, cause);
 }
@@ -200,7 +200,7 @@ int wanma_usable(void* group, int peer, int* cause) {
   return outcome == kDone ? kDone : arena.give_up(outcome, *cause);
 }
 
-// Time is over, or `blamed` has sent what nobody here expects.
+// Give up: the time is over, or `blamed` has sent a message that does not match.
 void wanma_give_up(void* group, int outcome, int blamed) {
   static_cast<Group*>(group)->arena.give_up(static_cast<Outcome>(outcome), blamed);
 }

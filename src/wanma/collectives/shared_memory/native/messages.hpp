@@ -1,5 +1,5 @@
-// Messages from one rank to another: the sender puts one into its own heap and says so in its channel to the
-// receiver, which copies it out when it wants it. Nobody waits to send, unless a channel is full.
+// Messages from one rank to another: the sender puts one into its own heap and announces it in its channel to
+// the receiver, which copies it out when it wants it. A send never waits, unless a channel is full.
 #pragma once
 
 #include <mutex>
@@ -12,7 +12,7 @@ class Messages {
  public:
   explicit Messages(Arena& arena) : arena_(arena), me_(arena.rank()) {}
 
-  // Copy `bytes` to `place` of this rank's heap, and tell `peer`. kUnderWay: its channel is full.
+  // Copy `bytes` to `place` of this rank's heap, and announce them to `peer`. kUnderWay: its channel is full.
   Outcome send(int peer, int32_t tag, const void* source, uint64_t bytes, int64_t place, int* cause) {
     if (const Outcome outcome = arena_.usable(peer, cause); outcome != kDone) {
       return arena_.give_up(outcome, *cause);
@@ -32,15 +32,15 @@ class Messages {
     return kDone;
   }
 
-  // Whether `peer` has copied out the message of this number, counted from 1; numbers wrap.
+  // True if `peer` has received the message of this number, counted from 1; numbers wrap.
   bool taken(int peer, uint32_t number) {
     Channel& channel = arena_.channel(me_, peer);
     if (static_cast<int32_t>(channel.taken.load(std::memory_order_acquire) - number) >= 0) return true;
     return channel.messages[(number - 1) % kChannelMessages].taken.load(std::memory_order_acquire);
   }
 
-  // Copy the first message of `source` (-1: of anybody) with this tag to `target`, and say in `source` whose it
-  // is. kUnderWay: none has come in the given time; kMismatch: it has another size.
+  // Copy the first message of `source` (-1: any rank) with this tag to `target`, and set `source` to its
+  // sender. kUnderWay: none has come in the given time; kMismatch: it has another size.
   Outcome receive(int* source, int32_t tag, void* target, uint64_t bytes, int64_t nanoseconds, int* cause) {
     const int64_t began = now_nanoseconds();
     while (true) {
@@ -55,7 +55,7 @@ class Messages {
       int blamed;
       const Outcome outcome = arena_.usable(*source, &blamed);
       if (outcome == kDone && left > 0) continue;
-      // Who has left or ended may have sent it before.
+      // A rank that has left or ended may have sent it before.
       if (take(source, tag, target, bytes, cause)) return *cause < 0 ? kDone : kMismatch;
       if (outcome == kDone) return kUnderWay;
       *cause = blamed;
@@ -64,10 +64,10 @@ class Messages {
   }
 
  private:
-  // Whether there was one; `cause` gets the sender of one that has another size, -1 otherwise.
+  // Return true if there was one; `cause` gets the sender of one that has another size, -1 otherwise.
   bool take(int* source, int32_t tag, void* target, uint64_t bytes, int* cause) {
     std::lock_guard<std::mutex> lock(taking_);
-    // Of anybody: from the one on after whom it was last time, so that nobody is always the last.
+    // From any rank: start after the last one served, so that none is always the last.
     const int ranks = arena_.ranks(), tried = *source < 0 ? ranks : 1;
     for (int turn = 1; turn <= tried; ++turn) {
       const int peer = *source < 0 ? (last_ + turn) % ranks : *source;

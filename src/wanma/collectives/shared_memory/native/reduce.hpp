@@ -1,4 +1,4 @@
-// Sums and the like of several buffers, element by element, always in the order of the buffers.
+// Reductions of several buffers, element by element, always in the order of the buffers.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace wanma {
 
-// Numbers of types and operations are those of library.py.
+// Types and operations are numbered as in native_library.py.
 enum Type : uint32_t {
   kFloat64, kFloat32, kBfloat16, kFloat16, kInt64, kInt32, kInt8, kUint8, kBytes
 };
 enum Operation : uint32_t { kSum, kProduct, kMin, kMax, kAverage };
 
-// 16 bits of which sums are kept in fp32, and rounded once (to nearest, ties to even) at their end.
+// Types of 16 bits: sums are kept in fp32, and rounded once (to nearest, ties to even) at their end.
 struct Bfloat16 {
   uint16_t bits;
   operator float() const {
@@ -49,7 +49,7 @@ template <class T, class A> inline T narrowed(A value) {
   else return static_cast<T>(value);
 }
 
-// A value that is not a number stays in a minimum and a maximum, as in torch.
+// Minimum and maximum keep a not-a-number, as in torch.
 struct Sum { template <class A> static A of(A a, A b) { return static_cast<A>(a + b); } };
 struct Product { template <class A> static A of(A a, A b) { return static_cast<A>(a * b); } };
 struct Min { template <class A> static A of(A a, A b) { return (a < b || a != a) ? a : b; } };
@@ -68,7 +68,7 @@ void reduce_typed(void* const* outputs, int outputs_count, const void* const* so
   for (uint64_t from = 0; from < count; from += kBlock) {
     const uint64_t size = count - from < kBlock ? count - from : kBlock;
     T* out = static_cast<T*>(outputs[0]) + from;
-    // An output may be one of the sources: element by element that is no dependence.
+    // An output may be one of the sources: elements do not depend on each other.
     auto finish = [&](auto value) {
       const T* b = last + from;
 #pragma GCC ivdep
@@ -110,7 +110,7 @@ void reduce_as(Operation operation, void* const* outputs, int outputs_count, con
   }
 }
 
-// Every output gets the result; sources are two or more.
+// Write the reduction of two or more sources to every output.
 inline void reduce(Type type, Operation operation, void* const* outputs, int outputs_count,
                    const void* const* sources, int sources_count, uint64_t count) {
   auto with = [&](auto zero) {
