@@ -205,7 +205,7 @@ def parallelize(
         _apply(part, spec, plan, grid, grid.communication, scratch, compression, fixed) for part in parts
     )
     ties = tie_stages(parts, between_ends(spec.layout) if spec.layout is not None else (), plan, grid)
-    # Of the process: all that tensor, context and expert ranks wait for each other.
+    # Waits of the process for other tensor, context and expert ranks.
     within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Waits()
     clock = WorkClock(
         grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
@@ -245,7 +245,7 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     if plan.precision == "fp64":
         module.double()  # and not `to`, which drops the imaginary part of complex buffers
     replace_dropout(module)
-    module.zero_grad()  # a gradient from before is none of the run's
+    module.zero_grad()  # an earlier gradient is not the run's
     return module
 
 
@@ -294,7 +294,7 @@ def _apply(
     """Apply the plan to one stage, in the order in which its splits can see through each other."""
     if plan.fp8:
         compute_in_fp8(_blocks(part, spec.layout), plan)
-    if not spec.own_initialization:  # users would get theirs back rounded
+    if not spec.own_initialization:  # users' weights would come back rounded
         round_frozen(part, DTYPES[plan.precision], fixed)
     if plan.ep > 1 or (spec.layout is not None and spec.layout.experts is not None):
         split_experts(part, spec.require_layout("parallel.ep"), grid)

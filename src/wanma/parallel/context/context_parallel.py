@@ -102,7 +102,8 @@ class AllToAllAttention(nn.Module):
     """Attention of whole sequences for a share of the heads.
 
     Args:
-        core: the model's own.
+        core: attention module of the model.
+        group: ranks that share the sequences.
     """
 
     def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:

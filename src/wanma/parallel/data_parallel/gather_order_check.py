@@ -62,7 +62,8 @@ class GatherWatch:
     """Comparison of this rank's gathers and reductions with those of the others.
 
     Args:
-        names: of the units.
+        plan: plan of the run.
+        names: names of the units.
     """
 
     def __init__(self, plan: Plan, names: Sequence[str]) -> None:

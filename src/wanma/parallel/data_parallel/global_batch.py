@@ -1,4 +1,4 @@
-"""Gather of the whole global batch on every data rank, with gradients, for losses that couple samples.
+"""Gather of the full global batch on every data rank, with gradients, for losses that couple samples.
 
 `global_batch` and `global_rows` are called by a user's loss or forward. A run announces the rows around each
 step by `GlobalBatch.announced`.
@@ -26,7 +26,7 @@ _SUMMED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def global_batch(x: Tensor) -> Tensor:
-    """Gather the rows that all data ranks hold of `x` into those of the whole global batch.
+    """Gather the rows that all data ranks hold of `x` into those of the full global batch.
 
     For losses that compare samples with each other, and for statistics over a batch. Gradients flow back to
     the rows of every rank: the sum of all ranks' losses has the gradient that it has in a plain loop over the

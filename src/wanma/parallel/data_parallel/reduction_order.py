@@ -54,14 +54,17 @@ class UnitOrder:
             unit.group.post_forward = partial(self._post_forward, unit, unit.group.post_forward)
             unit.group.post_backward = partial(self._post_backward, unit)
         self.watch: GatherWatch | None = None
-        """Over what ranks gather and reduce."""
+        """Check of the order in which ranks gather and reduce; None where nothing need be checked."""
         self._order = self._units[::-1]
         self._is_learned = False
         self.reshards = grid.plan.reshards
-        """Parameters are gathered for each use. Others stay whole, also between two uses in a last backward:
-        ranks gather only together, and may have other uses."""
+        """True if parameters are gathered for each use.
+
+        Otherwise they stay unsharded, also between two uses in a last backward: ranks gather only together,
+        and may have other uses.
+        """
         self._next = 0
-        """Place in the order of the unit whose turn it is."""
+        """Index in the order of the next unit to be reduced."""
         self._passed: list[_Unit] = []
         """Units in the order in which backward has passed them, in the last micro-batch that reduces."""
         self._is_open = False
@@ -138,7 +141,7 @@ class UnitOrder:
         if self._replicas is not None:
             with self._stopwatch.waiting("data"):
                 dist.all_reduce(numbers, group=self._replicas)
-        # In a dry run tensors have no values, and what one rank has all have.
+        # In a dry run tensors have no values, and all ranks have what one has.
         differs, _, *told = [0, 0, *mine] if is_fake(numbers) or numbers.is_meta else numbers.tolist()
         if self.watch is not None:
             self.watch.end_step(differs > 0)
@@ -159,7 +162,7 @@ class UnitOrder:
         self._is_learned = True
 
     def _pre_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
-        # Not what is recomputed: torch._C has the only way to ask, and FSDP2 asks so.
+        # A recomputed forward does not count: torch._C has the only test for one, which FSDP2 uses too.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             unit.forwards += 1
         found = forward(*arguments)

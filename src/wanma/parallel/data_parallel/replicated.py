@@ -229,7 +229,7 @@ class Whole:
             self._sums, self._is_last = None, False
             gradients = sums.finish(take, self._has_changed)
             self._has_changed = sums.was_said
-            # From now on this model's are complete only at the end.
+            # From now on this model's gradients are complete only at the end.
             self._overlaps = self._overlaps and not sums.came_late
         if self._has_changed:
             self._changes.compare([sums.group for sums in self._axes])

@@ -121,7 +121,7 @@ def shard_data(
     blocks = [block for block in blocks if shared.isdisjoint(id(p) for p in block.parameters())]
     of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
     if plan.ep > 1:
-        # Experts take what the block hands them, in its precision.
+        # Experts get their input from the block, in its precision.
         expert_policy = replace(policy, cast_forward_inputs=False)
         for module in experts:
             fully_shard(
@@ -194,7 +194,7 @@ class Sharded:
     order: UnitOrder
     """Order in which gradients are reduced."""
     weights: CommonWeights | None = None
-    """Weights with which this rank computes, where all ranks of the machine share their memory."""
+    """Weights with which this rank computes, where all ranks of the node share their memory."""
     flags: Flags | None = None
     """Flags `requires_grad` of a model that may freeze and release parameters as it trains."""
 

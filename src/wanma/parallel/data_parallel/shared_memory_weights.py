@@ -1,8 +1,8 @@
-"""Weights of which the ranks of one machine share one full copy: each rank's shard is its part of it.
+"""Weights of which the ranks of one node share one full copy: each rank's shard is its part of it.
 
 Ranks that shard parameters and share memory need not send them to each other. To gather them is to know that
 everybody has written its part, and the gathered weights take no memory of their own: a model that is sharded
-over the ranks of one machine lies there once, in full. In 16 bits the full copy is beside the shards, and
+over the ranks of one node lies there once, in full. In 16 bits the full copy is beside the shards, and
 each rank rounds its part into it.
 
 FSDP2 asks a shard for the tensors to gather, and hands back the gathered ones (`fsdp_pre_all_gather`,
@@ -91,7 +91,7 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
     Values stay.
 
     Returns:
-        None where nothing can be shared: other devices, ranks of several machines or without shared memory,
+        None where nothing can be shared: other devices, ranks of several nodes or without shared memory,
             offloaded parameters.
     """
     if plan.device != "cpu" or plan.offload_parameters != "nothing":
@@ -164,7 +164,7 @@ class _Gather(AllGather):
         self._weights.gathered()
         if self._usual is not None:
             return self._usual(output_tensor, input_tensor, group, async_op)
-        return None  # what FSDP2 goes on with is one element of each parameter, which nobody reads
+        return None  # FSDP2 continues with one element of each parameter, which nobody reads
 
 
 class Common:

@@ -31,7 +31,7 @@ def split_experts(model: nn.Module, layout: Layout, grid: Grid) -> None:
     """Split the modules that `layout.experts` names over `ep`, and their inner dim over `tp`.
 
     Raises:
-        JobError: `ep` is more than one and the model has no experts, or one of the axes does not divide them.
+        JobError: `ep` is more than one and the model has no experts, or `ep` or `tp` does not divide them.
     """
     plan = grid.plan
     experts = [m for name, m in model.named_modules() if layout.experts and fnmatchcase(name, layout.experts)]

@@ -44,7 +44,7 @@ class Slot:
     """Layout of one parameter's gradient in a compressed exchange."""
 
     name: str
-    """Name of the parameter in the whole model."""
+    """Name of the parameter in the full model."""
     state: Callable[[], Tensor]
     """Function that returns the parameter as checkpoints know it: a DTensor over (replicate, shard, ...)."""
     destinations: int
@@ -73,7 +73,7 @@ NamedPieces: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
 class Traffic:
     """Bytes of one step's compressed exchanges on this rank.
 
-    Where sums are made within machines first, only the exchange between machines counts.
+    Where sums are made within nodes first, only the exchange between nodes counts.
     """
 
     sent_bytes: int
@@ -88,7 +88,7 @@ class GradientCompression:
         plan: plan of the run.
         seed: seed of the job.
         device: device of the buffers that are exchanged.
-        levels: groups by which replicas sum within their machines first; None: they do not.
+        levels: groups by which replicas sum within their nodes first; None: they do not.
         native: library of the int8 codec; None where it is not compiled.
 
     Attributes:
@@ -251,7 +251,7 @@ def whole_slot(name: str, state: Callable[[], Tensor], shape: tuple[int, ...]) -
     """Return the slot of a gradient that each rank of the replicas holds in full, or the same shard of.
 
     Args:
-        name: name of the parameter in the whole model.
+        name: name of the parameter in the full model.
         state: function that returns the parameter as checkpoints know it.
         shape: shape of the gradient that a rank holds.
     """
@@ -267,7 +267,7 @@ def _error_of(slot: Slot, error: Tensor) -> Tensor:
     mesh, placements = state.device_mesh, state.placements
     shifted = tuple(map(_shifted, placements[2:]))
     if slot.is_scattered:
-        # Each rank of the shards holds a whole one; only what splits parameters besides splits it.
+        # Each rank of the shards holds a full one; only the other mesh dimensions split it.
         over: tuple[Placement, ...] = (Replicate(), Shard(0), *shifted)
         sizes = _global_sizes(slot.shape, mesh, placements)
         return _laid_out(local, mesh, over, (mesh.size(1), *sizes))

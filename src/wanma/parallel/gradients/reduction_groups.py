@@ -53,11 +53,11 @@ def data_sums(grid: Grid, *, beside_backward: bool) -> list[DataSums]:
 def levels_of(grid: Grid) -> Levels | None:
     """Return the node hierarchy of the replicas of this rank's part of the model.
 
-    It has two groups: the replicas on this rank's machine, and those at its position on the other machines.
+    It has two groups: the replicas on this rank's node, and those at its position on the other nodes.
     Every rank calls it.
 
     Returns:
-        None where the plan does not sum by machines first.
+        None where the plan does not sum by nodes first.
     """
     if not grid.plan.hierarchical:
         return None

@@ -41,7 +41,7 @@ def compress_unit(
     Args:
         unit: unit of FSDP2.
         compression: compressed exchanges of this rank.
-        names: id of each sharded parameter → its name in the whole model.
+        names: id of each sharded parameter → its name in the full model.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     if group is None:

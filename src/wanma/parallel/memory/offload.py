@@ -58,7 +58,7 @@ def offload_parameters(
     for unit in units(model):
         group = group_of(unit)
         for shard in group.fsdp_params if group is not None else ():
-            # What is gathered is the padded shard, of which the parameter is a view.
+            # FSDP2 gathers the padded shard, of which the parameter is a view.
             parameter: Any = shard.sharded_param
             moved = scratch.empty_like(shard._sharded_param_data)
             moved.copy_(shard._sharded_param_data)
@@ -111,7 +111,7 @@ def _offloading(block: nn.Module, forward: Callable[..., Any], luggage: _Luggage
         luggage.away.settle()
         return output
 
-    # Hooks on saved tensors are no matter for torch.compile, but the forward inside of them is.
+    # torch.compile cannot trace hooks on saved tensors; it compiles the forward inside of them.
     outside: Callable[..., Any] = torch.compiler.disable(run, recursive=False)
     return outside
 

@@ -28,7 +28,7 @@ def backend_name(worker: Worker, device: torch.device, collectives: Collectives)
     required = collectives == "shared"
     if required and found.path is None:
         raise WanmaError(f"parallel.collectives = 'shared' cannot be done: {found.reason}", WAY_OUT)
-    # Where this rank cannot, the others have to hear of it: it takes part in their meeting all the same.
+    # A rank without the library joins the meeting all the same, so that the others learn of it.
     return backend(Way(found.path, found.reason, required, worker.local_world_size))
 
 

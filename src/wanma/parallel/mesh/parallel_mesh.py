@@ -129,7 +129,7 @@ def process_grid(
     try:
         tell_transport(worker, collectives)
         grid = build_grid(plan, worker.rank, device, worker.ranks_by_node)
-        # The host's clock tells the time of what a CPU waits for, not of what a GPU does.
+        # The host's clock times the waits of a CPU, not the work of a GPU.
         with watching(grid.communication) if device.type == "cpu" else nullcontext():
             yield grid
     finally:
@@ -140,7 +140,7 @@ def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple
     """Build the meshes of a plan in a process group that has been joined; every rank calls it.
 
     Args:
-        ranks_by_node: as of `Worker`.
+        ranks_by_node: ranks of each node, as in `Worker`.
     """
     saves_groups = device.type == "cpu" and plan.world_size > 1
     root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))

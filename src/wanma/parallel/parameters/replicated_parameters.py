@@ -109,7 +109,7 @@ class Held:
             self.computing = nn.Parameter(value, can_be_trained)
             if can_be_trained and on_gradient is not None:
                 self.computing.register_post_accumulate_grad_hook(on_gradient)
-        # Who trains may freeze and release parameters between steps; so may the model in its forward.
+        # A training loop may freeze and release parameters between steps, and the model in its forward.
         self.began_trained = self.state.requires_grad
         self.computing.requires_grad_(self.began_trained)
         return self.computing
@@ -149,7 +149,7 @@ class Held:
         gradient, self.computing.grad = self.computing.grad, None
         if isinstance(gradient, DTensor) and self.tensor_ranks is not None:
             _, placements = self.tensor_ranks
-            # What computes with DTensors, as no module of ours does, may place it otherwise.
+            # A module that computes with DTensors, as none of wanma's does, may place the gradient otherwise.
             if not is_owed(gradient) and gradient.placements != placements:
                 return gradient.redistribute(placements=placements)
         return gradient

@@ -18,7 +18,7 @@ class Strays:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # A gradient that is there already is none of ours.
+        # A gradient from before the run is not the run's.
         self._given = [
             (name, weakref.ref(parameter), parameter.requires_grad)
             for name, parameter in model.named_parameters()

@@ -115,7 +115,7 @@ class _Absent:
         """
         kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         if self._held(kept):
-            gc.collect()  # what was cut off may refer to itself
+            gc.collect()  # removed modules may be in reference cycles
         if held := self._held(kept):
             raise JobError(
                 f"{key}: a part of the model holds {held[0]} of another stage, in a list or another object; "

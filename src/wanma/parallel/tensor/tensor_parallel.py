@@ -148,7 +148,7 @@ def _row(module: nn.Module, axis: _Axis) -> None:
     names = _own(module)
     by_inputs = ("weight", *_INPUTS_WHOLE)
     distribute(module, axis.mesh, {name: Shard(1) if name in by_inputs else Replicate() for name in names})
-    # What is added to the product is added by one rank, for the outputs are summed.
+    # One rank alone adds the bias, for the outputs are summed.
     added: Part = whole_with_partial_gradient if axis.rank == 0 else _nothing
     parts: dict[str, Part] = {name: own_shard if name in by_inputs else added for name in names}
     parts |= {name: whole_with_partial_gradient for name in names if name in _OUTPUTS_WHOLE}

@@ -179,7 +179,7 @@ class StepSnapshots:
         self._interval = Interval(every)
         self._last_step = state.step
         if worker.restart is not None and worker.restart.kept_step is not None:
-            # The images hold a later step, which a run that fails for good leaves behind.
+            # The memory files hold a later step, which a run that fails for good leaves behind.
             self._last_step = max(state.step, worker.restart.kept_step - 1)
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
@@ -390,7 +390,7 @@ class StepSnapshots:
                 tensors,
                 {**self._state.values(), **self._identity.values(), EVERY: self._interval.steps},
                 {"random": random_state()},
-                # What is left out of gradients changes in the next backward, before this is settled.
+                # The error feedback changes in the next backward, before this checkpoint is complete.
                 changing=self._buffers | self._state.kept_of_gradients().keys(),
             )
         except WanmaError as error:
@@ -435,7 +435,7 @@ class StepSnapshots:
         if self._plan.device == "cpu":
             self._hidden_seconds = max(taken.processor_seconds - taken.settle_seconds, 0.0)
             if self._snapshots is not None and self._snapshots.partner is not None:
-                # For the one before: this one's goes on.
+                # Of the previous exchange: this one is still in progress.
                 self._exchanges.processor_seconds = self._snapshots.partner.processor_seconds
         if self._taken > _UNUSUAL:
             seconds = self._compare_seconds + taken.begin_seconds + taken.settle_seconds
@@ -487,5 +487,5 @@ def _without(text: str) -> str:
 
 def layout_of(plan: Plan, worker: Worker) -> str:
     """Return the layout key: text that decides which rank holds which part, and which of equals keeps it."""
-    everywhere = plan.but(threads_per_rank=0, compile=False)  # these are each machine's own affair
+    everywhere = plan.but(threads_per_rank=0, compile=False)  # each node has its own
     return f"{everywhere!r} on nodes of {worker.ranks_by_node} ranks"

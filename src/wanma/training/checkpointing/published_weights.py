@@ -169,7 +169,11 @@ def _refuse(
     """Refuse files that differ from the model, or hold tensors that it has no place for.
 
     Args:
+        differences: differences between the model's parameters and the files.
         known: tensors of the files that the model has a place for.
+        weights: the files.
+        model: name of the model's class.
+        parameter_names: names of the model's parameters.
     """
     folder = weights.folder
     extra = sorted(weights.files.keys() - set(known))

@@ -251,7 +251,7 @@ def _carry_on(
     if averages and state.average is None:
         elsewhere += averages
         notes.append(f"the averaged weights of {label} are left out: train.weight_average is 0")
-    elif averages:  # older ones average also what does not change
+    elif averages:  # older ones also average weights that do not change
         elsewhere += [f"average.{name}" for name in frozen]
     if state.average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
@@ -267,7 +267,7 @@ def _carry_on(
         rank=worker.rank,
         world_size=worker.world_size,
     )
-    # After loading, which names the tensors that another model has not.
+    # After the load, which names tensors that another model lacks.
     identity, told_of_identity = check_identity(
         identity,
         values,

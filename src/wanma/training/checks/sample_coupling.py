@@ -80,7 +80,7 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
             batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.grid.device)
             recorded = _Recorded(lambda: gathering.refuse(plan, samples))
             with undisturbed(state.parallel.parts, checked.others) as kept, announce(recorded):
-                failures.clear()  # of fewer rows: those of more decide
+                failures.clear()  # failures of fewer rows: those of more rows decide
                 passes = _Passes(state.parallel, checked, recorded, kept, usual, failures)
                 found = _compare(trainer, batch, passes)
                 passes.end()

@@ -1,1 +1,1 @@
-"""Entry points of training: worker, loop of a whole job, session in a user's loop, dry run."""
+"""Entry points of training: worker, loop of a complete job, session in a user's loop, dry run."""

@@ -114,7 +114,9 @@ def _step(
                 recorder.counts.update(messages)
             if last:
                 parallel.end_backward()
-                dist.all_reduce(torch.zeros(4, dtype=torch.float64))  # what ranks agree on: training.update
+                dist.all_reduce(
+                    torch.zeros(4, dtype=torch.float64)
+                )  # the step's numbers: training/step/parameter_update.py
         for collective, count in recorder.counts.items():
             total[collective] += count * times
     return total, saved

@@ -147,7 +147,9 @@ class Session:
             )
         check_ready(model)
         self._identity = identity_of(model, seeded=is_seeded())
-        if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
+        if (
+            example is not None and self.is_main
+        ):  # before the module is distributed: afterwards it is no plain one
             frozen = partial(is_frozen, groups=self.job.train.parameter_groups)
             self._workload = module_workload(model, _checked(example), frozen=frozen)
         spec = with_adapters(custom_spec(model, self.job.model.statistics_group), self.job.model)
@@ -215,7 +217,7 @@ class Session:
         """Wait until no rank computes with the weights; every rank calls it.
 
         It belongs between an evaluation in a loop of your own and a change of weights by your own hand: ranks
-        of one machine may compute with one copy of them. `step` and `validate` do it themselves.
+        of one node may compute with one copy of them. `step` and `validate` do it themselves.
 
         Raises:
             WanmaError: there is no model yet, or one of its modules changed a weight in its forward.
@@ -368,7 +370,7 @@ class Session:
 
     def _micro_batches(self, trainer: Trainer, step: Step) -> Iterator[Batch]:
         module = trainer.state.parallel.module
-        # Those that were registered on what `prepare` has returned: backward has other parameters.
+        # Hooks on the parameters of the returned module: backward has other parameters.
         trainer.state.parallel.hooks.collect(trainer.state.updater.parameters)
         trainer.state.parallel.draws.step = trainer.state.step
         loss_sum, targets = self._zero(), self._zero()

@@ -62,7 +62,7 @@ def train(worker: Worker, request: Request) -> str:
     """Run the job on this rank.
 
     Returns:
-        "finished", "interrupted" or "paused".
+        outcome: "finished", "interrupted" or "paused".
     """
     job, plan = request.job, request.plan
     set_numerics(job, plan)

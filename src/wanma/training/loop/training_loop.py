@@ -211,7 +211,7 @@ def _validation_batches(
     for start in range(0, count, whole):
         samples = min(whole, count - start)
         for run in plan.micro_batches(samples, trainer.grid.data_rank):
-            trainer.worker.control.progress(trainer.state.step, "validation")  # it may be long, but it moves
+            trainer.worker.control.progress(trainer.state.step, "validation")  # a long validation is no hang
             with gathering.announced(plan, samples):
                 yield data.validation_batch(range(start + run.start, start + run.stop))
 

@@ -206,7 +206,7 @@ def reach_of(optimizer: OwnOptimizer) -> Reach:
     generator = torch.Generator().manual_seed(0)
     shapes = ((32, 16), (16, 12))
     values = [torch.randn(shape, generator=generator) for shape in shapes]
-    scales = (1.0, 30.0, 0.1, 3.0, 100.0, 0.5)  # of unlike steps: what signs and ratios hide comes to light
+    scales = (1.0, 30.0, 0.1, 3.0, 100.0, 0.5)  # unlike steps reveal couplings that signs and ratios hide
     gradients = [[torch.randn(shape, generator=generator) * s for shape in shapes] for s in scales]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)

@@ -1,6 +1,6 @@
 """Run of one rank beyond its single steps: state, checkpoints and records.
 
-Both ways of training end their steps here: the whole-job loop (`training/loop/training_loop.py`) and a
+Both ways of training end their steps here: the job's loop (`training/loop/training_loop.py`) and a
 user's own loop (`training/loop/session.py`). A `Trainer` neither reads data nor runs the model.
 """
 
@@ -237,7 +237,7 @@ class Trainer:
         self._work_seconds, self._worked_under = state.parallel.clock.take(), self.plan
         self._shares.worked(self._work_seconds)
         with self.phases.phase("checkpoint"):
-            self._snapshots.settle()  # first: that all agree then says that all have settled
+            self._snapshots.settle()  # first: the agreement then implies that all ranks have settled
         sites, is_last = state.sites, step + 1 == train.steps
         with self.phases.phase("communication"):
             factor = self.factor(global_batch) / state.parallel.divisor
@@ -412,7 +412,7 @@ class Trainer:
                 self.message(warning, "warning")
 
     def finish(self, outcome: str) -> None:
-        """Wait for saves under way and record the end.
+        """Wait for pending saves and record the end.
 
         Raises:
             WanmaError: the last state could not be saved.
