@@ -90,7 +90,7 @@ def _products(
 
 
 def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:
-    """Return `compute.product_seconds` for many products at once, at the full peak."""
+    """Return `operator_time.product_seconds` for many products at once, at the full peak."""
     peak = chip.peak_flops_per_second[precision]
     seconds = np.full(m.shape, np.inf)
     for rows, columns, share in TILES:
@@ -131,7 +131,7 @@ def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float
 
 
 def _collectives(tables: Path, stem: str) -> tuple[float, float, float, float, float]:
-    """Return start, latency of one step, rate of one direction within a node, and ramp (see `machine.Link`).
+    """Return start, latency of one step, rate of one direction within a node, and ramp (see `Link`).
 
     They are those of gathers and scatters; messages weigh equally. All-reduce is left out: some switches add
     up on the way.

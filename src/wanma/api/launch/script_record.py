@@ -1,4 +1,4 @@
-"""Record of the script that `wanma launch` runs: script.json, read by `report.script`."""
+"""Record of the script that `wanma launch` runs: script.json, read by `report.script_run`."""
 
 from __future__ import annotations
 

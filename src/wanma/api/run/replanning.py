@@ -1,4 +1,4 @@
-"""Re-planning of a run whose number of nodes may change, for its supervisors (`elastic.launch.Replanner`).
+"""Re-planning of a run whose number of nodes may change, for its supervisors (`elastic.launch_config`).
 
 All decisions follow one rule of the planner (`planner.replan`): keys of the job are fixed, a plan that can
 continue does so unless a change gains twice its cost, and if it must change, the best plan for the remaining

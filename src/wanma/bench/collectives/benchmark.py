@@ -3,7 +3,8 @@
     sweeps = bench_collectives(ranks=(2, 4), sizes="1K..64M")
 
 Ranks start, meet and build their process groups as in a run, so that the benchmark measures what a run would
-use. Times come from `collectives.measure`, as in a calibration; `save_sweeps` adds them to the calibration.
+use. Times come from `collectives.measurement`, as in a calibration; `save_sweeps` adds them to the
+calibration.
 """
 
 from __future__ import annotations

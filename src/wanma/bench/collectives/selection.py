@@ -15,7 +15,7 @@ FACTOR = 4
 """Ratio of neighbouring sizes of a range."""
 MOST_BYTES = 1 << 34
 DIRECT = "direct"
-"""Algorithm in which all ranks send to each other at once, as `collectives.gloo` does for sharded state."""
+"""Algorithm in which all ranks send to each other at once, as `collectives.fsdp` does for sharded state."""
 
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -94,7 +94,7 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """Benchmark case, as `in_turn.Measurable`."""
+    """Benchmark case, as `Measurable` of `planner.calibration.round_robin`."""
 
     measure: Callable[[float], float]
     collective: str = ""
@@ -137,7 +137,7 @@ def _timed(
 
 
 def _measured_as(collective: str, algorithm: str, device: torch.device) -> tuple[Timed, str]:
-    """Return the collective and algorithm by their names in `collectives.measure`."""
+    """Return the collective and algorithm by their names in `collectives.measurement`."""
     known: dict[str, Timed] = {
         "all_reduce": "all_reduce",
         "all_gather": "all_gather",

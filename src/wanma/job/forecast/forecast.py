@@ -26,7 +26,7 @@ class Layer:
     input_elements_per_sample: float | None = None
     """Saved elements under full recompute: the layer's inputs, for one sample; None when not counted."""
     costly_elements_per_sample: float | None = None
-    """Elements that selective recompute saves beside the inputs (`models.costly`); None when not counted."""
+    """Elements that selective recompute saves beside the inputs, for one sample; None when not counted."""
     expert_parameters: int = 0
     """Parameters of routed experts, which `ep` distributes; part of `parameters`."""
     idle_parameters: int = 0

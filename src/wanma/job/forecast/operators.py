@@ -88,7 +88,7 @@ class Operator:
     row_elements: float | None = None
     """Elements of one row of a lookup, contiguous in memory."""
     is_kept: bool = False
-    """True if selective recompute saves the result (`models.costly`)."""
+    """True if selective recompute saves the result (`selective_recompute`)."""
     when: When = "always"
 
     @property

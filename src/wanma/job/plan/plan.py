@@ -70,7 +70,7 @@ class Plan:
     precision: Precision = "fp32"
     fp8: bool = False
     compression: Compression = "nothing"
-    """Gradient compression (`collectives.compression`)."""
+    """Gradient compression method (`collectives.compression`)."""
     compression_share: float = 0.01
     """Share of each tensor's elements that top-k compression sends; 0 .. 1."""
     compression_rank: int = 4

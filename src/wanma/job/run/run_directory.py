@@ -10,7 +10,7 @@ runs/NAME/
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank
     checkpoints/        step-00000100/ ...; see docs/checkpoints.md
-    generations/        claims of the starts of the ranks; see `claims`
+    generations/        claims of the starts of the ranks; see `generation_claims`
     scratch/            tensors offloaded to disk, while the run lasts
     report.html         self-contained
 """
