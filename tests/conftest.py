@@ -14,6 +14,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # What this machine's processor attains must not decide what a test sees; those of the measurement turn it on.
 os.environ["WANMA_MEASURE_CPU"] = "0"
+# Importing readline, as pytest does, leaves 80 columns in the environment of whatever it starts.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 
 class Skips:

@@ -162,13 +162,14 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
         saved = training.checkpoints()[0]
         assert saved == "step-00000005"
         assert training.state(5)
-        # With some room, the same command carries on from it.
+        # With some room, the same command brings home the last state, which was rescued.
         for name in ("report.html", "plan.json"):
             (training.path / name).unlink(missing_ok=True)
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         again = desk.run("train", "text.toml", "--run-dir", "small/run", "train.steps=20")
         assert again.code == 0, again.text
-        assert "carrying on from step " in again.out
+        assert "nothing is left to do: the run is at step 20 of 20" in again.out
+        assert training.checkpoints()[-1] == "step-00000020"
         assert [step["step"] for step in training.metrics] == list(range(1, 21))
 
 

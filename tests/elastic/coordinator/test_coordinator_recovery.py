@@ -125,6 +125,15 @@ def test_an_error_that_comes_again_at_the_same_step_is_not_tried_a_third_time() 
     assert ending.hint == "the same error came again after step 7: the run is not started a third time"
 
 
+def test_a_save_that_fails_again_is_the_same_error_whoever_learns_of_it_first() -> None:
+    retries = Retries(3)
+    retries.reached(12)
+    failed = "finished at step 12, but the checkpoint of step 12 was not saved: "
+    full = f"{failed}rank 1: No space left on device (/run/step-00000012.partial-2-1/rank-00001.safetensors)"
+    assert failing(retries, full, 12) is None
+    assert failing(retries, f"{failed}rank 0 gave up the save", 12) is not None
+
+
 @pytest.mark.parametrize(
     ("again", "stood_at", "more"),
     [

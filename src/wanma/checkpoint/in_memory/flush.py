@@ -29,7 +29,7 @@ from wanma.checkpoint.in_memory.memory_file import FoundImage
 from wanma.checkpoint.save.commit import commit
 from wanma.checkpoint.save.commit_session import Meeting
 from wanma.checkpoint.save.file_writer import write_file
-from wanma.checkpoint.store.checkpoint_folder import clean, committed, read_manifest, unfinished
+from wanma.checkpoint.store.checkpoint_folder import NOT_SAVED, clean, committed, read_manifest, unfinished
 from wanma.checkpoint.store.fallback_folder import open_refuge, refuges
 from wanma.job.errors import WanmaError
 
@@ -67,7 +67,7 @@ def rescue(
         return _write(partial, step, found, world_size, deadline)
     except OSError as error:
         raise WanmaError(
-            f"the checkpoint of step {step} was not saved: {error.strerror or error} ({folder})",
+            f"the checkpoint of step {step} {NOT_SAVED}: {error.strerror or error} ({folder})",
             f"free space on {folder}, or check its permissions",
         ) from error
 

@@ -30,7 +30,7 @@ from wanma.checkpoint.save.commit_session import Meeting
 from wanma.checkpoint.save.file_buffer import FileBuffer, Room
 from wanma.checkpoint.save.file_writer import write_file
 from wanma.checkpoint.store.best_metric import BestBy
-from wanma.checkpoint.store.checkpoint_folder import Keep, Retention, clean
+from wanma.checkpoint.store.checkpoint_folder import NOT_SAVED, Keep, Retention, clean
 from wanma.job.errors import WanmaError
 
 
@@ -334,7 +334,7 @@ class Checkpointer:
             except OSError as second:
                 cause += f" (and cleaning up after it: {second})"
             failure = WanmaError(
-                f"the checkpoint of step {job.step} was not saved: {cause}; the ones before it are untouched",
+                f"the checkpoint of step {job.step} {NOT_SAVED}: {cause}; the ones before it are untouched",
                 hint,
             )
         failure.__cause__ = error

@@ -22,6 +22,8 @@ from wanma.checkpoint.format.manifest import MANIFEST, Manifest, parse_manifest,
 from wanma.checkpoint.store.best_metric import BestBy, best_by, best_step
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
+NOT_SAVED = "was not saved"
+"""Phrase of every failed save's message, before its cause."""
 _NAME = re.compile(r"step-(\d{8,})(?:\.(partial|replaced|removed)-.+)?")
 
 

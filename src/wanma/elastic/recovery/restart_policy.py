@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from wanma.checkpoint.store.checkpoint_folder import NOT_SAVED
 from wanma.elastic.failure import FAILURE_LIMIT, Failure, clip
 from wanma.elastic.protocol.messages import HeldImage, Image, Recovery
 from wanma.job.errors import EXIT_USAGE
@@ -121,11 +122,13 @@ class Retries:
 def _signature(failure: Failure, stood_at: int) -> tuple[str, int] | None:
     """Return a value that is equal for equal errors; None for accidents, and for steps to be repeated.
 
-    Numbers do not count: causes name files of one attempt, or the rank that was first to fail.
+    Numbers do not count: causes name files of one attempt, or the rank that was first to fail. Nor does the
+    cause of a failed save: ranks word it differently by who learns of it first.
     """
     if not failure.raised or not stood_at or failure.odd or failure.retry_step is not None:
         return None
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", failure.cause), stood_at
+    cause = failure.cause.partition(NOT_SAVED)[0]
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", cause), stood_at
 
 
 def _with_hint(failure: Failure, text: str) -> Failure:
