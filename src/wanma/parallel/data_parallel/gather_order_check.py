@@ -30,7 +30,7 @@ from wanma.parallel.data_parallel.shared_memory_weights import communicates
 from wanma.parallel.parameters.fsdp_units import group_of, units
 
 _TAG = 2
-"""Tag of the messages that announce a gather: not one of `collectives.gloo`."""
+"""Tag of the messages that announce a gather: no other message has it."""
 _WATCHED_STEPS = 3
 _HASHES = 1 << 16
 """Number of hash values: few enough that sums of squares over the ranks are exact in fp64."""

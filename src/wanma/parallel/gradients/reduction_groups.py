@@ -68,7 +68,7 @@ def levels_of(grid: Grid) -> Levels | None:
         for node in nodes:
             group = dist.new_group(node)
             within = group if grid.rank in node else within
-        for apart in zip(*nodes, strict=True):  # as many on each: `planner.exchange`
+        for apart in zip(*nodes, strict=True):  # equally many on each node, by the plan
             group = dist.new_group(list(apart))
             between = group if grid.rank in apart else between
     assert within is not None

@@ -159,7 +159,7 @@ def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Policy:
-    """Policy of selective recompute: keep costly results; nothing without a `costly`."""
+    """Policy of selective recompute: keep the results of costly operators, or none without `costly`."""
 
     def __init__(self, costly: Costly | None) -> None:
         self._costly = costly
