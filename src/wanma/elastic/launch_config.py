@@ -53,7 +53,7 @@ class Launch:
     interface: str | None = None
     """Network interface of the collectives; None: loopback on one node, else by route to the rendezvous."""
     position: str = ""
-    """Topology address of this node, as `hardware.position` gives it; empty if unknown."""
+    """Topology address of this node, e.g. `rack-3/switch-1`; empty if unknown."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Additions to the environment of the fork server and the ranks; see `environment.worker_environment`."""
     start_seconds: float = 300.0

@@ -1,7 +1,7 @@
 """Time that this process has waited in torch's functional collectives on CPUs, in seconds.
 
 Tensor, context and expert parallelism communicate within forward and backward. A rank's waits there are the
-other ranks' time, the rest is its own. Waits outside functional collectives are told to a `Stopwatch`.
+other ranks' time, the rest is its own. Waits outside functional collectives go to a `Stopwatch`.
 """
 
 from __future__ import annotations

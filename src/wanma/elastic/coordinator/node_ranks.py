@@ -2,8 +2,8 @@
 
 Consecutive node ranks hold consecutive ranks, and a plan's innermost mesh dimensions communicate most: so
 nodes near each other get neighbouring node ranks. A user's request (`cluster.node_rank`) comes first; then
-the topology address (`hardware.position`); then the order of arrival. In a run of a fixed size, a node keeps
-its node rank, and another node takes the place of one that is lost.
+the topology address (`hardware.discovery.topology_address`); then the order of arrival. In a run of a fixed
+size, a node keeps its node rank, and another node takes the place of one that is lost.
 """
 
 from __future__ import annotations

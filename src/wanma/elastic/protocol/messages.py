@@ -108,7 +108,7 @@ class Join(Message):
     was: Was | None = None
     """Node's part in the generation whose coordinator it lost; None: it was in none."""
     position: str = ""
-    """Topology address of the node, as `hardware.position` gives it; empty if unknown."""
+    """Topology address of the node, e.g. `rack-3/switch-1`; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Halted(Message):
     failed_at: float = 0.0
     """Time of the failure, as in `Start`."""
     stood_at: int = 0
-    """Finished steps at the ranks' position, whoever finished them; 0: also before the first."""
+    """Finished steps at the ranks' position, in any generation; 0: also before the first."""
 
 
 @dataclass(frozen=True)

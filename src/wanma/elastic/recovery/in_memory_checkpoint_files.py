@@ -1,7 +1,8 @@
 """Files in memory that hold the in-memory checkpoints of a node's ranks; they outlive the ranks.
 
-With several nodes they also hold those of another node's ranks, which send them here (`checkpoint.ring`).
-Their content is defined by the checkpoint room (`checkpoint.image`): here only their headers are read.
+With several nodes they also hold those of guests: ranks of another node, which send them here
+(`checkpoint.in_memory.partner_ring`). Their content is defined by `checkpoint.in_memory.memory_file`: here
+only their headers are read.
 """
 
 from __future__ import annotations

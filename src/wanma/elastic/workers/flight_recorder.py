@@ -1,4 +1,4 @@
-"""Current and recent collectives of a rank, from torch's flight recorder and ours; for the hang report."""
+"""Current and recent collectives of a rank, from torch's and wanma's flight recorders, for hang reports."""
 
 from __future__ import annotations
 
