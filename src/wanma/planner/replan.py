@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import Forecast
+from wanma.job.forecast.forecast import Forecast, StepTime
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
@@ -144,19 +144,11 @@ def replan(
     if obstacle is not None:
         told = f"change to {best}: {obstacle}; {_cost_text(cost)}"
         return Replanned(True, best, expected, cost, math.inf, told)
-    before = forecast(now, running)
-    if before.step is not None and expected.step is not None:
-        old, new, sure = before.step.seconds, expected.step.seconds, ""
-        if step_seconds is not None:
-            old, new = step_seconds, step_seconds * new / old
-    elif step_seconds is not None:
-        # Rates are unknown, but the job asks for all nodes: assume linear scaling.
-        old, new = step_seconds, step_seconds * running.world_size / best.world_size
-        sure = " at best"
-    else:
-        return _stays(
-            now, running, "nobody knows how fast the machines are, so nothing says that it would gain"
-        )
+    before = forecast(now, running).step
+    if (times := _step_times(before, expected.step, step_seconds, running, best)) is None:
+        reason = "nobody knows how fast the machines are, so nothing says that it would gain"
+        return _stays(now, running, reason)
+    old, new, sure = times
     saved = steps_left * (old - new)
     told = f"{duration_text(old)} a step, under {best} {duration_text(new)}{sure}"
     if saved <= 0:
@@ -165,6 +157,23 @@ def replan(
     if saved < 2 * cost.seconds:
         return _stays(now, running, told)
     return Replanned(True, best, expected, cost, saved - cost.seconds, f"change: {told}")
+
+
+def _step_times(
+    before: StepTime | None, expected: StepTime | None, step_seconds: float | None, running: Plan, best: Plan
+) -> tuple[float, float, str] | None:
+    """Return a step's seconds under the running plan and the best one, and a reservation; None: unknown."""
+    if before is not None and expected is not None:
+        old, new, sure = before.seconds, expected.seconds, ""
+        if step_seconds is not None:
+            old, new = step_seconds, step_seconds * new / old
+    elif step_seconds is not None:
+        # Rates are unknown, but the job asks for all nodes: assume linear scaling.
+        old, new = step_seconds, step_seconds * running.world_size / best.world_size
+        sure = " at best"
+    else:
+        return None
+    return old, new, sure
 
 
 def change_cost(

@@ -111,11 +111,7 @@ def export(
     }
     config = cast("Published", model).published_config(length)
     config["dtype"] = _NAMES[next(iter(kinds.values()))]
-    if kept.is_dir() and tokenizer is not None and config.get("eos_token_id") is None:
-        config["eos_token_id"] = tokenizer.end_of_document
-    others = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
-    if kept.is_dir() and tokenizer is not None:
-        others |= _tokenizer_files(tokenizer)
+    others = _other_files(config, tokenizer if kept.is_dir() else None)
     with open_start(model, job.checkpoint.start_from) as start:
         weights = _Weights(saved, holders, job.model.lora_alpha, start)
         write_published(
@@ -127,6 +123,16 @@ def export(
         )
     made_tokenizer = kept.is_dir() and isinstance(tokenizer, BytesTokenizer)
     return Exported(folder, path, len(shapes), averaged, made_tokenizer, len(weights.rounded))
+
+
+def _other_files(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Return the files beside the weights: the config, and a tokenizer that the run keeps."""
+    if tokenizer is None:
+        return {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
+    if config.get("eos_token_id") is None:
+        config["eos_token_id"] = tokenizer.end_of_document
+    text = json.dumps(config, indent=2, sort_keys=True).encode()
+    return {"config.json": text, **_tokenizer_files(tokenizer)}
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -27,7 +27,7 @@ from wanma.api.run.run_records import (
     write_down_plan,
 )
 from wanma.checkpoint.store.checkpoint_folder import clean
-from wanma.elastic.launch_config import Launch
+from wanma.elastic.launch_config import Launch, Outcome
 from wanma.elastic.workers.environment import worker_environment
 from wanma.elastic.workers.fork_server_handle import Node
 from wanma.engines.local import run as run_local
@@ -122,12 +122,7 @@ def train_job(
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
                         clean(run.checkpoints)
-                failure = outcome.message if outcome.failure is not None else None
-                called.end(outcome.exit_code, failure)
-                exit_code = outcome.exit_code
-                if failure is None and called.failure:
-                    failure = f"{called.failure}\n  the run has stopped in order; the same call carries it on"
-                    exit_code = EXIT_FAILED
+                failure, exit_code = _ending(outcome, called)
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
                 record_end(run, failure, console.write, earlier)
@@ -136,6 +131,17 @@ def train_job(
             return exit_code
     finally:
         node.close()
+
+
+def _ending(outcome: Outcome, called: Callbacks) -> tuple[str | None, int]:
+    """Tell the callbacks of the end; return the message of a failure, if any, and the exit code."""
+    failure = outcome.message if outcome.failure is not None else None
+    called.end(outcome.exit_code, failure)
+    exit_code = outcome.exit_code
+    if failure is None and called.failure:
+        failure = f"{called.failure}\n  the run has stopped in order; the same call carries it on"
+        exit_code = EXIT_FAILED
+    return failure, exit_code
 
 
 def preload_of(job: Job) -> tuple[str, ...]:

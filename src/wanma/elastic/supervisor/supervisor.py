@@ -190,20 +190,7 @@ class Supervisor:
             case _ if self._ending is not None:
                 pass
             case Start():
-                first = self._start is None
-                if first:
-                    self._failed.hear(message.failed_at)
-                self._start = self._due = message
-                self._take_plan(message)
-                if (recovery := message.recovery) is not None:
-                    silent = self._launch.is_script and recovery.reached_step == 0
-                    if message.first_rank > 0 or silent:
-                        self._message(notices.started_again_text(recovery), level="warning")
-                if first and self._launch.nodes > 1:
-                    way = way_text(self._way, os.environ)
-                    text = notices.joined_text(self._launch, message, self._link.place, way)
-                    self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
-                self._fork_when_ready()
+                self._take_start(message)
             case Stop(exit_code, seconds, what):
                 if self._departure.begin(message) or not self._stop:
                     in_steps = self._team is None or not self._team.is_outside
@@ -214,15 +201,13 @@ class Supervisor:
                     self._team.request_stop(self._departure.until, exit_code == INTERRUPTED)
             case Rescue() if self._start is not None:
                 self._departure.rescue(message, self._start.generation)
-            case Inspect():
-                if self._team is not None:
-                    self._failed.note(self._team)
-                    self._inspect(self._team)
+            case Inspect() if self._team is not None:
+                self._failed.note(self._team)
+                self._inspect(self._team)
             case Locate():
                 self._locate()
-            case Pause():
-                if self._team is not None:
-                    self._team.board.request_pause()
+            case Pause() if self._team is not None:
+                self._team.board.request_pause()
             case Halt(report):
                 self._halt(report)
             case Slow():
@@ -231,6 +216,23 @@ class Supervisor:
                 self._message(text, level="warning")
             case Abort() | Over():
                 self._end(message)
+
+    def _take_start(self, message: Start) -> None:
+        """Begin a generation: note its plan and its cause, and start its workers once they can be forked."""
+        first = self._start is None
+        if first:
+            self._failed.hear(message.failed_at)
+        self._start = self._due = message
+        self._take_plan(message)
+        if (recovery := message.recovery) is not None:
+            silent = self._launch.is_script and recovery.reached_step == 0
+            if message.first_rank > 0 or silent:
+                self._message(notices.started_again_text(recovery), level="warning")
+        if first and self._launch.nodes > 1:
+            way = way_text(self._way, os.environ)
+            text = notices.joined_text(self._launch, message, self._link.place, way)
+            self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
+        self._fork_when_ready()
 
     def _take_plan(self, start: Start) -> None:
         """Take the coordinator's plan for this node's ranks, if it has one."""

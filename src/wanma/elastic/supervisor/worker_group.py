@@ -13,13 +13,7 @@ from wanma.elastic.coordinator.user_notices import RESTARTED
 from wanma.elastic.diagnosis.hang_detector import Watch
 from wanma.elastic.launch_config import Launch
 from wanma.elastic.protocol.local_messages import Fork, KeepStore, Signal, WorkerSpec
-from wanma.elastic.protocol.messages import (
-    Inspect,
-    Message,
-    RankWork,
-    Standing,
-    Start,
-)
+from wanma.elastic.protocol.messages import Inspect, Message, RankWork, Recovery, Standing, Start
 from wanma.elastic.recovery.in_memory_checkpoint_files import ImageFiles
 from wanma.elastic.supervisor.worker_handle import LocalRank
 from wanma.elastic.transport.event_loop import Loop
@@ -86,17 +80,7 @@ class Team:
             mine = range(start.first_rank, start.first_rank + launch.ranks_per_node)
             guests = [guest for rank in mine for guest in guests_of(rank, start.ranks_by_node)]
             images.arrange(launch.ranks_per_node, sorted(guests), restore)
-        restart = None
-        if recovery is not None:
-            restart = Restart(
-                recovery.failure,
-                failed_at,
-                recovery.reached_step,
-                recovery.attempt,
-                recovery.retried_steps,
-                recovery.change,
-                recovery.kept_step,
-            )
+        restart = _restart_of(recovery, failed_at) if recovery is not None else None
         for local_rank in range(launch.ranks_per_node):
             number = start.first_rank + local_rank
             spec = WorkerSpec(
@@ -264,3 +248,16 @@ def team_environment(launch: Launch, way: Way, inherited: Mapping[str, str]) -> 
             if launch.interface is not None or variable not in inherited:
                 added.setdefault(variable, value)
     return added
+
+
+def _restart_of(recovery: Recovery, failed_at: float) -> Restart:
+    """Return what workers learn of the failure before their start."""
+    return Restart(
+        recovery.failure,
+        failed_at,
+        recovery.reached_step,
+        recovery.attempt,
+        recovery.retried_steps,
+        recovery.change,
+        recovery.kept_step,
+    )

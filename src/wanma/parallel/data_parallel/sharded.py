@@ -98,13 +98,7 @@ def shard_data(
     if once := held_once(model, plan, grid, DTYPES[plan.precision], fixed):
         frozen = FrozenWeights(model, grid, once)
     whole = kept_whole(model) | (frozen.state if frozen is not None else set())
-    policy = MixedPrecisionPolicy()
-    # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
-    root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
-    if plan.precision in ("bf16", "fp16"):
-        low = DTYPES[plan.precision]
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
+    policy, root_policy = _precision_policies(plan, full_precision_output=full_precision_output)
     reshard = plan.reshards
     offload = offload_policy(plan)
     if (
@@ -121,20 +115,7 @@ def shard_data(
     blocks = [block for block in blocks if shared.isdisjoint(id(p) for p in block.parameters())]
     of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
     if plan.ep > 1:
-        # Experts get their input from the block, in its precision.
-        expert_policy = replace(policy, cast_forward_inputs=False)
-        for module in experts:
-            fully_shard(
-                module,
-                mesh=grid.expert_mesh,
-                mp_policy=expert_policy,
-                offload_policy=offload,
-                ignored_params=whole,
-                reshard_after_forward=reshard,
-                shard_placement_fn=partial(_placement, experts=of_experts, shards=grid.expert_mesh.size(1)),
-            )
-            if plan.recompute == "selective":
-                hide_hooks(module)
+        _shard_experts(experts, of_experts, plan, grid, policy, whole)
     placement = partial(_placement, experts=of_experts, shards=plan.shard_ranks) if of_experts else None
     for block in blocks:
         fully_shard(
@@ -155,7 +136,63 @@ def shard_data(
         reshard_after_forward=False,
         shard_placement_fn=placement,
     )
+    _prepare_units(model, experts, plan, grid, stopwatch, compression, divides=divides)
+    assert isinstance(model, FSDPModule)
+    return Sharded(
+        model, plan, stopwatch, divisor, strays, scalars, frozen, UnitOrder(model, grid, stopwatch)
+    )
 
+
+def _precision_policies(
+    plan: Plan, *, full_precision_output: bool
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """Return FSDP2's policy for blocks, and the one for the model as a whole."""
+    policy = MixedPrecisionPolicy()
+    # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
+    root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
+    if plan.precision in ("bf16", "fp16"):
+        low = DTYPES[plan.precision]
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
+    return policy, root_policy
+
+
+def _shard_experts(
+    experts: list[nn.Module],
+    of_experts: set[int],
+    plan: Plan,
+    grid: Grid,
+    policy: MixedPrecisionPolicy,
+    whole: set[nn.Parameter],
+) -> None:
+    """Make units of modules of experts, on the mesh that `ep` splits."""
+    # Experts get their input from the block, in its precision.
+    expert_policy = replace(policy, cast_forward_inputs=False)
+    for module in experts:
+        fully_shard(
+            module,
+            mesh=grid.expert_mesh,
+            mp_policy=expert_policy,
+            offload_policy=offload_policy(plan),
+            ignored_params=whole,
+            reshard_after_forward=plan.reshards,
+            shard_placement_fn=partial(_placement, experts=of_experts, shards=grid.expert_mesh.size(1)),
+        )
+        if plan.recompute == "selective":
+            hide_hooks(module)
+
+
+def _prepare_units(
+    model: nn.Module,
+    experts: list[nn.Module],
+    plan: Plan,
+    grid: Grid,
+    stopwatch: Stopwatch,
+    compression: GradientCompression | None,
+    *,
+    divides: bool,
+) -> None:
+    """Set how every FSDP2 unit of `model` gathers and reduces."""
     names = names_of(model)
     spread = {id(module) for module in experts} if plan.ep > 1 else set()
     for unit in units(model):
@@ -167,10 +204,6 @@ def shard_data(
             compress_unit(unit, compression, names)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
-    assert isinstance(model, FSDPModule)
-    return Sharded(
-        model, plan, stopwatch, divisor, strays, scalars, frozen, UnitOrder(model, grid, stopwatch)
-    )
 
 
 @dataclass(frozen=True)

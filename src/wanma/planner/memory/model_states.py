@@ -205,7 +205,7 @@ def _copies(
     )
 
 
-def _shards(
+def _shards(  # noqa: C901, PLR0915  # one balance of many terms that share their cases
     mine: Parameters,
     shards: float,
     elements: float,

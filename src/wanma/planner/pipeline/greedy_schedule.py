@@ -102,7 +102,7 @@ class _Play:
         ranks = range(len(held))
         self.clocks, self.busy, self.holds = [0.0 for _ in ranks], [0.0 for _ in ranks], [0 for _ in ranks]
 
-    def run(self, wants_intervals: bool) -> Played | None:
+    def run(self, wants_intervals: bool) -> Played | None:  # noqa: PLR0915  # one hot loop
         """Simulate the schedule; return None where ranks wait for each other."""
         stages, micro_batches, rank_of, send = self.stages, self.micro_batches, self.rank_of, self.send
         clocks, busy, holds, slots = self.clocks, self.busy, self.holds, self.slots

@@ -33,7 +33,21 @@ def without_effect(job: Job, plan: Plan) -> list[str]:
 
 def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the keys that have no effect whatever their value, each with the reason."""
-    train, parallel, checkpoint, cluster = job.train, job.parallel, job.checkpoint, job.cluster
+    yield from _idle_of_layout(job, plan)
+    yield from _idle_of_training(job)
+    yield from _idle_of_machines(job)
+    if job.model.lora_rank == 0:
+        for name in ("lora_alpha", "lora_targets"):
+            yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
+    if job.data.factory is not None or job.data.images is not None:
+        kind = "data.factory" if job.data.factory is not None else "data.images"
+        own_model = ("sequence_length",) if job.model.factory is not None else ()
+        for name in ("tokenizer", "document_masks", "cache", *own_model):
+            yield f"data.{name}", f"it is for text, and the data are {kind}'s"
+
+
+def _idle_of_layout(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
+    parallel = job.parallel
     ranks = plan.dp_replicate * plan.shard_ranks
     if plan.pp == 1:
         for name in ("schedule", "virtual_stages", "stage_cuts"):
@@ -57,6 +71,10 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"parallel.{name}", "there is one site, which exchanges nothing"
     if plan.recompute == "none" and parallel.recompute == "none":
         yield "parallel.recompute_share", "nothing is recomputed (parallel.recompute = 'none')"
+
+
+def _idle_of_training(job: Job) -> Iterator[tuple[str, str]]:
+    train, checkpoint = job.train, job.checkpoint
     if train.optimizer not in ("sgd", "muon"):
         yield "train.momentum", f"train.optimizer = '{train.optimizer}' has none"
     if train.optimizer not in _ADAMS:
@@ -76,6 +94,10 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"checkpoint.{name}", "the best one is not kept (checkpoint.keep_best = false)"
     if checkpoint.upload is None:
         yield "checkpoint.upload_keep", "nothing is uploaded (checkpoint.upload)"
+
+
+def _idle_of_machines(job: Job) -> Iterator[tuple[str, str]]:
+    parallel, cluster = job.parallel, job.cluster
     if cluster.nodes == 1:
         for name in ("node_rank", "rendezvous", "place"):
             yield f"cluster.{name}", "there is one machine (cluster.nodes = 1)"
@@ -84,14 +106,6 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "cluster.join_seconds", "the start waits for all machines (cluster.nodes = 'MIN..MAX')"
     if "disk" not in (parallel.offload_parameters, parallel.offload_optimizer, parallel.offload_activations):
         yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*)"
-    if job.model.lora_rank == 0:
-        for name in ("lora_alpha", "lora_targets"):
-            yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
-    if job.data.factory is not None or job.data.images is not None:
-        kind = "data.factory" if job.data.factory is not None else "data.images"
-        own_model = ("sequence_length",) if job.model.factory is not None else ()
-        for name in ("tokenizer", "document_masks", "cache", *own_model):
-            yield f"data.{name}", f"it is for text, and the data are {kind}'s"
 
 
 def _in_part(job: Job, plan: Plan) -> Iterator[str]:

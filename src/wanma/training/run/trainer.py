@@ -33,7 +33,7 @@ from wanma.training.checkpointing.checkpoint_uploads import Uploads
 from wanma.training.checkpointing.error_feedback_state import check_compressed
 from wanma.training.checkpointing.in_memory_checkpoints import StepSnapshots
 from wanma.training.checkpointing.replica_check import ReplicaCheck
-from wanma.training.checkpointing.resume import resume
+from wanma.training.checkpointing.resume import Resumed, resume
 from wanma.training.checkpointing.run_identity import UNKNOWN, Identity
 from wanma.training.checkpointing.training_state import TrainingState, random_state
 from wanma.training.loss.best_metric import best_rule
@@ -105,41 +105,10 @@ class Trainer:
         self._rate_of = rates(train, own.schedule)
         check_patterns(parallel.parameter_names, train)
         check_compressed(parallel.parameter_names, plan)
-        self.state = TrainingState(
-            parallel,
-            build_updater(
-                dict(parallel.named_parameters()),
-                train,
-                plan,
-                roles=parallel.roles,
-                trainable=parallel.trainable_names,
-                copies=parallel.ties.names,
-                home=state_home(plan, parallel.scratch),
-                own=own.optimizer,
-            ),
-            LossScale.start(train),
-            WeightAverage(parallel.trainable(), train.weight_average) if train.weight_average > 0 else None,
-        )
-        if plan.device == "cpu" and plan.offload_optimizer == "nothing":
-            self.state.updater.reserve_state()
-        if plan.synchronization is not None:
-            self.state.sites = BetweenSites(plan, grid, parallel, self.state.updater)
-        run, same_tensors = worker.run_directory, plan.stage_group(worker.rank)
+        self.state = _training_state(job, plan, grid, parallel, own)
+        same_tensors = plan.stage_group(worker.rank)
         self._uploads = Uploads(job.checkpoint, worker)
-        self._checkpointer = Checkpointer(
-            run / "checkpoints",
-            rank=worker.rank,
-            world_size=worker.world_size,
-            generation=worker.generation,
-            keep=job.checkpoint.keep,
-            keep_best=job.checkpoint.keep_best,
-            best_by=best_rule(job.checkpoint),
-            keep_every_steps=job.checkpoint.keep_every_steps,
-            in_use=self._uploads.in_use,
-            replicas=same_tensors,
-            room=pool_of_state(parallel.scratch, plan),
-            still_mine=worker.still_mine,
-        )
+        self._checkpointer = self._open_checkpointer(plan, same_tensors)
         resumed = resume(self.state, job, plan, worker, identity)
         self._identity = resumed.identity
         self._shares = ShareMoves(job, plan, grid, parallel, self.state)
@@ -165,14 +134,7 @@ class Trainer:
         self._log = StepLog(job, worker)
         self._own_work = OwnWork(plan, grid, worker.control)
         self._recorder: Recorder | None = None
-        if worker.rank == 0:
-            self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
-            of_run = (self.state.step, train.steps, plan, targets_per_sample)
-            tell_start(self._recorder, *of_run, again=worker.restart is not None, source=resumed.label)
-            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
-                self._recorder.message(text)
-        if parallel.compression is not None and parallel.compression.note:
-            tell_of_machine(parallel.compression.note, worker, self._recorder)
+        self._open_records(plan, resumed, targets_per_sample)
         self._shares.notes.clear()
         self._uploads.wake(self.state.step)
         self._restart = worker.restart  # until the first step after it is finished
@@ -190,6 +152,35 @@ class Trainer:
         self._outer: OuterStep | None = None
         """Outer update after the last step; None where no exchange ended."""
         self._step_started = time.perf_counter()
+
+    def _open_checkpointer(self, plan: Plan, same_tensors: list[int]) -> Checkpointer:
+        job, worker = self.job, self.worker
+        return Checkpointer(
+            worker.run_directory / "checkpoints",
+            rank=worker.rank,
+            world_size=worker.world_size,
+            generation=worker.generation,
+            keep=job.checkpoint.keep,
+            keep_best=job.checkpoint.keep_best,
+            best_by=best_rule(job.checkpoint),
+            keep_every_steps=job.checkpoint.keep_every_steps,
+            in_use=self._uploads.in_use,
+            replicas=same_tensors,
+            room=pool_of_state(self.state.parallel.scratch, plan),
+            still_mine=worker.still_mine,
+        )
+
+    def _open_records(self, plan: Plan, resumed: Resumed, targets_per_sample: int) -> None:
+        """Open the recorder on rank 0, and report how the run starts."""
+        job, worker, compression = self.job, self.worker, self.state.parallel.compression
+        if worker.rank == 0:
+            self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
+            of_run = (self.state.step, job.train.steps, plan, targets_per_sample)
+            tell_start(self._recorder, *of_run, again=worker.restart is not None, source=resumed.label)
+            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
+                self._recorder.message(text)
+        if compression is not None and compression.note:
+            tell_of_machine(compression.note, worker, self._recorder)
 
     @property
     def plan(self) -> Plan:
@@ -498,3 +489,28 @@ class Trainer:
                 )
             if result.path is not None:
                 self._uploads.wake(result.step)
+
+
+def _training_state(job: Job, plan: Plan, grid: Grid, parallel: Parallel, own: OwnUpdate) -> TrainingState:
+    """Build the state of a run before its first step, without the values that a resume fills in."""
+    train = job.train
+    state = TrainingState(
+        parallel,
+        build_updater(
+            dict(parallel.named_parameters()),
+            train,
+            plan,
+            roles=parallel.roles,
+            trainable=parallel.trainable_names,
+            copies=parallel.ties.names,
+            home=state_home(plan, parallel.scratch),
+            own=own.optimizer,
+        ),
+        LossScale.start(train),
+        WeightAverage(parallel.trainable(), train.weight_average) if train.weight_average > 0 else None,
+    )
+    if plan.device == "cpu" and plan.offload_optimizer == "nothing":
+        state.updater.reserve_state()
+    if plan.synchronization is not None:
+        state.sites = BetweenSites(plan, grid, parallel, state.updater)
+    return state
