@@ -53,6 +53,8 @@ def entries(section: DataSection) -> list[str]:
 
 @dataclass(frozen=True)
 class Text:
+    """One text source of a job: name, weight in the mixture, and documents."""
+
     name: str
     weight: float
     documents: Sequence[Document]

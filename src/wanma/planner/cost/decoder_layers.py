@@ -307,10 +307,36 @@ def _attention(
     precision: str,
 ) -> float:
     """Add attention's products and scores; return the exposed `cp` communication of forward, in seconds."""
-    tp = plan.tp
+    tp, hidden = plan.tp, dimensions.hidden
     heads = dimensions.heads / tp
+    kv_heads = max(dimensions.kv_heads / tp, 1.0)
     full, selective = plan.recompute == "full", plan.recompute == "selective"
-    width, value, kv_heads = _projections(add, dimensions, software, tokens, precision, plan)
+    second = full or (selective and software.selective == "products")
+    if dimensions.is_latent:
+        plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+        rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
+        width = plain + turned
+        add.product(tokens, query_rank + rank + turned, hidden, precision, again=full)
+        add.product(tokens, heads * width, query_rank, precision, again=second)
+        add.product(tokens, heads * (plain + value), rank, precision, again=full)
+        add.product(tokens, hidden, heads * value, precision, again=second)
+        add.stream(tokens * (query_rank + rank), 6.0, 10.0, 2, again=second)
+        add.stream(tokens * heads * width, 8.0, 8.0, 3, again=second)
+        kv_heads = heads
+    else:
+        width = value = dimensions.head_width
+        add.product(tokens, (heads + 2 * kv_heads) * width, hidden, precision, again=second)
+        add.product(tokens, hidden, heads * width, precision, again=second)
+        # Rotary positions, in 32 bits, with casts from and to 16; GPT only splits queries, keys and values
+        # into separate tensors.
+        turns = (20.0, 24.0, 5)
+        if software.architecture == "gpt":
+            turns = (2.0, 2.0, 1)
+        elif software.fused:
+            turns = (4.0, 4.0, 2)
+        elif add.width >= 2.0:
+            turns = (*CPU_TURN, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
+        add.stream(tokens * (heads + kv_heads) * width, *turns, again=second)
     chip = machine.chip
     if software.attention == "scores":
         scores = plan.micro_batch * heads * sequence * sequence / plan.cp
@@ -352,48 +378,6 @@ def _attention(
         return (plan.cp - 1) * step
     # Each step's keys are sent while earlier ones are used; the first are local.
     return max(0.0, (plan.cp - 1) * (step - forward / plan.cp))
-
-
-def _projections(
-    add: _Adder,
-    dimensions: DecoderDimensions,
-    software: Software,
-    tokens: float,
-    precision: str,
-    plan: Plan,
-) -> tuple[float, float, float]:
-    """Add attention's matrix products and rotary positions; return the width of a head's keys and of its
-    values, and the number of key-value heads on a rank."""
-    hidden, heads = dimensions.hidden, dimensions.heads / plan.tp
-    kv_heads = max(dimensions.kv_heads / plan.tp, 1.0)
-    full = plan.recompute == "full"
-    second = full or (plan.recompute == "selective" and software.selective == "products")
-    if dimensions.is_latent:
-        plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
-        rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
-        width = plain + turned
-        add.product(tokens, query_rank + rank + turned, hidden, precision, again=full)
-        add.product(tokens, heads * width, query_rank, precision, again=second)
-        add.product(tokens, heads * (plain + value), rank, precision, again=full)
-        add.product(tokens, hidden, heads * value, precision, again=second)
-        add.stream(tokens * (query_rank + rank), 6.0, 10.0, 2, again=second)
-        add.stream(tokens * heads * width, 8.0, 8.0, 3, again=second)
-        kv_heads = heads
-    else:
-        width = value = dimensions.head_width
-        add.product(tokens, (heads + 2 * kv_heads) * width, hidden, precision, again=second)
-        add.product(tokens, hidden, heads * width, precision, again=second)
-        # Rotary positions, in 32 bits, with casts from and to 16; GPT only splits queries, keys and values
-        # into separate tensors.
-        turns = (20.0, 24.0, 5)
-        if software.architecture == "gpt":
-            turns = (2.0, 2.0, 1)
-        elif software.fused:
-            turns = (4.0, 4.0, 2)
-        elif add.width >= 2.0:
-            turns = (*CPU_TURN, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
-        add.stream(tokens * (heads + kv_heads) * width, *turns, again=second)
-    return width, value, kv_heads
 
 
 def _network(

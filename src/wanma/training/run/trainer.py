@@ -35,15 +35,14 @@ from wanma.training.checkpointing.in_memory_checkpoints import StepSnapshots
 from wanma.training.checkpointing.replica_check import ReplicaCheck
 from wanma.training.checkpointing.resume import Resumed, resume
 from wanma.training.checkpointing.run_identity import UNKNOWN, Identity
-from wanma.training.checkpointing.training_state import TrainingState, random_state
+from wanma.training.checkpointing.training_state import random_state
 from wanma.training.loss.best_metric import best_rule
 from wanma.training.loss.validation_metrics import validation_fields
 from wanma.training.optimizer.learning_rate_schedule import rates
-from wanma.training.optimizer.loss_scale import SMALLEST, LossScale
-from wanma.training.optimizer.named_optimizer import build_updater, check_patterns
-from wanma.training.optimizer.optimizer_state_offload import state_home
+from wanma.training.optimizer.loss_scale import SMALLEST
+from wanma.training.optimizer.named_optimizer import check_patterns
 from wanma.training.optimizer.user_optimizer import NONE_OWN, OwnUpdate
-from wanma.training.optimizer.weight_average import WeightAverage
+from wanma.training.run.initial_state import initial_state
 from wanma.training.run.rank_memory import held_bytes
 from wanma.training.run.run_records import StepLog, open_recorder, tell_of_machine, tell_recovery, tell_start
 from wanma.training.run.start_health_check import Health
@@ -105,7 +104,7 @@ class Trainer:
         self._rate_of = rates(train, own.schedule)
         check_patterns(parallel.parameter_names, train)
         check_compressed(parallel.parameter_names, plan)
-        self.state = _training_state(job, plan, grid, parallel, own)
+        self.state = initial_state(job, plan, grid, parallel, own)
         same_tensors = plan.stage_group(worker.rank)
         self._uploads = Uploads(job.checkpoint, worker)
         self._checkpointer = self._open_checkpointer(plan, same_tensors)
@@ -489,28 +488,3 @@ class Trainer:
                 )
             if result.path is not None:
                 self._uploads.wake(result.step)
-
-
-def _training_state(job: Job, plan: Plan, grid: Grid, parallel: Parallel, own: OwnUpdate) -> TrainingState:
-    """Build the state of a run before its first step, without the values that a resume fills in."""
-    train = job.train
-    state = TrainingState(
-        parallel,
-        build_updater(
-            dict(parallel.named_parameters()),
-            train,
-            plan,
-            roles=parallel.roles,
-            trainable=parallel.trainable_names,
-            copies=parallel.ties.names,
-            home=state_home(plan, parallel.scratch),
-            own=own.optimizer,
-        ),
-        LossScale.start(train),
-        WeightAverage(parallel.trainable(), train.weight_average) if train.weight_average > 0 else None,
-    )
-    if plan.device == "cpu" and plan.offload_optimizer == "nothing":
-        state.updater.reserve_state()
-    if plan.synchronization is not None:
-        state.sites = BetweenSites(plan, grid, parallel, state.updater)
-    return state
