@@ -13,7 +13,7 @@ from support.problems import SEQUENCE, SMALL
 from wanma.job.plan.placement import Place, Replicas
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
-from wanma.planner.cost.decoder import step_time
+from wanma.planner.cost.decoder import boundary_seconds, step_time
 from wanma.planner.cost.decoder_layers import Software
 from wanma.planner.hardware_model.model import Link
 from wanma.planner.heterogeneous.costs import (
@@ -65,6 +65,16 @@ def test_each_boundary_between_stages_takes_its_own_time() -> None:
     stages = (Part(1.0, 2.0, {}, 0.0),) * 3
     assert replica_seconds(Pipeline(stages, (0.5, 0.1)), 1) == pytest.approx(9.0 + 2 * 0.6)
     assert replica_seconds(Pipeline(stages, (0.1, 0.5)), 1) == pytest.approx(9.0 + 2 * 0.6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_boundary_on_one_kind_carries_elements_of_the_precision(precision: str) -> None:
+    parts = costs(start=replace(START, precision=precision))
+    equal = replace(START, pp=2, dp_replicate=2, precision=precision)
+    one, other = Place(FAST, 2), Place(FAST, 2)
+    seconds = parts._send_seconds(Replicas(2, (one, other)), one, other)
+    expected = boundary_seconds(SMALL, SEQUENCE, equal, parts.fleet.kinds[FAST].machine)
+    assert seconds == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_stage_costs_what_its_blocks_cost_on_its_own_device() -> None:

@@ -33,6 +33,7 @@ from wanma.planner.hardware_model.collective_time import (
     send_seconds,
 )
 from wanma.planner.hardware_model.model import Link
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 from wanma.planner.heterogeneous.node_pools import Fleet, Kind
 from wanma.planner.memory.memory_table import MemoryTable, tabulate
 from wanma.planner.memory.model_states import rule_of
@@ -286,7 +287,8 @@ class MixedCosts:
 
         Between stages on equal devices it equals `cost.decoder.boundary_seconds`.
         """
-        whole = replicas.micro_batch * self.problem.sequence * self.dimensions.hidden * 2.0
+        element = ELEMENT_BYTES[self.start.precision]
+        whole = replicas.micro_batch * self.problem.sequence * self.dimensions.hidden * element
         message = whole / min(one.tp, other.tp)
         here, there = (self.fleet.kinds[place.node].machine for place in (one, other))
         if one.node == other.node:
