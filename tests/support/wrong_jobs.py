@@ -408,7 +408,7 @@ MODELS = [
     wrong("images", "reads tokens, but the data are images", "model.family=", "model.preset=gpt-1m"),
     wrong(
         "text",
-        "channels is unknown",
+        "reads images, but the data are tokens",
         "model.family=",
         "model.layers=",
         "model.hidden=",
