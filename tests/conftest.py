@@ -1,4 +1,4 @@
-"""What all tests share: who may skip, and why."""
+"""Shared rules of all tests: permission to skip, and its reasons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ for _name in ("COLUMNS", "LINES"):
 
 
 class Skips:
-    """Who skipped, and why; of tests in other processes (pytest-xdist) it hears what they report."""
+    """Record of skipped tests and their reasons, with those of other processes (pytest-xdist)."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}

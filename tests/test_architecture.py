@@ -85,7 +85,7 @@ TORCH_FREE = (
     "wanma.report.run_report",
     "wanma.report.terminal",
 )
-"""What must start at once: importing torch takes the better part of a second."""
+"""Modules that must start at once: importing torch takes the better part of a second."""
 
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = sorted({path.relative_to(SOURCE).parts[0] for path in FILES if path.parent != SOURCE})
@@ -138,9 +138,15 @@ def test_a_function_is_seen_on_one_screen() -> None:
 
 
 def test_a_docstring_begins_with_a_definition() -> None:
+    root = SOURCE.parents[1]
+    others = [
+        path
+        for folder in ("benchmarks", "examples", "tests")
+        for path in sorted((root / folder).rglob("*.py"))
+    ]
     wrong = [
-        f"{path.relative_to(SOURCE)}:{line}: {text.strip().splitlines()[0]}"
-        for path in FILES
+        f"{path.relative_to(root)}:{line}: {text.strip().splitlines()[0]}"
+        for path in (*FILES, *others)
         for line, text in docstrings(parsed(path))
         if (word := re.match(r"\W*([A-Za-z]+)", text)) and word[1].lower() in UNDEFINING_WORDS
     ]

@@ -1,4 +1,4 @@
-"""What the documents say exists: their links lead somewhere and their commands are accepted."""
+"""Statements of the documents: their links lead somewhere and their commands are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run whose number of machines changes goes on with: the planner's rule, asked for what is here."""
+"""Re-planning of a run whose number of nodes changes: the planner's rule, on the detected hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which machines a job is planned for: those here, those of `cluster.file`, or imagined ones."""
+"""Cluster for which a job is planned: the detected one, that of `cluster.file`, or an imagined one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is each machine's own affair: its interface and its place in the network."""
+"""Settings that belong to each node alone: its network interface and its network position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `wanma plan` found out, told to people and programs."""
+"""Findings of `wanma plan`, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session does to its run directory: who may, what a refusal leaves, how an end is recorded."""
+"""Run directory of a session: access, traces of a refusal, record of an end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def written(run: Path) -> dict[str, bytes]:
-    """What a start writes down."""
+    """Files that a start writes."""
     return {name: (run / name).read_bytes() for name in ("job.toml", "plan.json", "environment.json")}
 
 

@@ -1,4 +1,4 @@
-"""What a dry run shows of a plan."""
+"""Text of a dry run about a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked of `wanma bench collectives`, and how it is refused."""
+"""Arguments of `wanma bench collectives`, and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: statistics, repetition of disturbed samples, accounting of CPU time."""
+"""Shared parts of the benchmarks: statistics, repetition of disturbed samples, CPU time."""
 
 import importlib
 import json

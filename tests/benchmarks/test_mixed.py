@@ -1,4 +1,4 @@
-"""What the benchmark of unlike ranks makes of its samples."""
+"""Evaluation of the samples of the benchmark of unlike ranks."""
 
 from __future__ import annotations
 

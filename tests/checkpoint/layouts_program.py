@@ -107,7 +107,7 @@ def distribute(
 
 
 def fsdp(full: Tensors, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None) -> Tensors:
-    """What FSDP2 makes of parameters; for other dtypes and dimensions, its plain row sharding."""
+    """FSDP2's split of parameters; for other dtypes and dimensions, its plain row sharding."""
     tensors: Tensors = {}
     for name, tensor in full.items():
         if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.numel() == 0:

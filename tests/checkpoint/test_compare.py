@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, in numbers that were worked out by hand."""
+"""Differences between two checkpoints, in numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from wanma.job.errors import WanmaError
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of three ranks, with state."""
+    """Checkpoint of three ranks, with optimizer state."""
     torch.manual_seed(0)
     tensors = {
         "model.a": torch.randn(40, 10),

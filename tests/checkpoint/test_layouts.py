@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(folder: Path) -> list[dict[str, str]]:
-    """What each rank found."""
+    """Findings of each rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     ranks = [
         subprocess.Popen(

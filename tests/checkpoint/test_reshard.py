@@ -51,7 +51,7 @@ def held() -> Held:
 
 
 def two_nodes(held: Held, on_node: dict[int, list[int]]) -> list[Images]:
-    """Of two ranks on machines that hold the images of these ranks."""
+    """In-memory checkpoint files of two ranks, on nodes that hold those of these ranks."""
     new = Held(2)
     images = [
         replace(

@@ -1,4 +1,4 @@
-"""Who keeps whose images, and who sends them back after a loss."""
+"""Partner nodes that keep in-memory checkpoints, and that send them back after a loss."""
 
 from __future__ import annotations
 

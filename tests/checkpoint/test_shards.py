@@ -1,4 +1,4 @@
-"""Who writes what: every piece once, about the same bytes for each replica."""
+"""Assignment of pieces to writers: every piece once, about the same bytes for each replica."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from wanma.cli.main import main
 
 
 def offered(line: str, folder: Path) -> list[str]:
-    """What bash would be offered with the cursor at the end of `line`."""
+    """Words that bash offers with the cursor at the end of `line`."""
     answer = folder / ".answer"
     environment = {
         **os.environ,

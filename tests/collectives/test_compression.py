@@ -30,7 +30,7 @@ from wanma.parallel.mesh.parallel_mesh import process_grid
 RANKS = 3
 STEPS = 4
 SHAPES = ((24, 40), (7,), (6, 130))
-"""Of gradients; rows that 3 ranks can share, but for the vector."""
+"""Shapes of gradients; rows that 3 ranks can share, but for the vector."""
 SHARE, RANK = 0.1, 2
 METHODS: tuple[Compression, ...] = ("nothing", "bf16", "fp16", "int8", "topk", "powersgd")
 ROUNDING = {"nothing": 0.0, "bf16": 2**-8, "fp16": 2**-11}
@@ -60,7 +60,7 @@ def memory_of(kind: Compression, which: int, destinations: int) -> Memory | None
 
 
 def tensors_of(kind: Compression, scattered: bool) -> list[int]:
-    """Which of `SHAPES`: PowerSGD is given no vectors, and shards are of equal size."""
+    """Return the indices of `SHAPES` to try: no vectors for PowerSGD, and shards of equal size."""
     return [0, 2] if kind == "powersgd" or scattered else [0, 1, 2]
 
 
@@ -200,7 +200,7 @@ def test_sums_and_errors_are_those_that_were_published(kind: Compression) -> Non
 
 
 def test_eight_bits_with_both_errors_are_those_that_were_published() -> None:
-    """Of one tensor alone: which parts a rank sums depends on what lies beside it in the bucket."""
+    """Each tensor alone in a bucket: the parts that a rank sums depend on its neighbours there."""
     (first, *_), errors = expected("int8", 0)
     largest = float(first.abs().max())
     outcome = run_ranks(one_tensor, RANKS, ())
@@ -421,7 +421,7 @@ def test_each_sum_waits_as_often_as_its_method_says(kind: Compression, scattered
 
 
 def waits(worker: Worker, kind: Compression, scattered: bool) -> list[int]:
-    """Of each sum that a method makes of the tensors."""
+    """Count the waits of each sum that a method makes of the tensors."""
     with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
         group, destinations = grid.axis("dp_replicate").get_group(), 2 if scattered else 1
         pieces = [

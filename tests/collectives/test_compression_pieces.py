@@ -1,4 +1,4 @@
-"""How buckets are cut, and which tensors become thin matrices."""
+"""Cuts of a bucket, and tensors that become thin matrices."""
 
 from __future__ import annotations
 

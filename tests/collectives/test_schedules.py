@@ -34,7 +34,7 @@ class Rank:
 
     number: int
     buffer: list[frozenset[int]]
-    """Of each element, whose numbers have been added up."""
+    """Contributions to each element: the ranks whose numbers have been added up."""
     todo: list[Exchange]
     is_sent: bool = False
     landed: list[frozenset[int]] | None = None

@@ -37,7 +37,7 @@ def counts(dtype: torch.dtype) -> Iterator[int]:
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` has: every rank knows it of all."""
+    """Input of `rank`, a function of its number that every rank knows."""
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype.is_floating_point:
         return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)

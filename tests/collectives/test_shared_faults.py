@@ -49,7 +49,7 @@ TIMEOUT_SECONDS = 1.0
 def outcomes(
     function: Any, ranks: int, arguments: tuple[Any, ...] = (), seconds: float = 60
 ) -> dict[int, Any]:
-    """What `function(worker, *arguments)` returned, of the ranks that have lived to say it.
+    """Results of `function(worker, *arguments)` of the ranks that lived to return one.
 
     Once all that are not stopped or dead have, the others are killed.
     """
@@ -363,7 +363,7 @@ def test_nothing_has_a_name_and_all_is_gone_with_the_last_tensor() -> None:
 
 
 def named() -> set[str]:
-    """What is in `/dev/shm`, but for the locks of Python's own processes."""
+    """Contents of `/dev/shm`, but for the locks of Python's own processes."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 

@@ -1,4 +1,4 @@
-"""What torch builds on process groups works over shared memory as over Gloo."""
+"""Torch's constructions on process groups, over shared memory as over Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was waited for and what was under way, by kind, from told times."""
+"""Exposed and total communication time by kind, from given times."""
 
 from __future__ import annotations
 

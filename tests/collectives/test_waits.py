@@ -1,4 +1,4 @@
-"""What a process waits for others within functional collectives is counted, and what it computes is not."""
+"""Time that a process waits for others within functional collectives, without its own computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a text entry means, and how it is refused."""
+"""Meaning of a text entry, and its refusals."""
 
 import gzip
 import os

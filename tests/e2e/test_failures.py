@@ -1,4 +1,4 @@
-"""What goes wrong while a run goes on: one message, the right exit code, no process left, nothing lost."""
+"""Failures during a run: one message, the right exit code, no process left, nothing lost."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ROUNDS = 6
 
 
 def victims(running: Running, training: Training) -> dict[str, int]:
-    """Who can be killed now, by name; 'everything' is the command and all below it."""
+    """Processes that can be killed now, by name; 'everything' is the command and all below it."""
     below = [one.pid for one in running.look()]
     found = {"everything": 0, "supervisor": running.process.pid}
     if below:

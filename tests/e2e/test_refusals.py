@@ -1,4 +1,4 @@
-"""What cannot be run is refused in one message that says what to do, and leaves what was there as it was."""
+"""Refusals: one message with the way out, and nothing changed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def folder(desk: Desk) -> Path:
-    """What the refused commands name."""
+    """Names in the refused commands."""
     folder = desk.folder
     (folder / "empty").mkdir()
     (folder / "empty" / "a.txt").touch()

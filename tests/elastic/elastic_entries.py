@@ -25,7 +25,7 @@ def finish(worker: Any, payload: bytes) -> None:
 
 
 def describe(worker: Any, payload: bytes) -> None:
-    """What this process is, as a file for the test."""
+    """Record of this process, as a file for the test."""
     import torch
 
     about = {

@@ -180,5 +180,5 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
 
 
 def lines(folder: Path) -> list[int]:
-    """Which start wrote each line."""
+    """Start that wrote each line."""
     return [int(line) for line in (folder / "lines").read_text().split()]

@@ -24,7 +24,7 @@ def desk(tmp_path: Path) -> Desk:
 
 @pytest.fixture(scope="session")
 def shared_desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    """Of the runs with which those of the tests are compared."""
+    """Undisturbed runs with which those of the tests are compared."""
     return Desk(tmp_path_factory.mktemp("desk"), modules=HERE)
 
 

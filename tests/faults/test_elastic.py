@@ -29,7 +29,7 @@ JOB = (
     "cluster.health_check=never",  # they share a few cores: one may well be slow, and would be set aside
 )
 TOLERANCE = 1e-9
-"""Of losses and weights in fp64, between one order of summation and another, as in tests/parallel."""
+"""Tolerance of losses and weights in fp64, between two orders of summation, as in tests/parallel."""
 STOP = Fault("stop", rank=2, step=8, phase="forward and backward")  # nobody gets further without it
 
 

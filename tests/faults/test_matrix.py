@@ -44,7 +44,7 @@ class Cell:
     """Faults of one run, and how it gets over them."""
 
     failure: str
-    """What is told of it; '': nobody goes back."""
+    """Text that tells of the fault; '': no rank goes back."""
     faults: tuple[Fault, ...]
     overrides: tuple[str, ...] = ()
     checkpoint: int | None = None
@@ -52,7 +52,7 @@ class Cell:
     attempt: int = 1
     plans: Literal["all", "replicas"] = "replicas"
     around: Literal["", "little memory", "little disk", "permissions"] = ""
-    """What it needs around the run."""
+    """Surroundings that the run needs."""
 
     @property
     def loses_a_save(self) -> bool:

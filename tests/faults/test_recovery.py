@@ -1,4 +1,4 @@
-"""What comes back when it is made again: a step is left out, or the run ends."""
+"""Failures that come again on repetition: a step is left out, or the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interface the others are reached by: from made-up tables and routes, and from this machine."""
+"""Network interface by which other nodes are reached: from made-up tables, and on this machine."""
 
 from __future__ import annotations
 

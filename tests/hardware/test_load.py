@@ -1,4 +1,4 @@
-"""How busy the processors are, from a made-up /proc/stat."""
+"""Load of the processors, from a made-up /proc/stat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a machine is in the network, by what it is told."""
+"""Network position of a node, from its sources."""
 
 from __future__ import annotations
 

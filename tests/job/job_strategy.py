@@ -45,7 +45,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
     },
     ObserveSection: {"name": st.one_of(st.none(), text.filter(lambda name: why_no_name(name) is None))},
 }
-"""What the types alone do not say."""
+"""Limits of values beyond their types."""
 
 ONE_OF: dict[type[Section], tuple[str, ...]] = {
     ModelSection: ("preset", "family", "factory", "huggingface"),

@@ -1,4 +1,4 @@
-"""When sites exchange what: the calendar, and the parts of a model."""
+"""Calendar of exchanges between sites, and the fragments of a model."""
 
 from __future__ import annotations
 

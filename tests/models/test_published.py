@@ -1,4 +1,4 @@
-"""Where published checkpoints keep parameters: boxes there and back."""
+"""Places of parameters in published checkpoints: boxes there and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees: plain lines, a live display that restores the terminal, or only what is wrong."""
+"""Output of consoles: plain lines, a live display that restores the terminal, or only errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ with open_console(RunDirectory(Path("runs/gpt")), ObserveSection(), 30) as conso
 
 
 def on_a_terminal(argument: str) -> str:
-    """What the live console sends to a pseudo-terminal."""
+    """Output of the live console to a pseudo-terminal."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "30"}
     command = [sys.executable, "-c", LIVE, argument]

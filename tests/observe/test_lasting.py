@@ -1,4 +1,4 @@
-"""What becomes of a console that nobody can write to."""
+"""Console to which nothing can be written."""
 
 from __future__ import annotations
 

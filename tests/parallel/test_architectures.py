@@ -32,7 +32,7 @@ SAMPLED = {
     # A second table of tokens, for each block.
     "gemma3n_text": ("dp 2",),
 }
-"""What a part of transformers' architectures is tried on every day."""
+"""Layouts on which a part of transformers' architectures is tried on every day."""
 
 
 @pytest.fixture(scope="module")

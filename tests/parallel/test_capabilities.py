@@ -1,4 +1,4 @@
-"""What the planner publishes of the runtime is what the runtime does."""
+"""Capabilities of the runtime as the planner publishes them, beside its behaviour."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _split(model: nn.Module, layout: Any, axis: str, plan: Plan, grid: Any) -> N
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
 def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path) -> None:
-    """Where this fails because torch has learned it, `can_compile_again` allows it from that version on."""
+    """Guard a limit of torch: where this fails, `can_compile_again` can allow it from that version on."""
     job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
     plan = Plan(tp=2, micro_batch=4, compile=True, recompute="full")
     if can_compile_again(plan, installed_torch()):

@@ -21,7 +21,7 @@ from support.generated.survey import ROWS, Survey, account, documented, survey, 
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-modules.md"
 SEED = 1
-"""Of the combinations of every day."""
+"""Seed of the combinations of every day."""
 
 WITH_OTHER_TARGETS = Case(loss="in_batch_negatives", entry="session")
 """A loop of one's own whose loss compares outputs with targets of other samples: no gradient tells."""

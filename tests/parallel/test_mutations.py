@@ -18,7 +18,7 @@ from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
 
 SAMPLES = 7
-"""Which no number of ranks divides."""
+"""Number of samples; no number of ranks divides it."""
 
 EVERYTHING = {
     "family": "decoder",

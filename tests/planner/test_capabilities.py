@@ -1,4 +1,4 @@
-"""What wanma runs and what stays a forecast, with the reason; tests/parallel holds it against the runtime."""
+"""Forecasts that wanma runs and those it only makes; tests/parallel holds it to the runtime."""
 
 from __future__ import annotations
 

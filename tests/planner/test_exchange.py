@@ -1,4 +1,4 @@
-"""How gradients are summed: chosen from the links between machines, refused where it makes no sense."""
+"""Method of gradient reduction: chosen from the links between nodes, refused where it makes no sense."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def job(nodes: int = 2, **parallel: Any) -> Job:
 def machines(
     latency: float = 1e-3, bytes_per_second: float = 12.5e6, nodes: int = 2, ranks: int = 2
 ) -> Machine:
-    """Of so many ranks each, with a slow network between them."""
+    """Nodes of so many ranks each, with a slow network between them."""
     links = (Link(ranks, 1e-4, 2e9), Link(nodes * ranks, latency, bytes_per_second))
     return Machine(CHIP, links, start_seconds=0.0)
 

@@ -28,7 +28,7 @@ MODEL = Workload(
 
 
 def memory(gib: float) -> int:
-    """Of a GPU that has `gib` beside what CUDA takes."""
+    """GPU that has `gib` beside the memory that CUDA takes."""
     return int(gib * GIB + CUDA_CONTEXT_BYTES / MEMORY_SHARE)
 
 

@@ -1,4 +1,4 @@
-"""Whether a run changes its plan when machines come or go: what it gains, what it costs, and why."""
+"""Change of a run's plan when nodes come or go: its gain, its cost, its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be combined is refused before anything starts, with the keys and the way out."""
+"""Refusals of combinations before anything starts, with the keys and the way out."""
 
 from __future__ import annotations
 

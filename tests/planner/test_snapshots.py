@@ -1,4 +1,4 @@
-"""What snapshots take of the machines' memory, and jobs that insist on more than there is."""
+"""Memory of in-memory checkpoints, and jobs that insist on more than there is."""
 
 from __future__ import annotations
 

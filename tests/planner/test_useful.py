@@ -1,4 +1,4 @@
-"""What of a run's time is useful under one plan: the job's intervals, the machines' failures."""
+"""Useful share of a run's time under one plan: the job's intervals, the nodes' failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPUS = 16_384
 PLAN = Plan(dp_replicate=GPUS // 8, tp=8, sequence=True, precision="bf16", device="cuda")
 STEP = StepTime(6.0, compute=5.0, optimizer=1.0)
 IMAGE = 3 * 4 * plain_problem().workload.parameters / 8
-"""Of a rank: weights and AdamW's two moments in fp32, of which a machine's eight ranks hold one copy."""
+"""State of a rank: weights and AdamW's two moments in fp32; a node's eight ranks hold one copy."""
 
 
 def problem(nodes: int = GPUS // 8, days: float | None = None, **checkpoint: Any) -> Problem:

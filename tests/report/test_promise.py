@@ -1,4 +1,4 @@
-"""What a run promised beside what it did."""
+"""Forecast of a run beside its measurements."""
 
 from __future__ import annotations
 

@@ -57,18 +57,18 @@ EDGES: dict[str, Plan] = {
     "pp 2, blocks first": Plan(pp=2, stage_cuts=(4,), micro_batch=1),
     "pp 4": Plan(pp=2, virtual_stages=2, schedule="interleaved_1f1b", stage_cuts=(1, 2, 3), micro_batch=1),
 }
-"""Of the pipeline: stages without blocks, and several stages of a rank."""
+"""Pipelines with stages without blocks, and with several stages a rank."""
 
 
 @dataclass
 class Verdict:
-    """What became of one architecture."""
+    """Result of one architecture."""
 
     kind: str
     layouts: dict[str, str] = field(default_factory=dict)
     """Layout -> "equal", or "refused: ...", "wrong: ...", "failed: ..."."""
     remedies: list[str] = field(default_factory=list)
-    """What was refused of the first config, and mended as the error says."""
+    """Part of the first config that was refused, mended as the error says."""
     refusal: str | None = None
     """The error that no key of the config mends."""
 
@@ -361,7 +361,7 @@ def sweep(kinds: Iterable[str], layouts: Mapping[str, Plan]) -> Iterator[Verdict
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
-    """What became of each architecture, as Markdown: docs/architectures.md holds it."""
+    """Table of each architecture's result in Markdown: docs/architectures.md holds it."""
     names = [*LAYOUTS, *EDGES]
     lines = ["| architecture | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
     refusals: dict[str, list[str]] = {}

@@ -189,7 +189,7 @@ class Running:
                 continue
 
     def left(self, seconds: float = 5) -> list[psutil.Process]:
-        """Of all processes ever seen below the command, those that are still there after `seconds`."""
+        """Processes ever seen below the command that are still there after `seconds`."""
         _, alive = psutil.wait_procs(self.family.values(), timeout=seconds)
         return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 

@@ -39,7 +39,7 @@ class FailingFileSystem(LocalFileSystem):
     fails: ClassVar[Callable[[Call], Exception | None]] = staticmethod(_no_error)
     """The error that a call raises, or None."""
     truncates: ClassVar[Callable[[Call], bool]] = staticmethod(_no)
-    """Whether a transfer loses its second half unnoticed."""
+    """True if a transfer loses its second half unnoticed."""
 
     @classmethod
     def reset(cls) -> None:

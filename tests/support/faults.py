@@ -149,7 +149,7 @@ def _flip_after(step: int, rank: int, choose: Callable[[Trainer], torch.Tensor])
 
 
 def flip_bit(tensor: torch.Tensor, bit: int = 3) -> None:
-    """Of the part of it that this rank holds."""
+    """Flip a bit of the first byte of the part of a tensor that this rank holds."""
     local_part(tensor).view(-1).view(torch.uint8)[0] ^= 1 << bit
 
 

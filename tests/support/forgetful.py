@@ -11,7 +11,7 @@ from wanma.training.run.trainer import Trainer
 
 
 def errors_are_forgotten() -> None:
-    """What an exchange leaves out is lost: compression without error feedback."""
+    """Compression without error feedback: the rest of an exchange is lost."""
     end_step = GradientCompression.end_step
 
     def forgetting(self: GradientCompression, **keywords: Any) -> None:

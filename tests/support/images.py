@@ -20,7 +20,7 @@ class Held:
             os.close(descriptor)
 
     def images(self, rank: int, found: Held | None = None, step: int | None = None) -> Images:
-        """What `rank` is told: to write here, and to take up `step` of what `found` holds."""
+        """Instructions of `rank`: to write here, and to take up `step` of the files in `found`."""
         one, other = map(_path, self.pairs[rank])
         if found is None:
             return Images((one, other))
@@ -28,12 +28,12 @@ class Held:
         return Images((one, other), paths, step)
 
     def heads(self, rank: int) -> list[Head]:
-        """Of its complete images, newest first."""
+        """Complete in-memory checkpoints, newest first."""
         heads = (read_head(descriptor) for descriptor in self.pairs[rank])
         return sorted((head for head in heads if head and head.complete), key=lambda head: -head.step)
 
     def steps(self) -> set[int]:
-        """Of which every rank has an image."""
+        """Steps of which every rank has an in-memory checkpoint."""
         ranks = range(len(self.pairs))
         return set.intersection(*({head.step for head in self.heads(rank)} for rank in ranks))
 

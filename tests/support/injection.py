@@ -66,7 +66,7 @@ def injected(folder: Path, *faults: Fault) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Strike:
-    """When a fault struck, by two clocks."""
+    """Time at which a fault struck, by two clocks."""
 
     monotonic: float
     unix: float

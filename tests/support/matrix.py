@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (axis, what it sets in a plan)."""
 
 SHARES = ("ZeRO 1", "ZeRO 2", "ZeRO 3", "replicate", "ring", "all-to-all")
-"""What `ep` can take its ranks from."""
+"""Mesh dimensions from which `ep` can take its ranks."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2},
@@ -106,7 +106,7 @@ TRIPLES = (
     ("replicate", "ZeRO 2", "gpipe"),
     ("tensor + sequence", "ring", "1f1b"),
 )
-"""Of eight ranks."""
+"""Layouts of eight ranks."""
 
 
 FP32 = (
@@ -160,7 +160,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def cases(full: bool) -> list[Case]:
-    """What the matrix runs every day: each combination on one model, and of the schedules every second with
+    """Cases of every day: each combination on one model, and of the schedules every second with
     each other variant in turn; with `full` all of them, on all models that they suit."""
     chosen: list[tuple[str, ...]] = [(variant,) for variant in VARIANTS]
     chosen += [pair for pair in pairs() if refusal(pair) is None and (full or is_everyday(pair))]
@@ -182,7 +182,7 @@ def is_everyday(pair: tuple[str, str]) -> bool:
 
 
 def refusal(variants: tuple[str, ...]) -> str | None:
-    """Why the planner refuses to combine these; None when it does not."""
+    """Reason for which the planner refuses to combine these; None when it does not."""
     plan = Case(variants, "dense").plan
     keys = set(ParallelSection.model_fields) & {field.name for field in fields(Plan)}
     job = Job.model_validate(
@@ -202,7 +202,7 @@ def refusal(variants: tuple[str, ...]) -> str | None:
 
 
 def table() -> str:
-    """What composes with what, as Markdown: docs/parallelism.md holds it, and a test that it is this."""
+    """Table of compositions in Markdown: docs/parallelism.md holds it, and a test that it is this."""
     names = list(VARIANTS)
     reasons: list[str] = []
     lines = [

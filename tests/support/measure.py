@@ -1,4 +1,4 @@
-"""What one rank really holds: bytes of parameters, gradients, optimizer state and kept activations."""
+"""Memory of one rank: bytes of parameters, gradients, optimizer state and kept activations."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _HEAD = """\
 
 Every error and warning that wanma can print, by the part of the system that prints it. A word in braces
 stands for a value of the run. An error ends the command with exit code 2 if nothing was started (the job
-file, an override or the command line is wrong) and with 1 otherwise; → is the way out that is printed below it.
+file, an override or the command line is wrong) and with 1 otherwise; → is the way out that is printed below.
 """
 
 

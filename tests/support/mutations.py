@@ -219,7 +219,7 @@ def dropout_does_not_know_its_positions() -> None:
 
 
 def dropout_is_keyed_by_row() -> None:
-    """Of the micro-batch, and not of the run."""
+    """Key dropout by the row within the micro-batch instead of the run."""
     right = forward_draws.keyed_samples
 
     def keyed(model: Any, seed: int, samples: Tensor, *more: Any) -> Any:
@@ -339,7 +339,7 @@ def ranks_do_not_agree_on_the_step() -> None:
 
 
 def the_mean_is_over_all_targets_that_could_be() -> None:
-    """Those that a mask took away included."""
+    """Divide by all targets, those that a mask took away included."""
     right = trainer.agree
 
     def agree(*arguments: Any, **keywords: Any) -> Any:

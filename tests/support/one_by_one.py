@@ -1,4 +1,4 @@
-"""What a rank calls before it trains, so that its compressed sums are never under way beside each other."""
+"""Setting of a rank, made before it trains, that lets its compressed sums run one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user of wanma brings: plain modules and datasets that know nothing of it."""
+"""Plain modules and datasets of a user, which know nothing of wanma."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class NumpyDrawn(Plain):
 
 
 def seeded(make: Any, seed: int = 3) -> Any:
-    """What `make` constructs, alike in every process."""
+    """Model that `make` constructs, alike in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

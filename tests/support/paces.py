@@ -10,7 +10,7 @@ from wanma.training.balancing.share_rebalancer import ShareMoves
 
 
 def last_rank_takes_thrice() -> None:
-    """Of the data ranks, the last one takes three seconds for a row, the others one."""
+    """Seconds of a row by data rank: three for the last one, one for the others."""
     _tell(lambda rank, ranks, step: 3.0 if rank == ranks - 1 else 1.0)  # noqa: ARG005  # always
 
 

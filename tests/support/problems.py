@@ -16,7 +16,7 @@ SEQUENCE = 512
 
 
 def job(parallel: dict[str, Any] | None = None, **train: Any) -> Job:
-    """Of text; `parallel` and `train` as in a job file."""
+    """Job on text; `parallel` and `train` as in a job file."""
     return Job.model_validate(
         {
             "model": {"family": "decoder"},

@@ -144,7 +144,7 @@ def run_ranks(function: Any, world_size: int, arguments: tuple[Any, ...], second
 
 
 def _cause_of(error: str, results: Queue[tuple[int, Any, str | None]]) -> str:
-    """What another rank failed of, where the first one that was heard of failed of having lost a peer."""
+    """Failure of another rank, where the first one heard of was only the loss of a peer."""
     if SharedMemoryError.__name__ not in error:
         return ""
     with contextlib.suppress(queue.Empty):

@@ -12,7 +12,7 @@ Orders = dict[int, list[Any]]
 
 
 def fake_stages(plan: Plan) -> list[Any]:
-    """Those of rank 0, as far as a schedule looks at them before it runs."""
+    """Return stages of rank 0, with what a schedule reads of them before it runs."""
     return [
         SimpleNamespace(
             stage_index=number, num_stages=plan.stages, group_size=plan.pp, group_rank=0, submod=None
@@ -26,7 +26,7 @@ def rank_of_stage(plan: Plan) -> dict[int, int]:
 
 
 def comes_to_an_end(orders: Orders, plan: Plan) -> bool:
-    """Whether all ranks get through if each waits at every send and receive until its partner is there.
+    """True if all ranks get through when each waits at every send and receive for its partner.
 
     No backend is that strict: what passes here cannot hang.
     """

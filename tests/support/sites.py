@@ -17,7 +17,7 @@ from wanma.data.opening import open_data
 from wanma.job.sections.job import Job
 
 FRAGMENTS = (("embedding.", "blocks.1."), ("blocks.0.", "head."))
-"""Of a `Tagger`, in two: its four units in turn."""
+"""Fragments of a `Tagger`, two: its four units in turn."""
 
 
 def job(steps: int, batch: int = 6, **train: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Site:
 
 @dataclass
 class Reference:
-    """What a run gave."""
+    """Result of a run."""
 
     losses: list[float]
     weights: dict[str, Tensor]

@@ -12,7 +12,7 @@ from wanma.job.run.worker import Unsupervised
 from wanma.models.architectures.decoder import Block
 
 SECONDS = 0.15
-"""That the slow rank takes longer in every forward of a block."""
+"""Delay of the slow rank in every forward of a block."""
 
 
 class Noting(Unsupervised):
@@ -28,7 +28,7 @@ class Noting(Unsupervised):
 
 
 def noted(path: Path) -> list[tuple[int, float]]:
-    """What `Noting` has kept."""
+    """Records of `Noting`."""
     return [(int(group), float(seconds)) for group, seconds in map(str.split, path.read_text().splitlines())]
 
 

@@ -1,4 +1,4 @@
-"""What a fault does, in the process of the rank that it strikes."""
+"""Faults, in the process of the rank that they strike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 WAIT_SECONDS = 30.0
-"""How long a strike waits for what it is to damage."""
+"""Limit of a strike's wait for its target, in seconds."""
 FILLER = "filler"
 
 

@@ -1,4 +1,4 @@
-"""What `wanma plan` could have found out, made by hand from real forecasts of a small decoder."""
+"""Findings of `wanma plan`, made by hand from real forecasts of a small decoder."""
 
 from __future__ import annotations
 

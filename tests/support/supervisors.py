@@ -75,7 +75,7 @@ class Supervisor:
 
     @property
     def texts(self) -> list[str]:
-        """What its user is told beside rank 0's events."""
+        """Messages to its user beside rank 0's events."""
         return [line["text"] for line in self.lines if line["kind"] in ("message", "joined")]
 
     def logs(self) -> dict[str, str]:

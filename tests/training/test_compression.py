@@ -24,7 +24,7 @@ LAYOUTS = {
     "four replicas by machines": Plan(dp_replicate=4, micro_batch=2, hierarchical=True),
 }
 BY_MACHINES = {rank: {"ranks_by_node": (2, 2)} for rank in range(4)}
-"""What ranks know of their machines where plans sum by machines."""
+"""Nodes of the ranks, as far as plans that sum by nodes know them."""
 
 
 def run(directory: Path, job: dict[str, Any], plan: Plan, patch: str | None = None) -> Outcome:
@@ -311,5 +311,5 @@ def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
 
 @pytest.mark.slow
 def test_without_its_memory_top_k_falls_behind(ends: Ends) -> None:
-    """What is never among a tensor's largest elements is then never learned."""
+    """Lose elements that are never among a tensor's largest: they are never learned."""
     assert ends("topk", share=0.003, forgetful=True) > ends("topk", share=0.003) + 0.05

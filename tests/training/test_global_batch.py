@@ -163,7 +163,7 @@ def test_without_a_run_the_batch_is_the_global_batch() -> None:
 
 
 def gathered(worker: Worker) -> list[Any]:
-    """What two ranks with three samples get of tensors of several kinds."""
+    """Parts of tensors of several kinds for two ranks with three samples."""
     plan = Plan(dp_replicate=2, micro_batch=2)
     with process_grid(worker, plan, 30.0) as grid:
         rows = 2 - worker.rank

@@ -34,7 +34,7 @@ def job(folder: Path, partner: Any = "auto", snapshots: Any = 1, every_steps: in
 
 
 class Nodes:
-    """What the supervisors of two nodes hold: each its own rank's images, and the other's."""
+    """In-memory checkpoints of two nodes' supervisors: each its own rank's, and the other's."""
 
     def __init__(self) -> None:
         self.own, self.kept = Held(2), Held(2)
@@ -59,7 +59,7 @@ class Nodes:
         }
 
     def without_node_1(self) -> dict[int, Any]:
-        """What each node finds when another machine has taken the place of node 1."""
+        """In-memory checkpoints of each node after another machine has taken the place of node 1."""
         return {0: {0: self.own.images(0).mine, 1: self.kept.images(1).mine}, 1: {}}
 
     def steps_without_node_1(self) -> set[int]:

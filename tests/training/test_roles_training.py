@@ -1,4 +1,4 @@
-"""What Muon updates and what weight decay takes, beside a plain loop with torch's own optimizers."""
+"""Parameters that Muon updates and that weight decay takes, beside a plain loop with torch's optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may carry a run on whose coordinator is lost: the rule, on a table."""
+"""Rule of coordinator failover, on a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which machine gets which number: near ones become neighbours, and what is asked for comes first."""
+"""Assignment of node ranks: neighbours in the network adjacent, requested ranks first."""
 
 from __future__ import annotations
 

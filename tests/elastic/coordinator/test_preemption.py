@@ -1,4 +1,4 @@
-"""What the coordinator does when everything is about to be killed."""
+"""Coordinator under an announced kill of all nodes."""
 
 from __future__ import annotations
 

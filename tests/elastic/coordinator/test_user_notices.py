@@ -1,4 +1,4 @@
-"""What the user of one node among several reads."""
+"""Notices to the user of one node among several."""
 
 from __future__ import annotations
 

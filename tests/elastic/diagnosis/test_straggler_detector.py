@@ -1,4 +1,4 @@
-"""Which ranks are called slow, and when no longer."""
+"""Ranks reported as stragglers, and the end of such a report."""
 
 from __future__ import annotations
 

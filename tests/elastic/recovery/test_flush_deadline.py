@@ -1,4 +1,4 @@
-"""What is still begun, and what given up, before a kill that was announced."""
+"""Work that is begun, and work that is given up, before an announced kill."""
 
 from __future__ import annotations
 

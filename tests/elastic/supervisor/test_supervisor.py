@@ -19,7 +19,7 @@ from wanma.elastic.workers.linux_processes import be_called, process_state
 from wanma.hardware.discovery.resource_limits import memory_kills
 
 NO_MEMORY_KILL = killed_hint(memory_kills())
-"""What is said of a process that the test itself killed."""
+"""Text about a process that the test itself killed."""
 
 
 def is_gone(pid: int) -> bool:

@@ -165,7 +165,7 @@ def test_no_rank_holds_scores_of_a_whole_sequence(kind: str, documents: bool) ->
 
 
 def messages_of_backward(worker: Worker, kind: Any) -> int:
-    """How many messages a ring sends in the backward of a block that recomputes."""
+    """Number of messages of a ring in the backward of a block that recomputes."""
     with process_grid(worker, Plan(cp=worker.world_size), 60) as grid:
         model = Attention()
         split_context(model, model.layout, grid)

@@ -1,4 +1,4 @@
-"""Which part of a sequence each rank holds, and which batches cannot be cut."""
+"""Part of a sequence of each rank, and batches that cannot be cut."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Layers(nn.Module):
 
 
 class Seldom(Layers):
-    """Of the first steps' samples one alone takes the last layers, and that in the second step."""
+    """Model whose last layers only one of the first steps' samples takes, in the second step."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x + self.blocks[0](x)

@@ -40,7 +40,7 @@ class Branches(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Of torch's own, which keep a list of their parameters beside them."""
+    """Model of a torch module that keeps a list of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def spread(worker: Worker, model: nn.Module, plan: Plan) -> Iterator[Parallel]:
 
 
 def held(worker: Worker, precision: Any) -> dict[str, Any]:
-    """What a rank of a model has in memory that all share, and whether its shards lie there."""
+    """Model memory of a rank that all ranks share, and whether its shards lie there."""
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     with spread(worker, model, replace(PLAN, precision=precision)) as parallel:
         (sharded,) = parallel.data_parallel

@@ -41,7 +41,7 @@ def only_the_sign(parameter: Tensor) -> None:
 
 
 def hook_more(model: nn.Module) -> None:
-    """What a user does with the module that `prepare` returns."""
+    """User's hooks on the module that `prepare` returns."""
     model.get_parameter("first.bias").register_hook(lambda gradient: gradient.square())
     model.get_parameter("last.weight").register_post_accumulate_grad_hook(only_the_sign)
 
@@ -53,7 +53,7 @@ def job(**parallel: Any) -> dict[str, Any]:
 
 
 def weights(worker: Worker, text: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Of a run, and the inputs and targets of each of this rank's micro-batches."""
+    """Gradients of a run, and the inputs and targets of each of this rank's micro-batches."""
     RunDirectory(folder).create()
     current_worker.set(replace(worker, run_directory=folder))
     seen = []

@@ -262,7 +262,7 @@ def batch_of(tokens: Tensor) -> Batch:
 
 
 def note_early_ones() -> list[int]:
-    """How many buckets each step began before its end; this process ends with the test."""
+    """Number of buckets that each step began before its end; this process ends with the test."""
     begun: list[int] = []
     finish = GradientSums.finish
 

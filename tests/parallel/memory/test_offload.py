@@ -1,4 +1,4 @@
-"""What waits on disk changes where numbers are kept, and not one bit of them."""
+"""Offload to disk: other places of numbers, and not one bit of them changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each pipeline stage keeps of a model: its blocks and ends, under the names of the whole."""
+"""Parts of a model that each pipeline stage keeps, under the full model's names."""
 
 from __future__ import annotations
 

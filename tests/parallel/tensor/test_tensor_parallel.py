@@ -217,7 +217,7 @@ ROWS, LENGTH, VOCABULARY = 6, 16, 320
 
 @dataclass(frozen=True)
 class Once:
-    """What one rank saw of a forward and backward."""
+    """Values that one rank saw in a forward and backward."""
 
     logits: tuple[int, ...]
     largest: int

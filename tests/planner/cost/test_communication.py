@@ -41,7 +41,7 @@ def test_members_of_a_node_carry_a_ring_over_all_their_links() -> None:
 
 
 def test_a_group_that_lies_across_an_edge_pays_for_the_link_there() -> None:
-    """Of groups of four on machines of six, every second one has two members on each of two machines."""
+    """Groups of four on nodes of six: every second one has two members on each of two nodes."""
     sixes = Machine(CHIP, (Link(6, 0.0, 100e9), Link(24, 0.0, 10e9)), start_seconds=0.0)
     assert Group(4).inside(sixes.links[0], 24) == 2
     assert Group(3).inside(sixes.links[0], 24) == 3

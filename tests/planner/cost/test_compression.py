@@ -1,4 +1,4 @@
-"""What it takes to sum gradients that are made smaller."""
+"""Time of a reduction of compressed gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What data ranks exchange once a step."""
+"""Exchanges of data ranks, once a step."""
 
 from __future__ import annotations
 

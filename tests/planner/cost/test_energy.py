@@ -1,4 +1,4 @@
-"""What a run takes: seconds of all its steps, joules at the wall, money."""
+"""Cost of a run: seconds of all its steps, joules at the wall, money."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits elsewhere costs its copies: hidden where the runtime hides them, and nowhere else."""
+"""Copies of offloaded tensors: hidden where the runtime hides them, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a plan lost: the verdict, the seconds by kind and their causes."""
+"""Reasons against a plan: the verdict, the seconds by kind and their causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's explanation says of ranks is what the runtime gives them."""
+"""Ranks in a plan's explanation, equal to those of the runtime."""
 
 from __future__ import annotations
 

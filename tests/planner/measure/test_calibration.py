@@ -1,4 +1,4 @@
-"""What is kept of measurements and runs: finding it again, correcting with it, files."""
+"""Records of measurements and runs: lookup, correction, files."""
 
 from __future__ import annotations
 

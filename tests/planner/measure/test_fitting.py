@@ -51,7 +51,7 @@ def machine(chip: Chip = CPU, ranks: int = 2) -> Machine:
 
 
 def points(machine: Machine, precision: str, dispatch: float) -> list[Point]:
-    """What `machine` would measure, had it no noise."""
+    """Noiseless measurements of `machine`."""
     chip, ranks = machine.chip, machine.devices
     found = [
         Point("product", shape, product_seconds(chip, *shape, precision), precision) for shape in PRODUCTS

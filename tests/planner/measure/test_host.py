@@ -1,4 +1,4 @@
-"""What is behind a device is measured as plans use it, and kept with the calibration."""
+"""Host behind a device: measured as plans use it, and kept with the calibration."""
 
 from __future__ import annotations
 

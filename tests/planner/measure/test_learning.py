@@ -1,4 +1,4 @@
-"""What a run teaches: the next forecast of it is nearer."""
+"""Learning from a run: its next forecast is nearer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank's clock says of an operator that all ranks run."""
+"""Time of an operator that all ranks run, by one rank's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program takes beside its kernels: found again in what a machine that has it would measure."""
+"""Time of a program beside its kernels, found again in noiseless measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRUTH = Program(2e-5, 5e-3, 2e-3, 3.5e-3)
 
 
 def points(ranks: int, program: Program) -> list[Point]:
-    """What CPU would measure, had it no noise and this program."""
+    """Noiseless measurements of CPU with this program."""
     machine = replace(CPU, program=program)
     return [
         Point(operator, (ranks, BLOCKS), micro_batch_seconds(machine, plan))

@@ -1,4 +1,4 @@
-"""Which rounds of a measurement count."""
+"""Rounds of a measurement that count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block keeps, against published formulas."""
+"""Activations that a block keeps, against published formulas."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def dimensions_of(**more: Any) -> DecoderDimensions:
 
 
 def rank(plan: Plan, micro_batches: int = 2, **model: Any) -> RankMemory:
-    """Of the decoder, the first pipeline rank."""
+    """Return the memory of the decoder's first pipeline rank."""
     return memory_of_ranks(
         workload(**model), plan, "adamw", micro_batches=micro_batches, dimensions=dimensions_of(**model)
     )[0]

@@ -64,7 +64,7 @@ def options_of(of: Fleet, space: MixedSpace, kinds: tuple[int, ...]) -> Iterator
 def placed_groups(
     placer: Placer, options: tuple[Option, ...], shard: Shard, batch: int
 ) -> list[Placed] | None:
-    """Those that span first, as many as there are devices for; then the others on what is left."""
+    """Place options that span kinds first, as many as there are devices for; then the others on the rest."""
     left = [kind.devices for kind in placer.costs.fleet.kinds]
     found = []
     for option in sorted(options, key=lambda option: -len(option.segments)):

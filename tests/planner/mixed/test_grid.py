@@ -1,4 +1,4 @@
-"""Which placed plans are one grid of ranks, and the best of those."""
+"""Placed plans that form one grid of ranks, and the best of those."""
 
 from __future__ import annotations
 

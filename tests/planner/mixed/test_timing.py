@@ -106,7 +106,7 @@ def test_equal_replicas_on_one_kind_take_what_the_plan_of_equal_ranks_takes(shar
 
 @pytest.mark.parametrize("batch", [16, 64])
 def test_equal_pipelines_on_one_kind_take_nearly_what_the_plan_of_equal_ranks_takes(batch: int) -> None:
-    """Which stage's gradients count is told apart more finely here."""
+    """The stage whose gradients count is told apart more finely here."""
     parts = costs(fleet(8, 4))
     equal = replace(START, pp=2, dp_replicate=2, tp=2, stage_cuts=(2,))
     expected = step_time(SMALL, SEQUENCE, equal, batch, parts.fleet.kinds[FAST].machine, Software())

@@ -39,7 +39,7 @@ def small_space(given: Problem, **choices: Any) -> Space:
 
 
 def away(parameters: Any, optimizer: Any, activations: Any) -> Plan:
-    """What is offloaded, for a space to start from."""
+    """Offload settings for a space to start from."""
     return Plan(
         precision="bf16",
         device="cuda",

@@ -1,4 +1,4 @@
-"""Which plans a search looks at: all that the rules allow, each once, and what the job says kept."""
+"""Plans of a search space: all that the rules allow, each once, the job's own settings kept."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ OUTPUTS = {
     "dataclass": ("Output(logits=output)", "y.logits"),
     "namedtuple": ("Pair(output, x)", "y.logits"),
 }
-"""What forward returns, and how a loss of one's own takes its logits."""
+"""Output of forward, and the way in which a loss of one's own takes its logits."""
 
 Entry = Literal["train", "session"]
 

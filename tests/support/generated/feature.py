@@ -28,7 +28,7 @@ class Feature:
     draws: bool = False
     """It draws random numbers, which a plain loop would take from a generator."""
     parts: bool = False
-    """Which of its modules are called depends on the samples."""
+    """The samples decide which of its modules are called."""
     layers: bool = False
     """Batch normalisation: several micro-batches need `model.statistics_group`."""
 

@@ -1,4 +1,4 @@
-"""Which cases: every feature by itself under every layout, and seeded combinations."""
+"""Selection of cases: every feature alone under every layout, and seeded combinations."""
 
 from __future__ import annotations
 

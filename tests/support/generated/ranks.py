@@ -33,7 +33,7 @@ PATIENCE_AFTER_REFUSAL = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """Result of a run."""
 
     kind: str
     """trained; refused (a WanmaError before the first update); late (after it); error; hang; crash."""
@@ -89,7 +89,7 @@ class Ranks:
             self._pipes.append(ours)
 
     def _collect(self, folder: Path) -> Outcome:
-        """Of all ranks: the first one's that failed, or what rank 0 has trained."""
+        """Return the result of all ranks: the first failure, or rank 0's weights."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(zip(self._pipes, range(self._count), strict=True))
         deadline = time.monotonic() + SECONDS
@@ -171,7 +171,7 @@ def _run(worker: Worker, case: Case) -> Outcome:
 
 
 def _train(worker: Worker, case: Case, own: Any) -> None:
-    """What `wanma.train` has a rank do."""
+    """Work of a rank under `wanma.train`."""
     from support.generated.losses import LOSSES
     from wanma.api.run.job_run import to_bytes
     from wanma.job.run.run_directory import RunDirectory
@@ -191,7 +191,7 @@ def _train(worker: Worker, case: Case, own: Any) -> None:
 
 
 def _hand_back(model: Any, trained: Trained) -> None:
-    """What `wanma.train` does at its end: the user's own module takes the trained weights."""
+    """End of `wanma.train`: the user's own module takes the trained weights."""
     from wanma.api.train import _take_weights
 
     _take_weights(model, trained.tensors)

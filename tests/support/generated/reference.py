@@ -24,7 +24,7 @@ from wanma.training.optimizer.learning_rate_schedule import learning_rate
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run ended with."""
+    """End state of a run."""
 
     tensors: dict[str, Tensor]
     """Parameters and saved buffers by name; of those with several names, the first."""

@@ -22,7 +22,7 @@ COLUMNS = {
     "ZeRO 3": ("ZeRO 3", "ZeRO 3, recomputing", "ZeRO 3, at once"),
     "pipeline": ("pipeline", "gpipe, recomputing", "pipeline, one by one", "replicas of pipelines"),
 }
-"""Of the table: the layouts that a column is made of."""
+"""Layouts that make one column of the table."""
 ROWS: dict[str, tuple[str, ...]] = {
     "feature": tuple(FEATURES),
     "loss": tuple(LOSSES),

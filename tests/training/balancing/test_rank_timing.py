@@ -1,4 +1,4 @@
-"""Which rank is slow is told by its own work, under every axis: who waits for it is not."""
+"""Slow ranks, told by their own work under every mesh dimension; ranks that wait for them are not slow."""
 
 from __future__ import annotations
 

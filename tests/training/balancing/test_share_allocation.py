@@ -1,4 +1,4 @@
-"""Which shares are best, and when it is worth to move: times in, shares out."""
+"""Best batch shares, and moves that are worth it: times in, shares out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of its end depends on whether its last state is on disk."""
+"""Outcome of a run, by whether its last state is on disk."""
 
 from __future__ import annotations
 

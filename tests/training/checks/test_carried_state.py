@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind: right where a step is one pass, refused where the layout would show."""
+"""State that a forward leaves behind: right where a step is one pass, refused where the layout would show."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank finds; arrays, for tensors would share the process's memory."""
+    """Results of one rank; arrays, for tensors would share the process's memory."""
 
     loss: float
     loss_dtype: torch.dtype
@@ -184,7 +184,7 @@ def test_logits_split_over_the_vocabulary_give_the_loss_and_gradient_of_whole_on
 
 
 def refuse(worker: Worker) -> list[str]:
-    """What is said of a class that no rank has, and of logits that are not split over their classes."""
+    """Return the refusals of a class that no rank has, and of logits that are not split over classes."""
     said = []
     with process_grid(worker, Plan(tp=worker.world_size), 60) as grid:
         whole = torch.zeros(2, 3, 8)

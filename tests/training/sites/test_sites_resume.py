@@ -79,7 +79,7 @@ def test_a_failure_goes_on_from_memory_bitwise(seldom: Synchronization, tmp_path
 
 
 def test_another_number_of_sites_begins_at_the_weights_that_all_share(tmp_path: Path) -> None:
-    """Whether none or three: the next batch has the loss of the outer weights of step 3."""
+    """Compare the next batch's loss with that of the outer weights of step 3, with no or three steps done."""
     plan = replace(TWO, synchronization=STREAMING)
     losses = []
     for name, other in {

@@ -1,4 +1,4 @@
-"""What a step keeps while it runs."""
+"""Memory that a step keeps while it runs."""
 
 from __future__ import annotations
 
