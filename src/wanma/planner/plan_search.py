@@ -1,14 +1,17 @@
 """Search over all planning problems of a job (`parallel = "auto"`) and merge of their results.
 
 Settings of the job are kept; the rest is searched by forecast. Where the rates of the devices are unknown,
-`job_planner` plans by rule instead. Pure functions, without torch.
+`job_planner` plans by rule instead. Long searches run in two processes (`search_process`). Without torch.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import Workload
@@ -29,14 +32,15 @@ from wanma.planner.gradient_reduction import bucket_of, why_not_hierarchical
 from wanma.planner.hardware_model.builder import is_measured
 from wanma.planner.hardware_model.calibration import Calibration
 from wanma.planner.heterogeneous.mesh_plans import gridded, search_grids
-from wanma.planner.heterogeneous.node_pools import fleet_of
+from wanma.planner.heterogeneous.node_pools import Fleet, fleet_of
 from wanma.planner.heterogeneous.placement_search import search_mixed
 from wanma.planner.rules.capabilities import allowed_approximations, not_runnable
 from wanma.planner.rules.compression import plan_fields
 from wanma.planner.rules.predicates import divisors
 from wanma.planner.search.branch_and_bound import rank_of, search
 from wanma.planner.search.result import Candidate, Found, pareto_front
-from wanma.planner.search.space import Space
+from wanma.planner.search.space import Space, grid_count
+from wanma.planner.search_process import SearchTask, run_searches
 
 
 def find_plans(
@@ -64,20 +68,25 @@ def find_plans(
     Raises:
         JobError: a GPU is asked for and none is there.
     """
-    searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
-    found = [_marked(problem, search(problem, space, keep=keep)) for problem, space in searches]
+    began = time.perf_counter()
+    tasks = [
+        SearchTask(partial(_search_alike, problem, space, keep), grid_count(space))
+        for problem, space in _searches(job, cluster, workload, dimensions, calibration, worlds)
+    ]
     on_gpus = is_mixed(cluster) and device_of(job, cluster) == "cuda"
-    # An elastic run cannot know in advance which node groups are left.
-    is_elastic = job.cluster.min_nodes not in (None, job.cluster.nodes)
     if on_gpus and dimensions is not None and not said_keys(job):
         problem = problem_of(job, cluster, workload, dimensions, calibration)
         fleet = fleet_of(cluster, MEMORY_SHARE, calibration)
         start = replace(_exact(job, problem.cluster), compile=True)
-        placed = [search_mixed(problem, fleet, start, keep=keep)]
+        # An elastic run cannot know in advance which node groups are left.
+        is_elastic = job.cluster.min_nodes not in (None, job.cluster.nodes)
+        placed = partial(_search_placed, problem, fleet, start, keep, as_meshes=not is_elastic)
+        tasks.append(SearchTask(placed, GRIDS_PER_LAYER * dimensions.layers))
         if not is_elastic:
-            placed = [gridded(placed[0], fleet), search_grids(problem, fleet, start, keep=keep)]
-        found += [_marked(problem, one) for one in placed]
-    return merged(found, keep)
+            unlike = partial(_search_unlike, problem, fleet, start, keep)
+            tasks.append(SearchTask(unlike, GRIDS_PER_PAIR * math.comb(len(fleet.kinds), 2)))
+    found = merged(run_searches(tasks), keep)
+    return replace(found, seconds=time.perf_counter() - began)
 
 
 def why_not_by_time(
@@ -113,6 +122,10 @@ def run_worlds(job: Job, cluster: Cluster) -> tuple[int, ...]:
     return tuple(size * job.cluster.nodes for size in divisors(len(node.devices) or node.cores))
 
 
+GRIDS_PER_LAYER = 5
+"""Mesh shapes whose search takes as long as the search of placed plans takes for one layer of the model."""
+GRIDS_PER_PAIR = 35
+"""Mesh shapes whose search takes as long as the search of mesh plans on two kinds of devices."""
 MOST_UNRUN = 3
 """Number of forecast-only plans at most that are listed beside runnable ones."""
 
@@ -151,6 +164,22 @@ def reasons(found: Found) -> tuple[str, ...]:
     if faster is not None:
         told.append(f"{faster.plan} would take {faster.seconds:.3g} s; {faster.forecast_only}")
     return tuple(told)
+
+
+def _search_alike(problem: Problem, space: Space, keep: int) -> Found:
+    """Return the best plans that treat all nodes alike."""
+    return _marked(problem, search(problem, space, keep=keep))
+
+
+def _search_placed(problem: Problem, fleet: Fleet, start: Plan, keep: int, *, as_meshes: bool) -> Found:
+    """Return the best placed plans; with `as_meshes`, converted to mesh plans where possible."""
+    found = search_mixed(problem, fleet, start, keep=keep)
+    return _marked(problem, gridded(found, fleet) if as_meshes else found)
+
+
+def _search_unlike(problem: Problem, fleet: Fleet, start: Plan, keep: int) -> Found:
+    """Return the best mesh plans on unlike devices."""
+    return _marked(problem, search_grids(problem, fleet, start, keep=keep))
 
 
 def _searches(

@@ -227,6 +227,11 @@ def grids(space: Space) -> Iterator[Grid]:
                             yield Grid(pp, cp, tp, ep, data_ranks)
 
 
+def grid_count(space: Space) -> int:
+    """Return the number of mesh shapes of the space: a coarse measure of the duration of its search."""
+    return sum(1 for _ in grids(space))
+
+
 def states(space: Space, grid: Grid) -> list[Plan]:
     """List the plans of a mesh shape with each state sharding; all other settings are `space.start`'s."""
     plain = space.start.but(pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
