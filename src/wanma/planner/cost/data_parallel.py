@@ -57,6 +57,8 @@ class DataParallel:
         self.is_beside_compute = plan.device != "cpu"
         """True if collectives run beside compute; those of a CPU run on the cores that compute."""
         self.hides_sums = hides_sums(plan, machine)
+        self._of_blocks: dict[float, tuple[float, float]] = {}
+        """Cache of (gather, reduce) seconds of one block, by its parameters."""
 
     def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
         """Return the seconds that a block's collectives add to its forward and its backward.
@@ -65,7 +67,7 @@ class DataParallel:
         next block is gathered while one computes; a pipeline keeps blocks gathered. With sharded gradients
         (ZeRO-2) a block's gradients are reduced as well, but its parameters stay unsharded within a step.
         """
-        gather, reduce = self._of_block(parameters)
+        gather, reduce = self._block_seconds(parameters)
         if not self.is_beside_compute:
             return gather, gather + reduce
         return exposed(gather, forward), exposed(gather + reduce, backward)
@@ -77,8 +79,13 @@ class DataParallel:
         program = self.machine.program
         return program.parameters_seconds if self.gathers_again else program.gradients_seconds
 
-    def _of_block(self, parameters: float) -> tuple[float, float]:
+    def _block_seconds(self, parameters: float) -> tuple[float, float]:
         """Return (gather, reduce) seconds of one block, including buffer copies on a CPU."""
+        if parameters not in self._of_blocks:
+            self._of_blocks[parameters] = self._exchange_seconds(parameters)
+        return self._of_blocks[parameters]
+
+    def _exchange_seconds(self, parameters: float) -> tuple[float, float]:
         reduces = self.is_by_block and self.shards.size > 1
         if not reduces and self.plan.offload_parameters == "nothing":
             return 0.0, 0.0
@@ -107,7 +114,7 @@ class DataParallel:
         `kept_bytes` of activations to the device and back; see `cost.offload`. Activations of layers that are
         no blocks stay on the device.
         """
-        gather, reduce = self._of_block(parameters)
+        gather, reduce = self._block_seconds(parameters)
         copies = self._moved(parameters, kept_bytes if is_block else 0.0, micro_batches)
         if not self.is_beside_compute:
             weights = parameters / self.plan.tp * self.weight_bytes

@@ -23,6 +23,7 @@ from wanma.planner.forecast.plan_forecast import boundary_seconds as seconds_bet
 from wanma.planner.forecast.problem import Problem
 from wanma.planner.memory.memory_table import MemoryTable, table_key, tabulate
 from wanma.planner.memory.peak import Setting
+from wanma.planner.pipeline.schedules import blocks_of_stages
 from wanma.planner.pipeline.simulation import Pipelined, StageCost, pipeline_seconds
 
 Array = npt.NDArray[np.float64]
@@ -148,6 +149,17 @@ class Tables:
     def block_numbers(self, plan: Plan) -> tuple[int, ...]:
         """Return the number of blocks of each kind in the model."""
         return tuple(kind.number for kind in self.pieces(plan).blocks)
+
+    def stage_counts(self, plan: Plan) -> tuple[tuple[int, ...], Integers]:
+        """Return the number of blocks of every stage, and of each kind in it, as `counts_of`."""
+        numbers = self.block_numbers(plan)
+        key = ("stages", numbers, plan.stage_cuts, plan.pp > 1, plan.stages)
+
+        def make() -> tuple[tuple[int, ...], Integers]:
+            sizes = blocks_of_stages(sum(numbers), plan) if plan.pp > 1 else [sum(numbers)]
+            return tuple(sizes), counts_of(np.array(sizes), numbers)
+
+        return self._once(key, make)
 
     def ends(self, plan: Plan, micro_batches: int) -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
         """Return the costs of the layers before the blocks, and of those after them."""

@@ -19,8 +19,8 @@ from wanma.planner.forecast.plan_forecast import anatomy, memory_setting, softwa
 from wanma.planner.forecast.step_overhead import around
 from wanma.planner.memory.vectorized import States, memory_grid
 from wanma.planner.pipeline.lower_bounds import busy_seconds, least_seconds
-from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages
-from wanma.planner.search.cost_cache import Array, Integers, Line, Tables, UnitCost, counts_of
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+from wanma.planner.search.cost_cache import Array, Integers, Line, Tables, UnitCost
 from wanma.planner.search.recompute_options import Recomputes
 
 
@@ -90,9 +90,7 @@ class _Variant:
             kind: tables.blocks(plan, kind, self._micro_batches) for kind in {kind for kind, _ in recomputes}
         }
         ends = tables.ends(plan, self._micro_batches)
-        numbers = tables.block_numbers(plan)
-        sizes = np.array(blocks_of_stages(sum(numbers), plan) if plan.pp > 1 else [sum(numbers)])
-        counts = counts_of(sizes, numbers)  # (stages, kinds)
+        sizes, counts = tables.stage_counts(plan)
         some = kinds[recomputes[0][0]]
         nothing = [0.0] * len(some)
         if not is_moving(plan):
@@ -117,7 +115,9 @@ class _Variant:
         self._busy = busy.mean(axis=1)
         self._shared = tables.problem.machine.shared
         least = least_seconds(plan.schedule, *costs, plan.pp, self._micro_batches, send)
-        self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
+        self._least = least
+        if self._shared > 1:
+            self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
         self.is_played = np.full(len(recomputes), plan.pp == 1)
         """Mask of the recomputes whose lower bound is already their time."""
         every, busiest = np.arange(len(recomputes)), busy.argmax(axis=1)
@@ -131,7 +131,7 @@ class _Variant:
         recomputes: Recomputes,
         lines_of: dict[Recompute, list[tuple[Line, Line]]],
         counts: Integers,
-        sizes: Integers,
+        sizes: tuple[int, ...],
     ) -> Array:
         """Return the seconds of one pass through every stage's blocks; (recomputes, stages).
 
@@ -141,7 +141,7 @@ class _Variant:
             counts: blocks of each kind; (stages, kinds).
             sizes: blocks of every stage.
         """
-        share = recomputes.of_stages(tuple(sizes.tolist()))
+        share = recomputes.of_stages(sizes)
         total = np.zeros(share.shape)
         for number in range(counts.shape[1]):
             lines = np.array([lines_of[kind][number] for kind, _ in recomputes])

@@ -25,8 +25,8 @@ from wanma.planner.memory.peak import (
 )
 from wanma.planner.memory.vectorized import States
 from wanma.planner.pipeline.lower_bounds import busy_seconds, least_seconds
-from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages
-from wanma.planner.search.cost_cache import Adding, Bare, Tables, counts_of
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+from wanma.planner.search.cost_cache import Adding, Bare, Tables
 from wanma.planner.search.recompute_options import Recomputes
 
 Array = npt.NDArray[np.float64]
@@ -84,7 +84,7 @@ class Sketch:
         average = micro_batches * whole / plan.pp
         if plan.pp == 1:
             return average
-        counts = counts_of(np.array(blocks_of_stages(sum(numbers), plan)), numbers)
+        _, counts = self._tables.stage_counts(plan)
         last = list(plan.stages_of(plan.pp - 1))
         before_last, on_last = counts[: plan.pp - 1].sum(axis=0), counts[last].sum(axis=0)
         ends = bare.after[:, :2].sum(axis=1) if plan.stages - 1 in last else np.zeros(len(bare.after))
@@ -105,9 +105,9 @@ class Sketch:
             micro_batches: micro-batches of a step; (micro-batches, 1).
             sends: seconds from one stage to the next; (micro-batches, 1).
         """
-        plan, numbers = self.plan, self._tables.block_numbers(self.plan)
-        sizes = blocks_of_stages(sum(numbers), plan)
-        counts = counts_of(np.array(sizes), numbers).T.astype(np.float64)  # (kinds, stages)
+        plan = self.plan
+        sizes, of_kinds = self._tables.stage_counts(plan)
+        counts = of_kinds.T.astype(np.float64)  # (kinds, stages)
         forward = bare.forward @ counts
         backward = (bare.backward + adding.blocks) @ counts
         weights = (bare.weights + adding.blocks) @ counts
@@ -118,7 +118,7 @@ class Sketch:
         habits = software(self._tables.problem, plan)
         if habits.waits_for_sends and plan.virtual_stages > 1:
             forward, backward, sends = forward + sends, backward + sends, np.zeros_like(sends)
-        again = self.recomputes.of_stages(tuple(sizes))  # (recomputes, stages)
+        again = self.recomputes.of_stages(sizes)  # (recomputes, stages)
         selective = (bare.selective @ counts)[:, None] * (again * self.recomputes.is_selective[:, None])
         full = (bare.full @ counts)[:, None] * (again * self.recomputes.is_full[:, None])
         backward = backward[:, None] + selective + full
