@@ -20,7 +20,7 @@ from typing import NamedTuple
 from wanma.hardware.discovery.resource_limits import usable_cores
 from wanma.planner.search.result import Found
 
-LEAST_GRIDS = 70
+LEAST_GRIDS = 100
 """Least size of the searches beside the longest one with which a second process pays, in mesh shapes.
 
 A process starts in about 0.4 s, in which about 50 mesh shapes are searched.
