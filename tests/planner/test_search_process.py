@@ -138,7 +138,9 @@ torch.ones(512, 512) @ torch.ones(512, 512)
 for descriptor in {closed!r}:
     os.close(descriptor)
 fifo = Path({fifo!r})
-found = run_searches([SearchTask(partial(meet_reader, fifo), 99), SearchTask(partial(meet_writer, fifo), 99)])
+least = search_process.LEAST_GRIDS
+meetings = [SearchTask(partial(meet, fifo), least) for meet in (meet_reader, meet_writer)]
+found = run_searches(meetings)
 Path({result!r}).write_text(str([one.considered == os.getpid() for one in found]))
 """
 
