@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.common import RESULTS, BenchmarkError, commit, machine, run_command, table
 from benchmarks.slow_links.contenders import OUTER
+from wanma.job.file.upgrade import upgraded
 
 STATE = RESULTS / "convergence.json"
 TIMEOUT_SECONDS = 3600.0
@@ -62,7 +63,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
         "DiLoCo, likewise, with the published rate 0.7 and momentum 0.9",
         ('synchronize = "diloco"', "synchronize_every = 20"),
     ),
-    "stale": ("gradients of the other site a step late", ('synchronize = "stale"', "staleness = 1")),
+    "stale": ("gradients of the other site a step late", ('synchronize = "delayed"', "staleness = 1")),
 }
 """Methods by name: title, and lines of `[parallel]`. A further method is a further line."""
 
@@ -116,6 +117,8 @@ keep_best = false
 def main() -> None:
     options = parse()
     runs: list[dict[str, Any]] = json.loads(STATE.read_text())["runs"] if STATE.exists() else []
+    for run in runs:
+        run["job"] = upgraded(run["job"])[0]
     try:
         if not options.report:
             measure(runs, options)

@@ -106,7 +106,7 @@ schedule = "constant"
 [parallel]
 dp_replicate = {1 if contender == IDEAL else 2}
 micro_batch = {self.micro_batch}
-balance = "{balance}"
+load_balancing = "{balance}"
 {shares}
 
 [cluster]
@@ -202,7 +202,7 @@ def measure(
         for tokens in [setting.samples(name, planned, rank) * setting.sequence]
     }
     run = trainings[contender].runs[0]
-    events = [event for event in read_lines(run.events) if event["kind"] == "shares"]
+    events = [event for event in read_lines(run.events) if event["kind"] == "batch_shares"]
     sample: dict[str, Any] = {
         "planned_shares": list(planned),
         "moves": [[event["step"], event["batch_shares"]] for event in events],

@@ -55,14 +55,14 @@ AXES: Mapping[str, Axis] = {
     ),
     "tp": Axis(
         "tensor",
-        "tp = RANKS\nsequence = false",
+        "tp = RANKS\nsequence_parallel = false",
         "tensor.py",
         "torchtitan (main): torchtitan/models/qwen3/parallelize.py, apply_non_moe_tp, enable_sp=False",
         half_precision=False,
     ),
     "tp-sequence": Axis(
         "tensor + sequence",
-        "tp = RANKS\nsequence = true",
+        "tp = RANKS\nsequence_parallel = true",
         "tensor.py",
         f"{TITAN}/models/llama3/infra/parallelize.py, apply_tp",
         half_precision=False,
@@ -94,7 +94,7 @@ AXES: Mapping[str, Axis] = {
     **{
         f"cp-{name}": Axis(
             f"context, {title}",
-            f'cp = RANKS\ncontext = "{kind}"',
+            f'cp = RANKS\ncp_method = "{kind}"',
             None,
             "none: torch's context_parallel refuses CPUs",
             context=True,

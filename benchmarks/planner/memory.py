@@ -147,7 +147,7 @@ def _simumax(case: Case) -> Case:
     Context parallelism is by all-to-all, and the loss is fused by Triton.
     """
     case = _megatron(case)
-    plan = replace(case.plan, context="all_to_all")
+    plan = replace(case.plan, cp_method="all_to_all")
     software = replace(case.software, empty_gradients=True, selective="attention")
     return replace(case, plan=plan, software=software)
 

@@ -130,7 +130,7 @@ def _measure(run: Run, cache: str) -> dict[str, Any]:
             "train": {"steps": STEPS, "global_batch": BATCH, "precision": run.precision},
             "parallel": run.parallel,
             # What a snapshot holds is counted apart, and resident memory counts its pages in every rank.
-            "checkpoint": {"every_steps": 0, "snapshots": "off"},
+            "checkpoint": {"every_steps": 0, "in_memory_every_steps": "off"},
             "cluster": {"device": "cpu"},
         }
         lines = [

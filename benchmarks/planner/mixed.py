@@ -89,7 +89,7 @@ def gain(dimensions: DecoderDimensions) -> dict[str, Any]:
     began = time.process_time()
     found = search_mixed(problem, fleet, start)
     taken = time.process_time() - began
-    costs = MixedCosts(problem, fleet, replace(start, sequence=True))
+    costs = MixedCosts(problem, fleet, replace(start, sequence_parallel=True))
     best = found.candidates[0]
     rows = [row("best", best, costs, fleet)]
     for number, kind in enumerate(fleet.kinds):

@@ -38,24 +38,32 @@ class Contender:
 DISK = "checkpoint.every_steps=10"
 PARTS: Mapping[str, Mapping[str, Contender]] = {
     "torchrun": {
-        "wanma-1": Contender("wanma, a copy every step", "wanma", ("checkpoint.snapshots=1", DISK)),
+        "wanma-1": Contender(
+            "wanma, a copy every step", "wanma", ("checkpoint.in_memory_every_steps=1", DISK)
+        ),
         "torchrun-1": Contender("torchrun, a checkpoint every step", "torchrun", ("--every=1",)),
-        "wanma-auto": Contender("wanma, copies as it chooses", "wanma", ("checkpoint.snapshots=auto", DISK)),
+        "wanma-auto": Contender(
+            "wanma, copies as it chooses", "wanma", ("checkpoint.in_memory_every_steps=auto", DISK)
+        ),
         "torchrun-10": Contender("torchrun, a checkpoint every 10", "torchrun", ("--every=10",)),
         "wanma-off": Contender(
-            "wanma, no copies, a checkpoint every 10", "wanma", ("checkpoint.snapshots=off", DISK)
+            "wanma, no copies, a checkpoint every 10", "wanma", ("checkpoint.in_memory_every_steps=off", DISK)
         ),
     },
     "torchft": {
-        "wanma-1": Contender("wanma, a copy every step", "wanma", ("checkpoint.snapshots=1", DISK)),
+        "wanma-1": Contender(
+            "wanma, a copy every step", "wanma", ("checkpoint.in_memory_every_steps=1", DISK)
+        ),
         "torchft": Contender("torchft", "torchft"),
     },
     "snapshots": {
-        every: Contender(every, "wanma", (f"checkpoint.snapshots={every}",))
+        every: Contender(every, "wanma", (f"checkpoint.in_memory_every_steps={every}",))
         for every in ("off", "1", "2", "5", "10", "auto")
     },
     "supervisor": {
-        "wanma-auto": Contender("wanma, copies as it chooses", "wanma", ("checkpoint.snapshots=auto",))
+        "wanma-auto": Contender(
+            "wanma, copies as it chooses", "wanma", ("checkpoint.in_memory_every_steps=auto",)
+        )
     },
 }
 """Contenders measured together, by part.

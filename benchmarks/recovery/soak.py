@@ -67,11 +67,11 @@ deterministic = true
 dp_replicate = {ranks}
 [cluster]
 device = "cpu"
-hang_seconds = {hang}
-retries = 10
+hang_timeout_seconds = {hang}
+max_restarts = 10
 [checkpoint]
 every_steps = 100
-snapshots = {snapshots}
+in_memory_every_steps = {snapshots}
 """
 
 
@@ -340,7 +340,7 @@ def parse() -> argparse.Namespace:
         default=random.SystemRandom().randrange(10_000),
         help="default: a new one, printed",
     )
-    add("--snapshots", default="auto", help="checkpoint.snapshots of the run (default auto)")
+    add("--snapshots", default="auto", help="checkpoint.in_memory_every_steps of the run (default auto)")
     add(
         "--write",
         action="store_true",

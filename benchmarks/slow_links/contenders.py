@@ -31,9 +31,11 @@ class Contender:
 
 _SELDOM = 20
 _SITES = (f"sites = {NODES}", f"synchronize_every = {_SELDOM}")
-OUTER = ("outer_rate = 0.8", "outer_momentum = 0.5")
+OUTER = ("outer_learning_rate = 0.8", "outer_momentum = 0.5")
 """Outer optimizer whose loss `benchmarks/convergence` measures."""
 
+EXPOSED = "exposed_communication_seconds"
+"""Metric of a step: seconds that rank 0 waited for communication, by kind."""
 CONTENDERS = {
     "plain": Contender("exact, after backward, one ring", ("overlap = false", "hierarchical = false")),
     "overlap": Contender("exact, during backward, one ring", ("hierarchical = false",)),
@@ -184,7 +186,7 @@ def measure(setting: Setting, way: Contender | None, venv: Path, folder: Path) -
 def waited_seconds(metrics: Path, warmup: int, steps: int) -> float | None:
     """Return the mean seconds per step for which rank 0 waited for other data ranks; None if unknown."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()][warmup : warmup + steps]
-    told = [line["waited"].get("data", 0.0) for line in lines if "waited" in line]
+    told = [line[EXPOSED].get("data", 0.0) for line in lines if EXPOSED in line]
     return sum(told) / len(told) if told else None
 
 

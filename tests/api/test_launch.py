@@ -57,7 +57,7 @@ def log(desk: Desk, run: str, rank: int) -> str:
 
 
 def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) -> None:
-    options = json.dumps({"job": {"cluster": {"hang_seconds": 77.0}}, "run_directory": "elsewhere"})
+    options = json.dumps({"job": {"cluster": {"hang_timeout_seconds": 77.0}}, "run_directory": "elsewhere"})
     words = [options, "--ranks", "7", "--", "x"]
     ran = desk.run("launch", "--ranks", "2", "--set", "cluster.threads_per_rank=1", "mine.py", *words)
     assert ran.code == 0, ran.text
@@ -67,15 +67,15 @@ def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) 
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/4", "3/4", "4/4"]
     told = [line for line in lines if line.startswith("[rank ")]
     assert sorted(told) == [f"[rank {rank}] arguments {json.dumps(words)} threads 1" for rank in (0, 1)]
-    assert "warning: cluster.hang_seconds = 77.0 of the script comes too late" in ran.out
-    assert "wanma launch --set cluster.hang_seconds=77.0" in ran.out
+    assert "warning: cluster.hang_timeout_seconds = 77.0 of the script comes too late" in ran.out
+    assert "wanma launch --set cluster.hang_timeout_seconds=77.0" in ran.out
     assert "warning: run_directory = 'elsewhere' is not used" in ran.out
     training = desk.training("runs/mine")
     assert [step["step"] for step in training.metrics] == [1, 2, 3, 4]
     plan = json.loads((training.path / "plan.json").read_text())["plan"]
     assert (plan["dp_replicate"], plan["threads_per_rank"]) == (2, 1)
     job = load_job(training.path / "job.toml")
-    assert (job.cluster.hang_seconds, job.cluster.threads_per_rank) == (300.0, 1)
+    assert (job.cluster.hang_timeout_seconds, job.cluster.threads_per_rank) == (300.0, 1)
     assert (training.path / "report.html").exists()
     assert not (desk.folder / "elsewhere").exists()
 
@@ -160,11 +160,11 @@ def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_pa
 
 
 def test_only_the_cluster_is_for_the_command_to_say() -> None:
-    assert cluster_section(["cluster.hang_seconds=9", "cluster.nodes=1"]).hang_seconds == 9
+    assert cluster_section(["cluster.hang_timeout_seconds=9", "cluster.nodes=1"]).hang_timeout_seconds == 9
     with pytest.raises(JobError, match=r"train\.steps is for the script to say"):
-        cluster_section(["cluster.hang_seconds=9", "train.steps=3"])
-    with pytest.raises(JobError, match=r"hang_second.*Did you mean 'cluster\.hang_seconds'"):
-        cluster_section(["cluster.hang_second=9"])
+        cluster_section(["cluster.hang_timeout_seconds=9", "train.steps=3"])
+    with pytest.raises(JobError, match=r"hang_timeout_second.*Did you mean 'cluster\.hang_timeout_seconds'"):
+        cluster_section(["cluster.hang_timeout_second=9"])
 
 
 def test_a_launch_that_cannot_start_is_recorded_as_failed(

@@ -214,7 +214,7 @@ def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
 
 
 def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk) -> None:
-    limits = ("--set", "cluster.hang_seconds=1", "--set", "cluster.start_seconds=1")
+    limits = ("--set", "cluster.hang_timeout_seconds=1", "--set", "cluster.start_timeout_seconds=1")
     ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4")
     assert ran.code == 0, ran.text
     for rank in (0, 1):
@@ -223,7 +223,7 @@ def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk
 
 def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     name = write(desk, "again.py", AGAIN)
-    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.retries=1", name)
+    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.max_restarts=1", name)
     assert ran.code == 0, ran.text
     assert lines(ran, 0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
     assert ran.out.count("warning: rank 1 (") == 1
@@ -334,7 +334,7 @@ def test_only_the_ranks_that_are_asked_for_are_shown(desk: Desk) -> None:
 # ------------------------------------------------------------------ scripts that speak to wanma
 
 
-LIMITS = ("--set", "cluster.hang_seconds=1.5", "--set", "cluster.start_seconds=30")
+LIMITS = ("--set", "cluster.hang_timeout_seconds=1.5", "--set", "cluster.start_timeout_seconds=30")
 
 
 def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
@@ -348,7 +348,7 @@ def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
 @pytest.mark.full
 def test_a_script_that_is_silent_in_its_session_is_a_hang(desk: Desk) -> None:
     name = write(desk, "speaks.py", SPEAKS)
-    ran = desk.run("launch", "--ranks", "1", *LIMITS, "--set", "cluster.retries=0", name, "inside")
+    ran = desk.run("launch", "--ranks", "1", *LIMITS, "--set", "cluster.max_restarts=0", name, "inside")
     assert ran.code == 1
     assert "no rank has moved for" in ran.told_once()
 

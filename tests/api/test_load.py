@@ -158,7 +158,7 @@ def own(folder: Path, model: nn.Module) -> Path:
     """A run as `wanma.train` leaves it that was given `model`."""
     kind = type(model)
     job = {
-        "model": {"factory": f"{kind.__module__}:{kind.__qualname__}", "statistics_group": 4},
+        "model": {"factory": f"{kind.__module__}:{kind.__qualname__}", "batch_norm_group": 4},
         "train": {"steps": 2, "global_batch": 4},
     }
     objects = {"model": model, "data": Points(), "loss": squared}

@@ -9,10 +9,10 @@ from wanma.job.file.loading import job_from
 
 
 def test_other_keys_of_the_section_stay_the_jobs() -> None:
-    job = {"model": {"statistics_group": 8}}
+    job = {"model": {"batch_norm_group": 8}}
     overrides = name_own_model(job, ["train.steps=3"], "package.module:Net")
     model = job_from(job, overrides).model
-    assert (model.factory, model.statistics_group) == ("package.module:Net", 8)
+    assert (model.factory, model.batch_norm_group) == ("package.module:Net", 8)
 
 
 def test_a_job_file_may_leave_the_model_out(tmp_path: Path) -> None:

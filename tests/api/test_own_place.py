@@ -21,10 +21,10 @@ def job(**cluster: object) -> Job:
 
 def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path) -> None:
     common = {"nodes": 2, "rendezvous": "10.0.0.1:29500"}
-    one = job(**common, interface="eth0", place="r1", node_rank=0)
-    other = job(**common, interface="ens3", place="r2", node_rank=1)
+    one = job(**common, network_interface="eth0", topology_address="r1", node_rank=0)
+    other = job(**common, network_interface="ens3", topology_address="r2", node_rank=1)
     assert _agreed(one, Plan()) == _agreed(other, Plan())
-    assert _agreed(one, Plan()) != _agreed(job(**common, hang_seconds=7.0), Plan())
+    assert _agreed(one, Plan()) != _agreed(job(**common, hang_timeout_seconds=7.0), Plan())
     script = tmp_path / "script.py"
     script.write_text("")
     sections = (one.cluster, other.cluster)
@@ -35,12 +35,15 @@ def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path
 
 def test_an_interface_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(WanmaError, match="this machine has no interface 'ib7'") as refused:
-        train_job(job(interface="ib7"), run_directory=tmp_path / "run")
+        train_job(job(network_interface="ib7"), run_directory=tmp_path / "run")
     assert "there are: " in refused.value.hint
     script = tmp_path / "script.py"
     script.write_text("")
     with pytest.raises(WanmaError, match="no interface 'ib7'"):
         launch_script(
-            Program(str(script)), 1, run_directory=tmp_path / "run", overrides=["cluster.interface=ib7"]
+            Program(str(script)),
+            1,
+            run_directory=tmp_path / "run",
+            overrides=["cluster.network_interface=ib7"],
         )
     assert not (tmp_path / "run").exists()

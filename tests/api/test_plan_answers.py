@@ -69,7 +69,7 @@ def test_a_plan_in_words_names_sizes_above_one_and_what_is_unusual() -> None:
         pp=4,
         dp_shard=8,
         tp=2,
-        sequence=True,
+        sequence_parallel=True,
         shard="optimizer",
         micro_batch=2,
         schedule="interleaved_1f1b",

@@ -187,7 +187,7 @@ def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> Non
 
 
 def test_batch_normalisation_says_how_many_samples_belong_together() -> None:
-    own = {"factory": "own_models:classifier", "statistics_group": 8}
+    own = {"factory": "own_models:classifier", "batch_norm_group": 8}
     pictures = TensorDataset(torch.zeros(10, 3, 32, 32), torch.zeros(10, dtype=torch.int64))
     made = read_model(job_from({"model": own}), {"data": pictures}).workload
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))

@@ -44,7 +44,7 @@ LAYOUTS = {
         "dp_replicate": 2,
         "micro_batch": 2,
         "batch_shares": [2, 5],
-        "share_moves": [[1, [6, 1]], [3, [1, 6]]],
+        "batch_share_schedule": [[1, [6, 1]], [3, [1, 6]]],
     },
 }
 on_each_layout = pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)

@@ -128,8 +128,8 @@ def test_a_job_file_may_leave_the_model_to_the_program(tmp_path: Path) -> None:
 
 
 def test_of_the_model_section_one_may_give_the_statistics_group_alone(tmp_path: Path) -> None:
-    loop(session_job(model={"statistics_group": 4}), tmp_path)
-    assert load_job(tmp_path / "job.toml").model.statistics_group == 4
+    loop(session_job(model={"batch_norm_group": 4}), tmp_path)
+    assert load_job(tmp_path / "job.toml").model.batch_norm_group == 4
 
 
 @pytest.mark.parametrize(

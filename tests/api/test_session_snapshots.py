@@ -18,7 +18,7 @@ from support.ranks import Outcome, run_ranks
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Images, Worker, current_worker
 
-JOB = session_job(checkpoint={"every_steps": 0, "snapshots": 1})
+JOB = session_job(checkpoint={"every_steps": 0, "in_memory_every_steps": 1})
 
 
 def test_a_session_that_failed_goes_on_from_memory_bit_for_bit(tmp_path: Path) -> None:

@@ -118,5 +118,5 @@ def test_several_numbers_of_ranks_are_for_one_machine() -> None:
 
 
 def test_options_say_where_it_runs() -> None:
-    section = cluster_section(["cluster.nodes=2", "cluster.interface=eth1"])
-    assert (section.nodes, section.interface) == (2, "eth1")
+    section = cluster_section(["cluster.nodes=2", "cluster.network_interface=eth1"])
+    assert (section.nodes, section.network_interface) == (2, "eth1")

@@ -23,8 +23,8 @@ def test_every_way_has_a_job_that_differs_in_it_alone(convergence, tmp_path):
         path.write_text(setting.job(method, 3))
         job = load_job(path)
         assert (job.train.seed, job.train.steps, job.parallel.dp_replicate) == (3, 2000, 2)
-        named = {job.parallel.compression, job.parallel.synchronize} - {"nothing", "every_step"}
-        kind = {"streaming": "diloco"}.get(method, method.removesuffix("_at_once"))
+        named = {job.parallel.compression, job.parallel.synchronize} - {"none", "every_step"}
+        kind = {"streaming": "diloco", "stale": "delayed"}.get(method, method.removesuffix("_at_once"))
         assert named == ({kind} if method != convergence.WHOLE else set())
 
 

@@ -47,7 +47,7 @@ def test_every_contender_is_a_job(contender: str) -> None:
     assert jobs[0].train.steps == 51
     assert [job.train.global_batch for job in jobs] == ([21, 5] if contender == IDEAL else [26, 26])
     assert jobs[0].parallel.batch_shares == ([21, 5] if contender == "planned" else [])
-    assert jobs[0].parallel.balance == ("on" if contender in ("dynamic", "changed") else "off")
+    assert jobs[0].parallel.load_balancing == ("on" if contender in ("dynamic", "changed") else "off")
 
 
 def test_the_ideals_two_trainings_are_one_contender(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ def test_every_contender_has_a_job_of_two_machines_that_sums_as_it_says(tmp_path
         job = load_job(path)
         assert (job.cluster.nodes, job.parallel.dp_replicate) == (2, 4)
         assert job.train.global_batch == 8
-        assert (job.checkpoint.snapshots, job.checkpoint.compare_replicas) == ("auto", True), "as by default"
+        assert (job.checkpoint.in_memory_every_steps, job.checkpoint.compare_replicas) == ("auto", True), (
+            "as by default"
+        )
         assert why_not_hierarchical(Plan(dp_replicate=4), job.cluster.nodes) is None
         seen[name] = (job.parallel.overlap, job.parallel.hierarchical)
-        assert job.parallel.compression == (
-            name if name in ("bf16", "int8", "topk", "powersgd") else "nothing"
-        )
+        assert job.parallel.compression == (name if name in ("bf16", "int8", "topk", "powersgd") else "none")
         assert (job.parallel.synchronize != "every_step") == (way.every > 1)
     assert {name: seen[name] for name in ("plain", "overlap", "hierarchical", "both")} == {
         "plain": (False, False),
@@ -79,7 +79,10 @@ def test_both_contenders_run_on_both_machines_of_the_same_link():
 
 def test_what_a_measured_step_waited_is_the_mean_without_warm_up(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    lines = [{"step": step, "waited": {"data": seconds}} for step, seconds in enumerate((9.0, 1.0, 2.0, 5.0))]
+    lines = [
+        {"step": step, "exposed_communication_seconds": {"data": seconds}}
+        for step, seconds in enumerate((9.0, 1.0, 2.0, 5.0))
+    ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert module("contenders").waited_seconds(metrics, 1, 2) == 1.5
     metrics.write_text('{"step": 1}\n{"step": 2}\n')

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from wanma.cli.main import main
+from wanma.job.errors import EXIT_USAGE
+from wanma.job.file.loading import load_job
 from wanma.job.file.reference import markdown, starter_toml
 from wanma.job.file.schema import keys, tables
 
@@ -33,3 +37,40 @@ def test_a_section_or_one_key_can_be_asked_for(capsys: pytest.CaptureFixture[str
 def test_it_prints_a_job_file_and_the_page_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "--toml") == starter_toml()
     assert output(capsys, "--markdown") == markdown()
+
+
+def test_job_files_are_upgraded_and_each_change_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new, broken = (tmp_path / name for name in ("old.toml", "new.toml", "broken.toml"))
+    old.write_text('[model]\npreset = "gpt-1m"\n[cluster]\nretries = 1\n')
+    new.write_text('[model]\npreset = "gpt-1m"\n')
+    broken.write_text("[model\n")
+    assert output(capsys, "--upgrade", str(old), "--dry-run") == (
+        f"{old}:4: cluster.retries → cluster.max_restarts\n"
+    )
+    assert main(["job", "--upgrade", str(broken), str(old), str(new)]) == EXIT_USAGE
+    said = capsys.readouterr()
+    assert said.out == f"{old}:4: cluster.retries → cluster.max_restarts\n{new}: nothing to rename\n"
+    assert f"{broken}:1: not valid TOML" in said.err
+    assert load_job(old).cluster.max_restarts == 1
+
+
+def test_an_upgraded_file_with_other_mistakes_is_written_and_they_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text('[model]\npreset = "gpt-1m"\n[cluster]\nretries = 1\nnode = 2\n')
+    assert main(["job", "--upgrade", str(path)]) == EXIT_USAGE
+    assert f"{path}:5: unknown key 'cluster.node'" in capsys.readouterr().err
+    assert "max_restarts = 1" in path.read_text()
+
+
+def test_an_old_key_is_described_under_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["job", "parallel.context"]) == EXIT_USAGE
+    assert "'parallel.context' is renamed to 'parallel.cp_method'" in capsys.readouterr().err
+
+
+def test_a_dry_run_belongs_to_an_upgrade(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["job", "--dry-run"]) == EXIT_USAGE
+    assert "--dry-run belongs to --upgrade" in capsys.readouterr().err

@@ -32,8 +32,8 @@ STEPS = 4
 SHAPES = ((24, 40), (7,), (6, 130))
 """Shapes of gradients; rows that 3 ranks can share, but for the vector."""
 SHARE, RANK = 0.1, 2
-METHODS: tuple[Compression, ...] = ("nothing", "bf16", "fp16", "int8", "topk", "powersgd")
-ROUNDING = {"nothing": 0.0, "bf16": 2**-8, "fp16": 2**-11}
+METHODS: tuple[Compression, ...] = ("none", "bf16", "fp16", "int8", "topk", "powersgd")
+ROUNDING = {"none": 0.0, "bf16": 2**-8, "fp16": 2**-11}
 """Half of the last place, relative; twice, on the way there and back."""
 
 Reference = Callable[[list[Tensor]], Tensor]
@@ -278,7 +278,7 @@ def test_sums_by_machines_owe_what_they_leave_out_and_are_the_same_bits_everywhe
     check_by_machines(run_ranks(by_machines, 4, (kind,)), kind)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "bf16", "int8", "topk"])
+@pytest.mark.parametrize("kind", ["none", "bf16", "int8", "topk"])
 def test_sums_by_machines_in_many_parts_stay_in_order_where_a_rank_has_none_of_one(kind: Compression) -> None:
     """The last part of 512 is of 12 elements, which the first rank of a machine has alone."""
     check_by_machines(run_ranks(by_machines, 4, (kind, 512)), kind)
@@ -400,7 +400,7 @@ def by_itself(worker: Worker, kind: Compression) -> dict[str, Any]:
 def test_what_travels_is_as_small_as_it_says() -> None:
     sent = {kind: ran(kind, scattered=False)[0]["sent"] / STEPS for kind in METHODS}
     elements = {kind: sum(gradient(0, 0, one).numel() for one in tensors_of(kind, False)) for kind in METHODS}
-    assert sent["nothing"] == 2 * (RANKS - 1) * 4 * elements["nothing"] // RANKS
+    assert sent["none"] == 2 * (RANKS - 1) * 4 * elements["none"] // RANKS
     # Each tensor lies on a multiple of 256, and so does each rank's part: 3 × 768 for all.
     assert sent["bf16"] == 2 * (RANKS - 1) * 768 * 2
     assert sent["fp16"] == 2 * (RANKS - 1) * (768 * 2 + 3 * 4)

@@ -420,5 +420,5 @@ def refuse(worker: Worker) -> str:
 
 def test_shared_is_refused_with_the_way_out_where_it_cannot_be() -> None:
     for text in run_ranks(refuse, 2, ()):
-        assert "parallel.collectives = 'shared' cannot be done: the 2 ranks are on 2 hosts" in text
+        assert "parallel.collectives = 'shared_memory' cannot be done: the 2 ranks are on 2 hosts" in text
         assert "leave parallel.collectives at 'auto'" in text

@@ -39,13 +39,13 @@ def _sum(worker: Any, compression: OuterCompression) -> list[float]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compression", ["nothing", "bf16", "int8"])
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
 def test_three_ranks_have_the_same_sum(compression: OuterCompression) -> None:
     sums = [torch.tensor(there) for there in run_ranks(_sum, 3, (compression,))]
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
     parts = [numbers(rank) for rank in range(3)]
-    if compression == "nothing":
+    if compression == "none":
         assert torch.allclose(sums[0], sum(parts), rtol=1e-6)
     else:
         assert torch.equal(sums[0], sum(rounded(part, compression) for part in parts))

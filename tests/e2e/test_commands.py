@@ -62,7 +62,7 @@ def test_a_dry_run_starts_and_writes_nothing(desk: Desk) -> None:
 def test_the_schema_and_the_machine_are_told(desk: Desk) -> None:
     job = desk.run("job")
     assert (job.code, job.err) == (0, "")
-    assert "hang_seconds" in job.out
+    assert "hang_timeout_seconds" in job.out
     doctor = desk.run("doctor")
     assert doctor.code == 0, doctor.text
     assert "torch" in doctor.out

@@ -11,7 +11,7 @@ import torch
 
 from support.command import Desk, Training, assert_bitwise_equal, small_disk, small_memory
 
-NO_RETRY = "cluster.retries=0"
+NO_RETRY = "cluster.max_restarts=0"
 
 
 def faulty(what: str, **more: object) -> str:
@@ -77,7 +77,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
     training = desk.training("hung")
     began = time.monotonic()
     running = desk.start(
-        "train", "own.toml", "--run-dir", "hung", faulty("sleep"), "cluster.hang_seconds=2", NO_RETRY
+        "train", "own.toml", "--run-dir", "hung", faulty("sleep"), "cluster.hang_timeout_seconds=2", NO_RETRY
     )
     running.until(lambda: training.steps_begun() >= 1)
     running.look()
@@ -91,7 +91,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
         for line in lines
     ), ran.text
     assert any(line.startswith("  rank 0 is ") and "waits in all_reduce" in line for line in lines)
-    assert "cluster.hang_seconds = 2" in ran.text
+    assert "cluster.hang_timeout_seconds = 2" in ran.text
     assert "faulty.py" in (training.path / "logs" / "hang-report.txt").read_text()
 
 
@@ -134,7 +134,7 @@ def test_a_sample_that_is_always_wrong_is_named_and_tried_twice(desk: Desk, brok
     """The steps before it are kept, though no checkpoint was due."""
     keys = (f"data.arguments={{broken='{broken}'}}", "train.steps=14", "checkpoint.every_steps=0")
     name = f"always-{broken}"
-    ran = desk.run("train", "own.toml", "--run-dir", name, *keys, "checkpoint.snapshots=1")
+    ran = desk.run("train", "own.toml", "--run-dir", name, *keys, "checkpoint.in_memory_every_steps=1")
     assert ran.code == 1
     assert told in ran.told_once()
     training = desk.training(name)

@@ -35,7 +35,7 @@ def test_kills_at_random_moments_cost_no_step_and_change_no_bit(
     dice = random.Random(len(plan))
     training = desk.training(f"killed-{len(plan)}")
     # Without recoveries, so that every kill ends the command; tests/faults has those that do not.
-    command = ("train", "text.toml", "--run-dir", training.path.name, "cluster.retries=0", *plan)
+    command = ("train", "text.toml", "--run-dir", training.path.name, "cluster.max_restarts=0", *plan)
     order = ["rank 0", "rank 1", "supervisor", "everything", "fork server"]
     dice.shuffle(order)
     kills = 0

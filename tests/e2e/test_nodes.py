@@ -51,7 +51,9 @@ def test_two_commands_on_loopback_train_as_one(desk: Desk, whole: Training) -> N
 def test_a_rank_that_fails_on_one_node_ends_both(desk: Desk) -> None:
     place = f"127.0.0.1:{free_port()}"
     command = ("train", "own.toml", "--run-dir", "two-fail", "--nodes", "2", "--rendezvous", place)
-    both = [desk.start(*command, "model.arguments={what='raise'}", "cluster.retries=0") for _ in range(2)]
+    both = [
+        desk.start(*command, "model.arguments={what='raise'}", "cluster.max_restarts=0") for _ in range(2)
+    ]
     ended = [one.end() for one in both]
     assert [one.code for one in ended] == [1, 1]
     assert [one.left(1) for one in both] == [[], []]

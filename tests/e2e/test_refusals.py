@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "statistics group that does not divide": (
         ("images.toml", "train.global_batch=20"),
-        ("train.global_batch = 20 over 2 data ranks", "statistics_group = 32", "a multiple of 64"),
+        ("train.global_batch = 20 over 2 data ranks", "batch_norm_group = 32", "a multiple of 64"),
     ),
     "run directory below a file": (
         ("text.toml", "--run-dir", "text.toml/run"),

@@ -116,7 +116,7 @@ def test_a_failure_that_comes_back_is_given_up_with_the_number_of_attempts(run_w
     assert ran.outcome.exit_code == 1
     assert "its process was killed by SIGKILL" in ran.outcome.failure.cause
     assert ran.outcome.message.splitlines()[-1] == (
-        "  the run was started again 2 times and came no further than step 3 (cluster.retries = 2)"
+        "  the run was started again 2 times and came no further than step 3 (cluster.max_restarts = 2)"
     )
 
 

@@ -34,7 +34,7 @@ def test_ranks_are_told_the_interface_where_the_user_has_not_set_it() -> None:
 
 def test_what_the_job_names_counts_before_the_environment() -> None:
     launch = Launch(Path("run"), "a:b", interface="eth1")
-    way = Way("eth1", "192.168.7.5", "cluster.interface")
+    way = Way("eth1", "192.168.7.5", "cluster.network_interface")
     told = team_environment(launch, way, {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"})
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
 
@@ -90,15 +90,15 @@ def test_a_named_interface_is_taken_and_one_that_is_down_is_refused(start: Any, 
         for number, name in enumerate(between.names)
     ]
     assert [node.end() for node in nodes] == [0, 0], [node.lines for node in nodes]
-    assert all("cluster.interface" in node.texts[1] for node in nodes)
+    assert all("cluster.network_interface" in node.texts[1] for node in nodes)
     ip("-n", between.names[0], "link", "set", "docker0", "down")
     node = start("down", "finish", namespace=between.names[0], interface="docker0", **common)
     assert node.end() == 9
-    assert node.message == "cluster.interface: the interface 'docker0' is down"
+    assert node.message == "cluster.network_interface: the interface 'docker0' is down"
     assert "cable0 (10.91.0.1, " in node.lines[-1]["hint"]
 
 
 def test_an_interface_that_is_not_there_is_refused_before_anybody_waits(start: Any) -> None:
     node = start("a", "finish", rendezvous="127.0.0.1:1", interface="ib7")
     assert node.end() == 9
-    assert node.message == "cluster.interface: this machine has no interface 'ib7'"
+    assert node.message == "cluster.network_interface: this machine has no interface 'ib7'"

@@ -23,9 +23,9 @@ JOB = (
     f"checkpoint.keep_every_steps={SHORT}",
     "train.precision=fp64",
     "model.layers=2",
-    "checkpoint.snapshots=1",
+    "checkpoint.in_memory_every_steps=1",
     "observe.log_every_steps=20",
-    "cluster.join_seconds=100",  # all of a gang begin, however slow their imports are
+    "cluster.last_call_timeout_seconds=100",  # all of a gang begin, however slow their imports are
     "cluster.health_check=never",  # they share a few cores: one may well be slow, and would be set aside
 )
 TOLERANCE = 1e-9
@@ -54,7 +54,7 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     ran = three.end_all()
     check_whole(ran, three.training, untroubled)
     recovery, growth = changes(three.training)
-    assert (recovery["kind"], growth["kind"]) == ("recovery", "growth")
+    assert (recovery["kind"], growth["kind"]) == ("recovery", "resize")
     assert (recovery["source"], growth["source"]) == ("memory", "memory")
     assert recovery["repeated_steps"] <= 2
     assert growth["repeated_steps"] == 0
@@ -128,7 +128,7 @@ def test_a_lost_site_is_gone_on_without_from_what_all_share(desk: Desk) -> None:
     assert change["plan_before"].endswith("diloco between 3 sites every 5 steps")
     assert change["plan"] == "2 ranks (dp_replicate 2), fp64, cpu, diloco between 2 sites every 5 steps"
     assert "it was saved by 3 sites: all ranks go on from the outer weights" in ran.text
-    met = [step["step"] for step in three.training.metrics if "outer_norm" in step]
+    met = [step["step"] for step in three.training.metrics if "pseudo_gradient_norm" in step]
     assert met == [5, 10, 15, 20]
 
 
@@ -154,7 +154,7 @@ def row(fault: str, change: dict[str, Any]) -> Row:
 
 
 def changes(training: Training) -> list[dict[str, Any]]:
-    return [event for event in training.events if event["kind"] in ("recovery", "growth")]
+    return [event for event in training.events if event["kind"] in ("recovery", "resize")]
 
 
 def check_whole(ran: Ran, training: Training, untroubled: Training, steps: int = STEPS) -> None:

@@ -67,8 +67,8 @@ def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
     desk: Desk, whole: Training, note: Callable[[Row], None]
 ) -> None:
     faults = [*in_step_8("kill", 1, 2), Fault("kill", 1, 3, "forward and backward", generation=3)]
-    met = meet(desk, "kills", *faults, overrides=(NO_CHECKPOINT, "cluster.retries=2"))
-    assert "started again 2 times and came no further than step 7 (cluster.retries = 2)" in met.ran.text
+    met = meet(desk, "kills", *faults, overrides=(NO_CHECKPOINT, "cluster.max_restarts=2"))
+    assert "started again 2 times and came no further than step 7 (cluster.max_restarts = 2)" in met.ran.text
     assert met.recoveries[-1]["source"] == "beginning"
     check_step_7_is_kept(desk, met, whole)
     note(Row("SIGKILL at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
@@ -113,7 +113,7 @@ def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_pat
     folder.mkdir()
     with small_disk(folder / "checkpoints", "100k") as disk:
         faults = in_step_8("kill", 1, 2)
-        met = meet(desk, "both", *faults, overrides=("cluster.retries=1",))
+        met = meet(desk, "both", *faults, overrides=("cluster.max_restarts=1",))
         # Where the kills come before the save of step 5 has failed, nothing is told of it.
         assert SAVED in met.ran.text
         assert list(disk.iterdir()) == []

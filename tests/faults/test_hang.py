@@ -19,8 +19,8 @@ global_batch = 4
 [parallel]
 dp_replicate = 4
 [cluster]
-hang_seconds = 3
-retries = 0
+hang_timeout_seconds = 3
+max_restarts = 0
 """
 
 
@@ -35,7 +35,7 @@ def test_a_rank_that_sleeps_in_data_loading_is_named_with_the_line_and_those_who
     line = next(number for number, text in enumerate(source, 1) if "time.sleep" in text)
     first, *others = ran.told_once().partition("no rank has moved for ")[2].splitlines()
     assert re.fullmatch(
-        r"\d+ s \(cluster.hang_seconds = 3\): "
+        r"\d+ s \(cluster.hang_timeout_seconds = 3\): "
         rf"rank 2 is in data loading \(sleepy.py:{line}\) while 3 others wait in all_reduce #\d+ .*",
         first,
     ), ran.text

@@ -35,7 +35,7 @@ PLANS: dict[str, tuple[str, ...]] = {
         "parallel.pp=2",
     ),
 }
-NO_COPIES = "checkpoint.snapshots=off"
+NO_COPIES = "checkpoint.in_memory_every_steps=off"
 SIGKILLED = "its process was killed by SIGKILL"
 
 
@@ -77,7 +77,7 @@ CELLS = {
     "SIGSTOP: a hang, which is one after 3 s": Cell(
         "rank 1 is in forward and backward of step 7 since",
         one("stop"),
-        ("cluster.hang_seconds=3",),
+        ("cluster.hang_timeout_seconds=3",),
         plans="all",
     ),
     "crash (SIGSEGV)": Cell("its process was killed by SIGSEGV", one("segfault", 0)),
@@ -229,7 +229,7 @@ def test_faults_at_random_places_change_no_bit(
 ) -> None:
     faults = draw(seed)
     print(f"seed {seed}: {faults}")
-    met = meet(desk, f"random {seed}", *faults, overrides=("cluster.retries=5",))
+    met = meet(desk, f"random {seed}", *faults, overrides=("cluster.max_restarts=5",))
     check_whole(met.ran, met.training, whole)
     repeated = sum(recovery["repeated_steps"] for recovery in met.recoveries)
     sources = " and ".join(sorted({recovery["source"] for recovery in met.recoveries}))

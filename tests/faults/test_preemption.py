@@ -11,7 +11,7 @@ from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
 from support.injection import Fault, injected, struck
 from support.supervisors import wait_for_listener
 
-COMMON = ("text.toml", "train.steps=12", "checkpoint.snapshots=1", "checkpoint.every_steps=0")
+COMMON = ("text.toml", "train.steps=12", "checkpoint.in_memory_every_steps=1", "checkpoint.every_steps=0")
 FOREVER = Fault("sleep", rank=1, step=8, phase="forward and backward", argument="600")
 
 
@@ -43,7 +43,11 @@ def check_carries_on(desk: Desk, training: Training, whole: Training, step: int)
 def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_saved(
     desk: Desk, whole: Training, tmp_path: Path
 ) -> None:
-    grace = ("cluster.grace_seconds=9", "cluster.requeue_code=75", f"checkpoint.upload={tmp_path}/bucket")
+    grace = (
+        "cluster.grace_seconds=9",
+        "cluster.requeue_exit_code=75",
+        f"checkpoint.upload={tmp_path}/bucket",
+    )
     marks = desk.folder / "marks-long"
     running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **injected(marks, FOREVER))
     ran = preempt(running, marks, 9)
@@ -154,7 +158,7 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
 
 def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk) -> None:
     marks = desk.folder / "marks-nothing"
-    keys = ("checkpoint.snapshots=off", "cluster.grace_seconds=4", "--run-dir", "nothing")
+    keys = ("checkpoint.in_memory_every_steps=off", "cluster.grace_seconds=4", "--run-dir", "nothing")
     running = desk.start("train", *COMMON, *keys, **injected(marks, FOREVER))
     ran = preempt(running, marks, 4)
     assert ran.code == 143, ran.text

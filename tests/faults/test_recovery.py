@@ -25,9 +25,11 @@ def test_a_step_that_is_wrong_again_when_it_is_made_again_is_left_out(desk: Desk
 
 def test_a_mistake_that_comes_back_ends_the_run_with_one_message(desk: Desk) -> None:
     faults = [Fault("segfault", rank=1, **IN_STEP_8, generation=number) for number in (1, 2, 3)]
-    met = meet(desk, "mistake", *faults, overrides=("cluster.retries=2",))
+    met = meet(desk, "mistake", *faults, overrides=("cluster.max_restarts=2",))
     text = met.ran.text
     assert met.ran.code == 1
     assert text.count("error: rank 1 (") == text.count("error: ") == 1
-    assert "the run was started again 2 times and came no further than step 7 (cluster.retries = 2)" in text
+    assert (
+        "the run was started again 2 times and came no further than step 7 (cluster.max_restarts = 2)" in text
+    )
     assert met.training.events[-1]["outcome"] == "failed"

@@ -30,7 +30,7 @@ def start(desk: Desk, name: str, place: str, node: int, environment: dict[str, s
 
 
 def health_of(desk: Desk, name: str) -> list[dict[str, Any]]:
-    return [event for event in desk.training(name).events if event["kind"] == "health"]
+    return [event for event in desk.training(name).events if event["kind"] == "health_check"]
 
 
 def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_its_place(desk: Desk) -> None:
@@ -75,7 +75,7 @@ def test_the_machine_that_hosts_the_coordinator_is_set_aside_as_well(desk: Desk)
     kill = Fault("kill", rank=1, step=3, phase="update")
     wrong = Fault("wrong product", rank=0, step=0, phase="joining", generation=2)
     marks = injected(desk.folder / "marks-host", kill, wrong)
-    words = ("text.toml", "train.steps=6", "cluster.nodes=2", "checkpoint.snapshots=1")
+    words = ("text.toml", "train.steps=6", "cluster.nodes=2", "checkpoint.in_memory_every_steps=1")
     both = Machines(desk, "wrong-host", *words, **marks)
     both.start(0)
     both.start(1)

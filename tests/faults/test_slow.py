@@ -15,11 +15,11 @@ def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(desk: Desk) -> N
         "train", "text.toml", "train.steps=5000", "--run-dir", "slow", **injected(desk.folder / "marks", slow)
     )
     training = desk.training("slow")
-    running.until(lambda: any(event["kind"] == "slow_rank" for event in training.events))
+    running.until(lambda: any(event["kind"] == "straggler" for event in training.events))
     running.signal(signal.SIGINT)
     ran = running.end()
     assert ran.code == 130, ran.text
-    [event] = [event for event in training.events if event["kind"] == "slow_rank"]
+    [event] = [event for event in training.events if event["kind"] == "straggler"]
     host = socket.gethostname()
     assert (event["rank"], event["host"], event["node"], event["is_slow"]) == (1, host, 0, True)
     assert event["phase"] == "forward and backward"

@@ -58,10 +58,10 @@ def test_a_way_to_containers_is_never_taken_unasked() -> None:
     with pytest.raises(WanmaError, match=r"172\.17\.0\.1 is reached through docker0") as refused:
         way_to("172.17.0.1", known=TABLE, route=ROUTES.get)
     assert "network that the machines share (eth0, eth1 here)" in refused.value.hint
-    assert "cluster.interface = 'docker0'" in refused.value.hint
+    assert "cluster.network_interface = 'docker0'" in refused.value.hint
     assert refused.value.exit_code == EXIT_USAGE
     asked = way_to("172.17.0.1", "docker0", TABLE, ROUTES.get)
-    assert asked == Way("docker0", "172.17.0.1", "cluster.interface")
+    assert asked == Way("docker0", "172.17.0.1", "cluster.network_interface")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_named_interface_that_cannot_be_used_is_refused_with_those_there_are(
 ) -> None:
     with pytest.raises(WanmaError) as refused:
         way_to("10.0.0.1", name, TABLE, ROUTES.get)
-    assert refused.value.message == f"cluster.interface: {problem}"
+    assert refused.value.message == f"cluster.network_interface: {problem}"
     assert "eth0 (10.0.0.5, fd00::5, fe80::5, up)" in refused.value.hint
     assert "ib0 (172.16.0.5, down)" in refused.value.hint
     assert refused.value.exit_code == EXIT_USAGE
@@ -108,16 +108,16 @@ def test_a_named_interface_that_cannot_be_used_is_refused_with_those_there_are(
 
 def test_a_named_interface_has_an_address_of_the_others_family() -> None:
     for other, address in (("10.0.0.1", "10.0.0.5"), ("fd00::1", "fd00::5")):
-        assert way_to(other, "eth0", TABLE, ROUTES.get) == Way("eth0", address, "cluster.interface")
+        assert way_to(other, "eth0", TABLE, ROUTES.get) == Way("eth0", address, "cluster.network_interface")
     only = way_to("fd00::1", "eth1", TABLE, ROUTES.get)
-    assert only == Way("eth1", "192.168.7.5", "cluster.interface"), "it has no other"
+    assert only == Way("eth1", "192.168.7.5", "cluster.network_interface"), "it has no other"
 
 
 def test_an_address_of_this_machine_tells_its_interface() -> None:
     assert way_from("192.168.7.5", known=TABLE).interface == "eth1"
     assert way_from("127.0.1.1", known=TABLE).interface == "lo", "all of 127.0.0.0/8 is the loopback's"
     assert way_from("203.0.113.1", known=TABLE).interface is None
-    assert way_from("127.0.0.1", "eth1", TABLE) == Way("eth1", "192.168.7.5", "cluster.interface")
+    assert way_from("127.0.0.1", "eth1", TABLE) == Way("eth1", "192.168.7.5", "cluster.network_interface")
 
 
 def test_default_routes_are_those_to_addresses_that_nobody_has() -> None:
@@ -131,12 +131,12 @@ def test_default_routes_are_those_to_addresses_that_nobody_has() -> None:
 
 def test_what_the_user_has_set_is_told_with_what_counts() -> None:
     route = Way("eth0", "10.0.0.5", "by the route to 10.0.0.1")
-    named = Way("eth1", "192.168.7.5", "cluster.interface")
+    named = Way("eth1", "192.168.7.5", "cluster.network_interface")
     environment = {"GLOO_SOCKET_IFNAME": "ib0"}
     assert way_text(route, {}) == "eth0 (10.0.0.5), by the route to 10.0.0.1"
     assert way_text(route, environment) == "what is set: GLOO_SOCKET_IFNAME=ib0"
     assert way_text(named, environment) == (
-        "eth1 (192.168.7.5), cluster.interface, which counts before GLOO_SOCKET_IFNAME=ib0"
+        "eth1 (192.168.7.5), cluster.network_interface, which counts before GLOO_SOCKET_IFNAME=ib0"
     )
 
 

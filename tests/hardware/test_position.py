@@ -36,8 +36,8 @@ def file(tmp_path: Path) -> str:
 
 
 def test_the_users_word_counts_first_then_the_cluster_file_then_slurm(file: str) -> None:
-    named = ClusterSection(file=file, place="rack-3/switch-1")
-    assert position_of(named, SLURM, "a02") == Position("rack-3/switch-1", "cluster.place")
+    named = ClusterSection(file=file, topology_address="rack-3/switch-1")
+    assert position_of(named, SLURM, "a02") == Position("rack-3/switch-1", "cluster.topology_address")
     listed = position_of(ClusterSection(file=file), SLURM, "a02")
     assert listed == Position("0/1", f"number 2 of old's hosts in {file}")
     assert position_of(ClusterSection(), SLURM) == Position("s0.s4.node7", "SLURM_TOPOLOGY_ADDR")
@@ -53,7 +53,7 @@ def test_hosts_are_numbered_in_the_order_of_the_file_whatever_the_domain(file: s
 def test_a_machine_that_the_file_does_not_list_is_told(file: str) -> None:
     with pytest.raises(JobError, match="lists hosts, and this machine, c9, is none of them") as refused:
         position_of(ClusterSection(file=file), {}, "c9")
-    assert "cluster.place" in refused.value.hint
+    assert "cluster.topology_address" in refused.value.hint
 
 
 def test_a_file_without_hosts_says_nothing_of_places(tmp_path: Path) -> None:

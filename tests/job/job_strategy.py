@@ -34,7 +34,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         ),
     },
     ParallelSection: {
-        "share_moves": st.lists(
+        "batch_share_schedule": st.lists(
             st.tuples(st.integers(), st.lists(st.integers(1, 99), max_size=3)), max_size=2
         ),
     },

@@ -24,7 +24,7 @@ def test_a_key_says_what_it_allows() -> None:
     assert told["train.steps"].allowed == "a whole number > 0 and <= 1,000,000,000,000"
     assert told["train.momentum"].allowed == "a number >= 0 and < 1"
     assert told["train.precision"].allowed == "one of fp64, fp32, bf16, fp16"
-    assert told["parallel.shard"].choices == ("nothing", "optimizer", "gradients", "parameters")
+    assert told["parallel.shard"].choices == ("none", "optimizer", "gradients", "parameters")
     assert told["data.sources"].allowed == "a list of tables"
     assert told["data.sources.text"].allowed == "a list of text (at least one)"
     assert told["train.betas"].allowed == "[number, number]"

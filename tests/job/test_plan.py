@@ -50,7 +50,7 @@ def test_micro_batches_cover_the_rows_in_equal_number_on_every_rank_and_within_t
 shares = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 
 
-@given(shares, st.integers(0, 300), st.integers(1, 9), st.sampled_from(["nothing", "parameters"]))
+@given(shares, st.integers(0, 300), st.integers(1, 9), st.sampled_from(["none", "parameters"]))
 def test_uneven_shares_cover_the_batch_to_within_a_row_and_keep_to_the_micro_batch(
     shares: tuple[int, ...], batch: int, micro_batch: int, shard: Shard
 ) -> None:
@@ -61,7 +61,7 @@ def test_uneven_shares_cover_the_batch_to_within_a_row_and_keep_to_the_micro_bat
     for rank, share in enumerate(shares):
         assert abs(len(plan.rows(batch, rank)) - batch * share / sum(shares)) < 1
         own = max(math.ceil(len(plan.rows(batch, rank)) / micro_batch), 1)
-        assert len(parts[rank]) == (own if shard == "nothing" else equal) == plan.counts(batch)[rank]
+        assert len(parts[rank]) == (own if shard == "none" else equal) == plan.counts(batch)[rank]
         assert max(map(len, parts[rank])) <= micro_batch
     assert plan.most_rows(batch) == max(len(plan.rows(batch, rank)) for rank in range(len(shares)))
     assert [len(plan.rows(sum(shares), rank)) for rank in range(len(shares))] == list(shares)

@@ -77,7 +77,10 @@ def test_every_rank_has_a_place_of_its_own(sites: int, within: int, pp: int) -> 
 
 
 def test_a_plan_with_sites_goes_through_json() -> None:
-    plan = Plan(dp_replicate=2, synchronization=Synchronization("diloco", 2, 10, rate=0.7, momentum=0.9))
+    plan = Plan(
+        dp_replicate=2,
+        synchronization=Synchronization("diloco", 2, 10, outer_learning_rate=0.7, momentum=0.9),
+    )
     assert Plan.from_json(plan.to_json()) == plan
     assert "diloco between 2 sites every 10 steps" in str(plan)
 

@@ -73,7 +73,7 @@ def test_a_vision_model_is_built_with_whole_running_statistics() -> None:
 
 
 def test_a_factory_is_imported_from_the_working_directory_and_given_its_arguments(models_here: Path) -> None:
-    made = spec(factory="users_models:network", arguments={"width": 6, "depth": 2}, statistics_group=4)
+    made = spec(factory="users_models:network", arguments={"width": 6, "depth": 2}, batch_norm_group=4)
     assert (made.kind, made.layout, made.own_initialization) == ("custom", None, True)
     model = build_model(made, seed=1)
     assert [type(module).__name__ for module in model] == ["Linear", "Linear", "GroupedBatchNorm1d"]
@@ -139,7 +139,7 @@ def test_a_module_passed_in_python_is_used_as_it_is() -> None:
     assert made.make() is module
     assert (made.name, made.kind, made.own_initialization) == ("Sequential", "custom", True)
     assert couples_samples(module) == ["1"]
-    assert isinstance(custom_spec(module, statistics_group=2).make()[1], GroupedBatchNorm)
+    assert isinstance(custom_spec(module, batch_norm_group=2).make()[1], GroupedBatchNorm)
 
 
 def test_a_model_without_a_layout_says_what_it_can_still_do() -> None:

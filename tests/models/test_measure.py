@@ -33,7 +33,7 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 def resnet() -> Made:
-    sizes = vision_dimensions(ModelSection(preset="resnet-18", statistics_group=2), (3, 32, 32), 10)
+    sizes = vision_dimensions(ModelSection(preset="resnet-18", batch_norm_group=2), (3, 32, 32), 10)
     return build_vision(sizes), (torch.zeros(2, 3, 32, 32),)
 
 
@@ -323,7 +323,7 @@ def test_numbers_of_samples_do_not_matter() -> None:
 def test_normalisation_over_groups_is_counted_once() -> None:
     single, grouped = (
         section_workload(
-            ModelSection(preset="resnet-18", statistics_group=group),
+            ModelSection(preset="resnet-18", batch_norm_group=group),
             vocabulary=None,
             sequence_length=1,
             image_shape=(3, 32, 32),

@@ -394,7 +394,7 @@ def test_an_even_load_of_even_scores_has_the_least_balancing_loss() -> None:
 
 
 def test_capacity_keeps_an_experts_first_tokens_of_a_group_in_order_of_position() -> None:
-    dimensions = replace(MIXTRAL, experts_per_token=1, capacity=1.0, balance_group=2)
+    dimensions = replace(MIXTRAL, experts_per_token=1, capacity_factor=1.0, balance_group=2)
     routing = Routing(dimensions)
     logits = torch.zeros(4, 4, 4)
     logits[:2, :, 1] = 5.0  # all eight tokens of the first group want expert 1, which has room for two
@@ -407,7 +407,7 @@ def test_capacity_keeps_an_experts_first_tokens_of_a_group_in_order_of_position(
 
 
 def test_a_token_without_experts_passes_the_layer_as_zero() -> None:
-    layer, x = mixture(replace(MIXTRAL, capacity=0.25)), tokens(2, 8).requires_grad_()
+    layer, x = mixture(replace(MIXTRAL, capacity_factor=0.25)), tokens(2, 8).requires_grad_()
     _, chosen = layer.routing(layer.router(x))
     nowhere = (chosen == 4).all(-1)
     assert 0 < nowhere.sum() < nowhere.numel()
@@ -418,7 +418,9 @@ def test_a_token_without_experts_passes_the_layer_as_zero() -> None:
     assert bool((to_x[nowhere] == 0).all())
 
 
-@pytest.mark.parametrize("more", [{"capacity": 1.0}, {"balance": "loss", "balance_rate": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"capacity_factor": 1.0}, {"balance": "loss", "balance_rate": 0.1}], ids=str
+)
 def test_broken_groups_are_refused_in_training(more: dict[str, Any]) -> None:
     layer = mixture(replace(MIXTRAL, balance_group=2, **more))
     with pytest.raises(WanmaError, match=r"groups of 2 samples cannot take 3 rows") as error:

@@ -137,7 +137,7 @@ def test_a_family_needs_only_layers_hidden_and_heads() -> None:
         ({"preset": "lama-3-8b"}, "'lama-3-8b' is unknown. Did you mean 'llama-3-8b'"),
         ({"preset": "resnet-18"}, "'resnet-18' is no decoder"),
         ({"preset": "gpt-1m", "depth": 18}, "model.depth does not apply to a decoder"),
-        ({"preset": "gpt-1m", "statistics_group": 8}, "model.statistics_group does not apply"),
+        ({"preset": "gpt-1m", "batch_norm_group": 8}, "model.batch_norm_group does not apply"),
         ({"family": "decoder", "layers": 2}, "needs model.hidden, model.heads"),
         ({"preset": "gpt-1m", "hidden": 130}, "model.hidden = 130 is not divisible by model.heads = 4"),
         (
@@ -178,9 +178,9 @@ def test_the_kind_of_a_model_follows_from_its_section() -> None:
 
 @pytest.mark.parametrize("preset", VISION_PRESETS)
 def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
-    dimensions = vision_dimensions(ModelSection(preset=preset, statistics_group=16), (1, 28, 30), 10)
+    dimensions = vision_dimensions(ModelSection(preset=preset, batch_norm_group=16), (1, 28, 30), 10)
     assert (dimensions.channels, dimensions.height, dimensions.width, dimensions.classes) == (1, 28, 30, 10)
-    assert dimensions.statistics_group == 16
+    assert dimensions.batch_norm_group == 16
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_mixtures_preset_keeps_what_the_section_does_not_say() -> None:
     ("section", "told"),
     [
         ({**DECODER, "experts_per_token": 2}, r"model\.experts_per_token does not apply"),
-        ({**DECODER, "capacity": 1.5}, r"model\.capacity does not apply"),
+        ({**DECODER, "capacity_factor": 1.5}, r"model\.capacity_factor does not apply"),
         ({"preset": "gpt-1m", "balance": "bias"}, r"model\.balance does not apply"),
         ({**DECODER, "experts": 4, "experts_per_token": 5}, r"experts_per_token = 5, .* only 4 to choose"),
         ({**DECODER, "experts": 4, "dense_layers": 4}, r"dense_layers = 4 of model\.layers = 4"),

@@ -28,7 +28,7 @@ from wanma.models.model_spec import custom_spec
 )
 def test_a_model_that_cannot_be_spread_is_refused(model: Any, told: str, way_out: str) -> None:
     with pytest.raises(JobError) as refusal:
-        custom_spec(model, statistics_group=2)
+        custom_spec(model, batch_norm_group=2)
     assert told in str(refusal.value)
     assert way_out in str(refusal.value)
 

@@ -27,14 +27,14 @@ def test_the_cifar_network_is_convolution_16_convolution_32_linear_128_linear_10
 
 @pytest.mark.parametrize(("preset", "norms"), [("resnet-18", 20), ("resnet-50", 53)])
 def test_small_images_get_the_small_stem(preset: str, norms: int) -> None:
-    model = build(preset, (3, 32, 32), statistics_group=2)
+    model = build(preset, (3, 32, 32), batch_norm_group=2)
     assert model.conv1.weight.shape == (64, 3, 3, 3)
     assert len(noting_modules(model)) == norms
     assert model(torch.randn(4, 3, 32, 32)).shape == (4, 10)
 
 
 def test_large_images_get_the_stem_made_for_them() -> None:
-    model = build("resnet-18", (3, 128, 128), statistics_group=1)
+    model = build("resnet-18", (3, 128, 128), batch_norm_group=1)
     assert model.conv1.weight.shape == (64, 3, 7, 7)
     assert model.layer4(torch.randn(1, 256, 8, 8)).shape == (1, 512, 4, 4)
     assert model(torch.randn(1, 3, 128, 128)).shape == (1, 10)
@@ -44,7 +44,7 @@ def test_a_resnets_gradients_do_not_depend_on_micro_batches() -> None:
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     gradients = []
     for rows in (2, 4):
-        model = build("resnet-18", (3, 16, 16), statistics_group=2).double()
+        model = build("resnet-18", (3, 16, 16), batch_norm_group=2).double()
         for part in images.split(rows):
             model(part).square().sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})

@@ -156,7 +156,7 @@ def test_vision_models_have_their_published_sizes(
     preset: str, shape: tuple[int, int, int], classes: int, parameters: int, forward_multiply_adds: float
 ) -> None:
     section = (
-        ModelSection(preset=preset, statistics_group=2) if "res" in preset else ModelSection(preset=preset)
+        ModelSection(preset=preset, batch_norm_group=2) if "res" in preset else ModelSection(preset=preset)
     )
     workload = section_workload(
         section, vocabulary=None, sequence_length=1, image_shape=shape, classes=classes
@@ -175,7 +175,7 @@ def test_a_factory_has_no_workload_without_example_inputs() -> None:
 
 
 def test_measuring_a_users_module_leaves_it_as_it_was() -> None:
-    dimensions = vision_dimensions(ModelSection(preset="resnet-18", statistics_group=2), (3, 16, 16), 10)
+    dimensions = vision_dimensions(ModelSection(preset="resnet-18", batch_norm_group=2), (3, 16, 16), 10)
     model = build_vision(dimensions).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     module_workload(model, (torch.zeros(4, 3, 16, 16),))

@@ -197,7 +197,7 @@ RECOVERY = {
 
 @pytest.mark.parametrize("mode", ["plain", "quiet"])
 def test_a_recovery_is_one_message_on_every_console(run: RunDirectory, mode: str) -> None:
-    events = [{"kind": "start", "step": 1200, "steps": 3000, "again": True}, RECOVERY]
+    events = [{"kind": "start", "step": 1200, "steps": 3000, "is_restart": True}, RECOVERY]
     lines = [line for line in shown(run, mode, events) if "run directory" not in line]
     assert lines == [
         "warning: recovered from: rank 1 (node 0, a) failed: its process was killed by SIGKILL",
@@ -242,7 +242,7 @@ def test_a_recovery_on_fewer_machines_says_so_in_the_same_message(run: RunDirect
 
 
 def test_a_run_that_grows_says_what_it_took(run: RunDirectory) -> None:
-    event = {"kind": "growth", "source": "memory", "step": 20, "repeated_steps": 0, "seconds": 1.25}
+    event = {"kind": "resize", "source": "memory", "step": 20, "repeated_steps": 0, "seconds": 1.25}
     lines = shown(run, "plain", [{**event, "change": {**CHANGE, "machines": 4, "machines_before": 3}}])
     assert [line for line in lines if "run directory" not in line] == [
         "the run goes on with 4 of at most 4 machines (3 before): 4 ranks (dp_replicate 4), fp32, cpu -> "

@@ -141,7 +141,7 @@ def test_many_combinations(judge: Judge) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_layout_can_do_is_refused_with_the_cause(name: str, judge: Judge) -> None:
-    verdict = judge(Case((name,), layout="replicas", collectives="shared"))
+    verdict = judge(Case((name,), layout="replicas", collectives="shared_memory"))
     assert verdict.kind == "refused", verdict
     assert any(words in verdict.text for words in REFUSED[name].split("|")), verdict
 

@@ -19,7 +19,7 @@ STEPS = 3
 
 PLANS = {
     "zero 3": Plan(dp_shard=2, shard="parameters", micro_batch=2),
-    "tensor 2, sequence": Plan(tp=2, sequence=True, micro_batch=2),
+    "tensor 2, sequence": Plan(tp=2, sequence_parallel=True, micro_batch=2),
     "pipeline 2": Plan(pp=2, micro_batch=2),
     "tensor 2 × zero 3": Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=2, recompute="full"),
 }
@@ -79,11 +79,11 @@ def follows(one: Outcome, other: Outcome, start: Outcome) -> None:
 
 
 OTHERS = {
-    "a ring of 2": ("qwen3", Plan(cp=2, context="ring", micro_batch=2)),
-    "all-to-all 2": ("gpt2", Plan(cp=2, context="all_to_all", micro_batch=2)),
-    "tensor 2 × pipeline 2": ("llama", Plan(tp=2, sequence=True, pp=2, micro_batch=2)),
-    "tied, tensor 2 × pipeline 2": ("gpt2", Plan(tp=2, sequence=True, pp=2, micro_batch=2)),
-    "tensor 4, more than key/value heads": ("qwen2", Plan(tp=4, sequence=True, micro_batch=3)),
+    "a ring of 2": ("qwen3", Plan(cp=2, cp_method="ring", micro_batch=2)),
+    "all-to-all 2": ("gpt2", Plan(cp=2, cp_method="all_to_all", micro_batch=2)),
+    "tensor 2 × pipeline 2": ("llama", Plan(tp=2, sequence_parallel=True, pp=2, micro_batch=2)),
+    "tied, tensor 2 × pipeline 2": ("gpt2", Plan(tp=2, sequence_parallel=True, pp=2, micro_batch=2)),
+    "tensor 4, more than key/value heads": ("qwen2", Plan(tp=4, sequence_parallel=True, micro_batch=3)),
     "experts 2": ("qwen3_moe", Plan(dp_shard=2, shard="parameters", ep=2, micro_batch=2)),
     "experts 2 × tensor 2": ("mixtral", Plan(dp_shard=2, shard="gradients", ep=2, tp=2, micro_batch=2)),
 }

@@ -47,9 +47,9 @@ PLANS = {
     "2 ranks ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=2),
     "2 ranks ZeRO 3, recomputing": Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="selective"),
     "tensor 2": Plan(tp=2, micro_batch=3),
-    "tensor 4, sequence": Plan(tp=4, sequence=True, micro_batch=6),
+    "tensor 4, sequence": Plan(tp=4, sequence_parallel=True, micro_batch=6),
     "pipeline 2 × replicate 2": Plan(pp=2, dp_replicate=2, micro_batch=1),
-    "context 2 × tensor 2": Plan(cp=2, tp=2, sequence=True, micro_batch=3),
+    "context 2 × tensor 2": Plan(cp=2, tp=2, sequence_parallel=True, micro_batch=3),
 }
 LORA = {"lora_rank": 3, "lora_targets": ["*.attention.*", "*.feed_forward.*"]}
 

@@ -37,15 +37,15 @@ EVERYTHING = {
     "balance": "bias",
     "balance_rate": 0.01,
 }
-BALANCED_BY_LOSS = {**EVERYTHING, "balance": "loss", "balance_rate": 0.1, "capacity": 0.9}
+BALANCED_BY_LOSS = {**EVERYTHING, "balance": "loss", "balance_rate": 0.1, "capacity_factor": 0.9}
 
 PLANS: dict[str, tuple[dict[str, Any], Plan]] = {
     "tensor": (EVERYTHING, Plan(tp=2, micro_batch=4)),
     "tensor of 4": (EVERYTHING, Plan(tp=4, micro_batch=7)),
-    "sequence": (EVERYTHING, Plan(tp=2, sequence=True, micro_batch=4)),
+    "sequence": (EVERYTHING, Plan(tp=2, sequence_parallel=True, micro_batch=4)),
     "ring": (EVERYTHING, Plan(cp=2, micro_batch=4)),
     "ring, capacity": (BALANCED_BY_LOSS, Plan(cp=2, micro_batch=4)),
-    "all-to-all": (EVERYTHING, Plan(cp=2, context="all_to_all", micro_batch=4)),
+    "all-to-all": (EVERYTHING, Plan(cp=2, cp_method="all_to_all", micro_batch=4)),
     "experts": (EVERYTHING, Plan(dp_replicate=2, ep=2, micro_batch=2)),
     "experts in replicas": (EVERYTHING, Plan(dp_replicate=4, ep=2, micro_batch=2)),
     "pipeline": (EVERYTHING, Plan(pp=2, micro_batch=2)),

@@ -66,7 +66,7 @@ LAYOUTS = {
     "tensor × pipeline": Plan(tp=2, pp=2, micro_batch=2),
     "interleaved": Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, micro_batch=2),
     "ZBV": Plan(pp=2, schedule="zbv", virtual_stages=2, micro_batch=2),
-    "sequence × ZeRO 3": Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=2),
+    "sequence × ZeRO 3": Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="parameters", micro_batch=2),
     "ring × ZeRO 3": Plan(cp=2, dp_shard=2, shard="parameters", micro_batch=2),
     "experts × ZeRO 3 of 4": Plan(dp_shard=4, ep=2, shard="parameters", micro_batch=2),
     "experts × tensor": Plan(dp_replicate=2, tp=2, ep=2, micro_batch=2),

@@ -189,7 +189,7 @@ def test_a_search_finds_the_best_plan_also_where_data_or_saves_are_waited_for(
         devices=(4,),
         schedules=(("1f1b", 1),),
         compile=(False,),
-        context=("ring",),
+        cp_method=("ring",),
         cp=(1,),
     )
     fastest = min(step.seconds for plan in plans(space, of.workload) if (step := time(of, plan)) is not None)

@@ -89,7 +89,7 @@ def test_state_that_no_device_holds_is_shared() -> None:
 
 
 def test_what_the_job_says_is_kept() -> None:
-    said = {"tp": 2, "shard": "optimizer", "micro_batch": 2, "sequence": False, "recompute": "full"}
+    said = {"tp": 2, "shard": "optimizer", "micro_batch": 2, "sequence_parallel": False, "recompute": "full"}
     plan = planned(job({"auto": True, **FEW, **said})).plan
     for key, value in said.items():
         assert getattr(plan, key) == value
@@ -174,7 +174,7 @@ def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them
     allowed = find_plans(allows, slow, workload, SMALL)
     assert exact.best is not None
     assert allowed.best is not None
-    assert all(one.plan.compression == "nothing" for one in exact.candidates)
+    assert all(one.plan.compression == "none" for one in exact.candidates)
     assert allowed.best.plan.compression == "int8"
     assert allowed.best.plan.approximate == ("compression",)
     assert allowed.best.seconds < exact.best.seconds
@@ -321,7 +321,7 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
 
 
 def test_a_module_that_normalises_over_groups_of_samples_gets_micro_batches_of_whole_ones() -> None:
-    asked = job({"auto": True}, train={"global_batch": 24}, model={"factory": "a:b", "statistics_group": 4})
+    asked = job({"auto": True}, train={"global_batch": 24}, model={"factory": "a:b", "batch_norm_group": 4})
 
     def whole(together: int) -> list[bool]:
         module = replace(decoder_workload(SMALL, SEQUENCE), samples_together=together)
@@ -335,9 +335,9 @@ def test_a_module_that_normalises_over_groups_of_samples_gets_micro_batches_of_w
 
 
 def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
-    asked = job({"auto": True}, train={"global_batch": 18}, model={"factory": "a:b", "statistics_group": 4})
+    asked = job({"auto": True}, train={"global_batch": 18}, model={"factory": "a:b", "batch_norm_group": 4})
     module = replace(decoder_workload(SMALL, SEQUENCE), samples_together=4)
-    with pytest.raises(JobError, match=r"model\.statistics_group = 4 samples share one statistic") as refusal:
+    with pytest.raises(JobError, match=r"model\.batch_norm_group = 4 samples share one statistic") as refusal:
         automatic(asked, H100, module)
     assert "make train.global_batch a multiple of 4" in refusal.value.hint
 

@@ -60,12 +60,24 @@ def planned(asked: Job) -> Plan:
             {"pp": 2, "micro_batch": 2},
             r"gives data rank 0 2 samples, and .* makes them 1 micro-batches",
         ),
-        ([], {"share_moves": [[2, [1, 2, 5]]]}, r"share_moves = \[\[2, \[1, 2, 5\]\]\] has 3 numbers for 2"),
-        ([], {"share_moves": [[2, [1, 99]]]}, r"shares \[1, 99\] .* give data rank 0 no sample"),
-        ([], {"share_moves": [[0, [1, 3]]]}, r"the steps must rise from 1 on \(given: \[0\]\)"),
-        ([], {"share_moves": [[3, [1, 3]], [3, [1, 1]]]}, r"must rise from 1 on \(given: \[3, 3\]\)"),
-        ([], {"share_moves": [[3, [1, 3]]], "balance": "on"}, r"both say when shares of the batch move"),
-        ([], {"dp_replicate": 1, "balance": "on"}, r"nobody to give samples to"),
+        (
+            [],
+            {"batch_share_schedule": [[2, [1, 2, 5]]]},
+            r"batch_share_schedule = \[\[2, \[1, 2, 5\]\]\] has 3 numbers for 2",
+        ),
+        ([], {"batch_share_schedule": [[2, [1, 99]]]}, r"shares \[1, 99\] .* give data rank 0 no sample"),
+        ([], {"batch_share_schedule": [[0, [1, 3]]]}, r"the steps must rise from 1 on \(given: \[0\]\)"),
+        (
+            [],
+            {"batch_share_schedule": [[3, [1, 3]], [3, [1, 1]]]},
+            r"must rise from 1 on \(given: \[3, 3\]\)",
+        ),
+        (
+            [],
+            {"batch_share_schedule": [[3, [1, 3]]], "load_balancing": "on"},
+            r"both say when shares of the batch move",
+        ),
+        ([], {"dp_replicate": 1, "load_balancing": "on"}, r"nobody to give samples to"),
     ],
 )
 def test_shares_that_fit_no_layout_are_refused(
@@ -77,11 +89,11 @@ def test_shares_that_fit_no_layout_are_refused(
 
 
 def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() -> None:
-    asked = job([], balance="on")
+    asked = job([], load_balancing="on")
     fixed = asked.model_copy(update={"train": asked.train.model_copy(update={"deterministic": True})})
     with pytest.raises(JobError, match="which no two runs have alike") as refusal:
         layout(fixed, LAPTOP)
-    assert "parallel.share_moves repeats" in refusal.value.hint
+    assert "parallel.batch_share_schedule repeats" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,7 @@ def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() ->
 def test_balance_needs_times_without_waiting(plan: Plan, reason: str | None) -> None:
     told = why_not_timed(plan)
     assert told is None if reason is None else told is not None and reason in told
-    refused = not_runnable(job([], balance="on"), plan, LAPTOP)
+    refused = not_runnable(job([], load_balancing="on"), plan, LAPTOP)
     assert (refused is None) == (reason is None)
     assert not_runnable(job([]), plan, LAPTOP) is None
 
@@ -135,7 +147,7 @@ def test_a_run_asks_whether_it_can_go_on_with_other_shares(
 
 def test_samples_that_share_a_statistic_stay_together_on_every_rank() -> None:
     """Shares of 3 to 1 give the ranks 12 and 4 of 16 samples, which are whole groups of 4."""
-    model = {"preset": "resnet18", "statistics_group": 4}
+    model = {"preset": "resnet18", "batch_norm_group": 4}
     workload = Workload((Layer("all", 1, 1, 1.0, 1.0),), 1)
     plans = {}
     for one in ((3, 1), (5, 3)):
@@ -150,7 +162,7 @@ def test_shares_that_may_move_are_forecast_to_add_up_gradients() -> None:
     """One micro-batch each, as it begins; a rank that gets more samples will have two."""
     needed = {}
     for balance in ("off", "on"):
-        asked = job([], dp_replicate=1, dp_shard=2, shard="optimizer", micro_batch=4, balance=balance)
+        asked = job([], dp_replicate=1, dp_shard=2, shard="optimizer", micro_batch=4, load_balancing=balance)
         dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
         workload = decoder_workload(dimensions, 64)
         found = complete(asked, layout(asked, LAPTOP), LAPTOP, workload, dimensions)

@@ -47,26 +47,28 @@ def job(train: dict[str, Any] | None = None, cluster: dict[str, Any] | None = No
 
 def test_diloco_has_the_papers_numbers_where_a_job_does_not_say() -> None:
     plan = layout(job(synchronize="diloco"), LAPTOP)
-    assert plan.synchronization == Synchronization("diloco", 2, 100, rate=0.7, momentum=0.9)
+    assert plan.synchronization == Synchronization("diloco", 2, 100, outer_learning_rate=0.7, momentum=0.9)
     assert plan.approximate == ("diloco",)
     assert not_runnable(job(synchronize="diloco"), plan, LAPTOP, (2, 13)) is None
 
 
 def test_local_sgd_takes_the_mean() -> None:
     plan = layout(job(synchronize="local_sgd", synchronize_every=8, synchronous_steps=3), LAPTOP)
-    assert plan.synchronization == Synchronization("local_sgd", 2, 8, 3, rate=1.0, momentum=0.0)
+    assert plan.synchronization == Synchronization(
+        "local_sgd", 2, 8, 3, outer_learning_rate=1.0, momentum=0.0
+    )
 
 
 def test_fragments_are_mixed_in_half_and_half() -> None:
     plan = layout(job(synchronize="diloco", fragments=4, overlap_steps=5), LAPTOP)
     assert plan.synchronization is not None
     assert (plan.synchronization.fragments, plan.synchronization.overlap_steps) == (4, 5)
-    assert plan.synchronization.mix == 0.5
+    assert plan.synchronization.overlap_mixing_factor == 0.5
 
 
 def test_gradients_are_one_step_late() -> None:
-    plan = layout(job(synchronize="stale", dp_replicate=4, sites=2), LAPTOP)
-    assert plan.synchronization == Synchronization("stale", 2, staleness=1)
+    plan = layout(job(synchronize="delayed", dp_replicate=4, sites=2), LAPTOP)
+    assert plan.synchronization == Synchronization("delayed", 2, staleness=1)
 
 
 def test_without_sites_a_plan_is_exact() -> None:
@@ -89,16 +91,24 @@ def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> Non
     ("keys", "message", "way_out"),
     [
         ({"synchronize_every": 5}, "synchronize_every = 5 says nothing", "'local_sgd' or 'diloco'"),
-        ({"synchronize": "local_sgd", "outer_rate": 0.5}, "outer_rate = 0.5 says nothing", "'diloco'"),
-        ({"synchronize": "stale", "fragments": 2}, "fragments = 2 says nothing", "'local_sgd' or 'diloco'"),
-        ({"synchronize": "diloco", "staleness": 2}, "staleness = 2 says nothing", "'stale'"),
-        ({"synchronize": "diloco", "overlap_mix": 0.1}, "overlap_mix = 0.1", "overlap_steps"),
+        (
+            {"synchronize": "local_sgd", "outer_learning_rate": 0.5},
+            "outer_learning_rate = 0.5 says nothing",
+            "'diloco'",
+        ),
+        ({"synchronize": "delayed", "fragments": 2}, "fragments = 2 says nothing", "'local_sgd' or 'diloco'"),
+        ({"synchronize": "diloco", "staleness": 2}, "staleness = 2 says nothing", "'delayed'"),
+        (
+            {"synchronize": "diloco", "overlap_mixing_factor": 0.1},
+            "overlap_mixing_factor = 0.1",
+            "overlap_steps",
+        ),
         ({"synchronize": "diloco", "sites": 3}, "sites = 3 does not divide", "multiple of 3"),
         ({"synchronize": "diloco", "fragments": 101}, "fragments = 101", "at most 100"),
         ({"synchronize": "diloco", "overlap_steps": 100}, "overlap_steps = 100", "below 100"),
         ({"synchronize": "diloco", "auto": True}, "parallel = 'auto'", "sizes of the axes"),
         ({"synchronize": "diloco", "outer_offload": "host"}, "outer_offload = 'host'", "leave"),
-        ({"synchronize": "stale", "offload_parameters": "disk"}, "offload_parameters = 'disk'", "dp_shard"),
+        ({"synchronize": "delayed", "offload_parameters": "disk"}, "offload_parameters = 'disk'", "dp_shard"),
         ({"synchronize": "diloco", "offload_optimizer": "disk"}, "offload_optimizer = 'disk'", "dp_shard"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -113,7 +123,7 @@ def test_what_cannot_be_is_refused_with_its_keys(keys: dict[str, Any], message: 
 def test_an_average_of_an_average_is_refused() -> None:
     with pytest.raises(JobError, match=r"train.weight_average = 0.9"):
         layout(job({"weight_average": 0.9}, synchronize="diloco"), LAPTOP)
-    layout(job({"weight_average": 0.9}, synchronize="stale"), LAPTOP)
+    layout(job({"weight_average": 0.9}, synchronize="delayed"), LAPTOP)
 
 
 def test_sites_lie_on_whole_machines_or_machines_in_whole_sites() -> None:
@@ -127,7 +137,7 @@ def test_sites_lie_on_whole_machines_or_machines_in_whole_sites() -> None:
 
 
 FAR = Plan(dp_replicate=16, micro_batch=1, precision="bf16", device="cuda", compile=False)
-EVERY_100 = Synchronization("diloco", 2, 100, rate=0.7, momentum=0.9)
+EVERY_100 = Synchronization("diloco", 2, 100, outer_learning_rate=0.7, momentum=0.9)
 
 
 def step_seconds(plan: Plan) -> float:
@@ -152,7 +162,7 @@ def test_what_goes_between_sites_is_forecast_as_often_as_it_goes() -> None:
 
 def test_what_runs_beside_steps_is_not_waited_for_and_small_numbers_travel_faster() -> None:
     plain = replace(EVERY_100, every=2)
-    beside = replace(plain, overlap_steps=1, mix=0.5)
+    beside = replace(plain, overlap_steps=1, overlap_mixing_factor=0.5)
     rounded = replace(plain, compression="int8")
     seconds = [data_seconds(replace(FAR, synchronization=one)) for one in (plain, beside, rounded)]
     assert seconds[1] < seconds[0]
@@ -196,7 +206,7 @@ def state(plan: Plan) -> State:
         (Synchronization("local_sgd", 2, 100), 1.0, 0.0),
         (replace(EVERY_100, fragments=4, overlap_steps=5), 2.25, 0.0),
         (replace(EVERY_100, offload="host"), 0.0, 2.0),
-        (Synchronization("stale", 2, staleness=2), 3.0, 0.0),
+        (Synchronization("delayed", 2, staleness=2), 3.0, 0.0),
     ],
     ids=str,
 )

@@ -91,7 +91,7 @@ def test_ranks_of_a_machine_share_its_cores() -> None:
 def test_dp_shard_shards_parameters_unless_the_job_says_less() -> None:
     assert layout(job(parallel={"dp_shard": 2}), LAPTOP).shard == "parameters"
     assert layout(job(parallel={"dp_shard": 2, "shard": "optimizer"}), LAPTOP).shard == "optimizer"
-    assert layout(job(parallel={"dp_replicate": 2}), LAPTOP).shard == "nothing"
+    assert layout(job(parallel={"dp_replicate": 2}), LAPTOP).shard == "none"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Cluster, str]] = {
@@ -108,9 +108,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Cluster, str]] = {
         r"parallel\.shard = 'optimizer' .*parallel\.dp_shard = 1",
     ),
     "shards of nothing": (
-        {"parallel": {"dp_shard": 2, "shard": "nothing"}},
+        {"parallel": {"dp_shard": 2, "shard": "none"}},
         LAPTOP,
-        r"parallel\.shard = 'nothing' with parallel\.dp_shard = 2",
+        r"parallel\.shard = 'none' with parallel\.dp_shard = 2",
     ),
     "fewer samples than ranks": (
         {"parallel": {"dp_replicate": 4}, "train": {"global_batch": 3}},
@@ -184,10 +184,10 @@ def test_the_smallest_batch_of_a_ramp_bounds_the_micro_batch() -> None:
 
 
 def test_batch_normalisation_gets_whole_groups() -> None:
-    model = {"preset": "resnet-18", "statistics_group": 4}
+    model = {"preset": "resnet-18", "batch_norm_group": 4}
     plan = planned(BOX, model=model, train={"global_batch": 24}, parallel={"dp_replicate": 2}).plan
     assert all(len(run) % 4 == 0 for rank in (0, 1) for run in plan.micro_batches(24, rank))
-    with pytest.raises(JobError, match=r"model\.statistics_group = 4") as refusal:
+    with pytest.raises(JobError, match=r"model\.batch_norm_group = 4") as refusal:
         planned(BOX, model=model, train={"global_batch": 12}, parallel={"dp_replicate": 2})
     assert "multiple of 8" in refusal.value.hint
 
@@ -212,7 +212,7 @@ def test_experts_balanced_over_several_samples_get_whole_groups() -> None:
 def test_a_factory_trains_a_ranks_samples_in_one_micro_batch_so_that_groups_stay_whole() -> None:
     plan = planned(
         workload=None,
-        model={"factory": "a:b", "statistics_group": 4},
+        model={"factory": "a:b", "batch_norm_group": 4},
         train={"global_batch": 24},
         parallel={"dp_replicate": 2},
     ).plan

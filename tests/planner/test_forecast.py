@@ -14,7 +14,7 @@ from wanma.planner.forecast.plan_forecast import forecast, where_time_goes, with
 from wanma.planner.forecast.run_cost import run_cost
 from wanma.planner.forecast.step_overhead import HANDED_SECONDS
 
-PLAN = Plan(dp_shard=4, tp=2, sequence=True, shard="parameters", precision="bf16", device="cuda")
+PLAN = Plan(dp_shard=4, tp=2, sequence_parallel=True, shard="parameters", precision="bf16", device="cuda")
 
 
 def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:

@@ -85,7 +85,7 @@ def test_the_smallest_cluster_is_the_first_on_which_the_leanest_plan_fits() -> N
 
 def test_no_number_of_machines_is_enough_for_a_rank_that_cannot_be_cut() -> None:
     one_block = DecoderDimensions(1, 65536, 1, 1, 262144, 64)
-    asked = job(batch=1, length=64, tp=1, shard="nothing")
+    asked = job(batch=1, length=64, tp=1, shard="none")
     assert smallest_cluster(asked, BOX, decoder_workload(one_block, 64), one_block) is None
     assert "devices with more memory" in refused(asked, BOX, one_block).hint
 
@@ -145,9 +145,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Cluster, str]] = {
         r"parallel\.stage_cuts = \[1, 2\]: 2 stages need 1 cuts, not 2",
     ),
     "shared state of which nothing is shared": (
-        {"shard": "nothing", "dp_shard": 4},
+        {"shard": "none", "dp_shard": 4},
         BOX,
-        r"parallel\.shard = 'nothing' with parallel\.dp_shard = 4",
+        r"parallel\.shard = 'none' with parallel\.dp_shard = 4",
     ),
     "a backward that is taken apart and recomputes": (
         {"pp": 2, "schedule": "zbv", "recompute": "full"},

@@ -105,7 +105,13 @@ def test_the_cost_is_every_copy_of_the_state_over_the_machines_and_a_restart() -
 def test_a_job_that_fixes_its_layout_keeps_all_but_its_data_axes() -> None:
     fixed = job({"tp": 2, "dp_shard": 16, "shard": "optimizer", "micro_batch": 8})
     running = Plan(
-        tp=2, dp_shard=16, shard="optimizer", sequence=True, micro_batch=8, precision="bf16", device="cuda"
+        tp=2,
+        dp_shard=16,
+        shard="optimizer",
+        sequence_parallel=True,
+        micro_batch=8,
+        precision="bf16",
+        device="cuda",
     )
     decision = replan(problem_of(fixed, FOUR, WORKLOAD, MODEL), running, TWO, 1000)
     plan = decision.plan
@@ -160,7 +166,13 @@ def test_without_rates_but_with_a_measured_step_more_devices_are_taken_for_what_
     fixed = job({"tp": 2, "dp_shard": 8, "shard": "optimizer"}, nodes=2)
     problem = problem_of(fixed, mystery(2), WORKLOAD, MODEL)
     running = Plan(
-        tp=2, dp_shard=8, shard="optimizer", sequence=True, micro_batch=8, precision="bf16", device="cuda"
+        tp=2,
+        dp_shard=8,
+        shard="optimizer",
+        sequence_parallel=True,
+        micro_batch=8,
+        precision="bf16",
+        device="cuda",
     )
     decision = replan(problem, running, mystery(3), 1000, step_seconds=6.0)
     assert decision.changes

@@ -86,12 +86,12 @@ def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:
             "dp_replicate": 2,
             "compression": "topk",
             "compression_share": 0.02,
-            "compression_groups": [{"match": "*norm*", "compression": "nothing"}],
+            "compression_groups": [{"match": "*norm*", "compression": "none"}],
         }
     )
     plan = layout(asked, LAPTOP)
     assert (plan.compression, plan.compression_share, plan.approximate) == ("topk", 0.02, ("compression",))
-    assert plan.compression_of("layers.0.norm.weight") == "nothing"
+    assert plan.compression_of("layers.0.norm.weight") == "none"
     assert plan.compression_of("layers.0.up.weight") == "topk"
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
@@ -104,9 +104,9 @@ def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:
     [
         (Plan(cp=2), 6, 8),
         (Plan(cp=4), 20, 24),
-        (Plan(cp=4, context="all_to_all"), 22, 20),
-        (Plan(cp=2, tp=2, sequence=True, context="all_to_all"), 6, 8),
-        (Plan(cp=2, tp=3, sequence=True), 18, 24),
+        (Plan(cp=4, cp_method="all_to_all"), 22, 20),
+        (Plan(cp=2, tp=2, sequence_parallel=True, cp_method="all_to_all"), 6, 8),
+        (Plan(cp=2, tp=3, sequence_parallel=True), 18, 24),
     ],
     ids=str,
 )
@@ -142,12 +142,12 @@ def test_a_factorys_model_declares_no_attention_to_share() -> None:
 def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
     decoder = DecoderDimensions(2, 48, 6, 2, 64, 320)
     check_dimensions(Plan(cp=4), decoder)
-    check_dimensions(Plan(cp=3, tp=2, context="all_to_all"), decoder)
+    check_dimensions(Plan(cp=3, tp=2, cp_method="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"parallel.cp = 4 .*'all_to_all' cannot share model.heads = 6"):
-        check_dimensions(Plan(cp=4, context="all_to_all"), decoder)
+        check_dimensions(Plan(cp=4, cp_method="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"model.heads = 6 after parallel.tp = 2") as error:
-        check_dimensions(Plan(cp=2, tp=2, context="all_to_all"), decoder)
-    assert "parallel.context = 'ring'" in error.value.hint
+        check_dimensions(Plan(cp=2, tp=2, cp_method="all_to_all"), decoder)
+    assert "parallel.cp_method = 'ring'" in error.value.hint
 
 
 # ------------------------------------------------------------------ tensor and sequence parallel
@@ -155,7 +155,7 @@ def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "refused", "accepted"),
-    [(Plan(tp=2, sequence=True), 33, 34), (Plan(tp=3, sequence=True), 32, 33)],
+    [(Plan(tp=2, sequence_parallel=True), 33, 34), (Plan(tp=3, sequence_parallel=True), 32, 33)],
     ids=str,
 )
 def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: int, accepted: int) -> None:
@@ -164,7 +164,7 @@ def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: i
         JobError, match=rf"data.sequence_length = {refused} .*parallel.tp = {plan.tp}"
     ) as error:
         check_axes(job(data=text(refused)), plan, LAPTOP)
-    assert f"a multiple of {plan.tp}, or set parallel.sequence = false" in error.value.hint
+    assert f"a multiple of {plan.tp}, or set parallel.sequence_parallel = false" in error.value.hint
     check_axes(job(data=text(refused)), Plan(tp=plan.tp), LAPTOP)  # the activations are whole
 
 

@@ -24,7 +24,9 @@ def with_snapshots(wanted: Any, nodes: int = 1, partner: Any = "auto") -> Job:
     plain = job()
     return plain.model_copy(
         update={
-            "checkpoint": plain.checkpoint.model_copy(update={"snapshots": wanted, "partner": partner}),
+            "checkpoint": plain.checkpoint.model_copy(
+                update={"in_memory_every_steps": wanted, "partner": partner}
+            ),
             "cluster": plain.cluster.model_copy(update={"nodes": nodes}),
         }
     )
@@ -36,7 +38,7 @@ def with_snapshots(wanted: Any, nodes: int = 1, partner: Any = "auto") -> Job:
         (Plan(), 1, 1),
         (Plan(dp_replicate=4), 1, 4),
         (Plan(dp_shard=4, shard="parameters"), 1, 4),
-        (Plan(dp_shard=4, shard="nothing"), 1, 4),
+        (Plan(dp_shard=4, shard="none"), 1, 4),
         (Plan(dp_replicate=4), 2, 2),  # each machine has all of it
         (Plan(dp_replicate=2, dp_shard=2, shard="parameters"), 2, 2),
         (Plan(dp_shard=4, shard="parameters"), 2, 4),
@@ -83,7 +85,7 @@ def test_averaged_weights_and_wider_ones_count() -> None:
 def test_nothing_is_taken_where_there_are_none() -> None:
     assert snapshot_bytes(with_snapshots("off"), WORKLOAD, Plan()) == 0
     assert snapshot_bytes(job(), WORKLOAD, Plan(offload_optimizer="disk")) == 0
-    never_again = job().model_copy(update={"cluster": job().cluster.model_copy(update={"retries": 0})})
+    never_again = job().model_copy(update={"cluster": job().cluster.model_copy(update={"max_restarts": 0})})
     assert snapshot_bytes(never_again, WORKLOAD, Plan()) == 0
 
 
@@ -105,6 +107,6 @@ def test_only_a_job_that_insists_on_them_is_refused_where_they_do_not_fit(device
         small = replace(one.cluster, nodes=(replace(node, memory_bytes=int(memory)),))
         why = host_overflow(replace(one, cluster=small), plan, needed)
         assert (why is None) == fits
-        assert fits or "of it as checkpoint.snapshots)" in str(why)
+        assert fits or "of it as checkpoint.in_memory_every_steps)" in str(why)
         enough = replace(one.cluster, nodes=(replace(node, memory_bytes=int(1.2 * memory)),))
         assert host_overflow(replace(one, cluster=enough), plan, needed) is None

@@ -29,7 +29,7 @@ from wanma.planner.forecast.run_cost import run_cost, run_seconds
 from wanma.planner.memory.in_memory_checkpoints import steps_between
 
 GPUS = 16_384
-PLAN = Plan(dp_replicate=GPUS // 8, tp=8, sequence=True, precision="bf16", device="cuda")
+PLAN = Plan(dp_replicate=GPUS // 8, tp=8, sequence_parallel=True, precision="bf16", device="cuda")
 STEP = StepTime(6.0, compute=5.0, optimizer=1.0)
 IMAGE = 3 * 4 * plain_problem().workload.parameters / 8
 """State of a rank: weights and AdamW's two moments in fp32; a node's eight ranks hold one copy."""
@@ -49,7 +49,7 @@ def problem(nodes: int = GPUS // 8, days: float | None = None, **checkpoint: Any
 
 
 def test_llama_3_s_machines_fail_every_three_hours_and_a_failure_costs_what_the_closed_form_says() -> None:
-    given = problem(snapshots=10, every_steps=100)
+    given = problem(in_memory_every_steps=10, every_steps=100)
     found = useful_time(given, PLAN, STEP)
     assert found.seconds_between_failures == pytest.approx(54 * DAY / 419)
     recovery, intervals = places(given, PLAN, STEP)
@@ -67,14 +67,14 @@ def test_the_places_are_those_that_the_job_keeps() -> None:
     host = problem().machine.host
     copied = IMAGE / host.link_bytes_per_second
     sent = IMAGE / problem().machine.links[-1].bandwidth_bytes_per_second
-    recovery, intervals = places(problem(snapshots=1, every_steps=100), PLAN, STEP)
+    recovery, intervals = places(problem(in_memory_every_steps=1, every_steps=100), PLAN, STEP)
     assert recovery.memory == Copy(0.0, MEMORY_SECONDS + copied, copied)
     assert recovery.partner == Copy(0.0, PARTNER_SECONDS + sent + copied, copied + sent)
     assert recovery.disk.restore_seconds == DISK_SECONDS + recovery.disk.lag_seconds
     assert intervals == (6.0, 6.0, 600.0)
-    alone, intervals = places(problem(snapshots=1, partner=False), PLAN, STEP)
+    alone, intervals = places(problem(in_memory_every_steps=1, partner=False), PLAN, STEP)
     assert (alone.partner, len(intervals)) == (None, 2)
-    nothing, intervals = places(problem(snapshots="off", every_steps=0), PLAN, STEP)
+    nothing, intervals = places(problem(in_memory_every_steps="off", every_steps=0), PLAN, STEP)
     assert (nothing.memory, intervals) == (None, (600_000.0,))  # saved at the end alone
 
 
@@ -93,7 +93,7 @@ def test_processors_wait_for_their_copies_which_are_as_frequent_as_they_may_cost
 
 def test_copies_in_memory_that_are_no_more_frequent_than_those_on_disk_cost_and_restore_nothing() -> None:
     plan = replace(PLAN, device="cpu")
-    recovery, intervals = places(problem(snapshots=200, every_steps=100), plan, STEP)
+    recovery, intervals = places(problem(in_memory_every_steps=200, every_steps=100), plan, STEP)
     assert recovery == Recovery(
         Copy(IMAGE / 6.5e9 / 2, recovery.disk.restore_seconds, recovery.disk.lag_seconds)
     )
@@ -101,7 +101,7 @@ def test_copies_in_memory_that_are_no_more_frequent_than_those_on_disk_cost_and_
 
 
 def test_a_cluster_file_s_own_figure_counts_for_a_machine_with_all_its_devices() -> None:
-    given = problem(days=100.0, snapshots="off")
+    given = problem(days=100.0, in_memory_every_steps="off")
     (node,) = given.cluster.nodes
     assert failures_of(node).seconds_between(8) == pytest.approx(100 * DAY)
     assert useful_time(given, PLAN, STEP).seconds_between_failures == pytest.approx(100 * DAY / 2048)
@@ -118,7 +118,7 @@ def test_a_part_of_a_machine_counts_whole_and_its_idle_devices_fail_for_nobody()
 
 
 def test_days_energy_and_price_of_the_run_hold_with_its_failures() -> None:
-    given = problem(days=40.0, snapshots=10, every_steps=100)
+    given = problem(days=40.0, in_memory_every_steps=10, every_steps=100)
     (node,) = given.cluster.nodes
     devices = tuple(replace(one, power_watts=700.0) for one in node.devices)
     priced = replace(node, devices=devices, power_watts=10_000.0, price_per_hour=30.0)
@@ -139,7 +139,7 @@ def test_days_energy_and_price_of_the_run_hold_with_its_failures() -> None:
 
 
 def test_a_run_that_would_never_end_is_told_and_not_forecast() -> None:
-    given = problem(days=2.0, snapshots="off", every_steps=0)
+    given = problem(days=2.0, in_memory_every_steps="off", every_steps=0)
     found = forecast(given, PLAN)
     assert found.step is not None
     assert found.run is None
@@ -154,11 +154,11 @@ def test_a_run_that_would_never_end_is_told_and_not_forecast() -> None:
 def test_no_more_than_all_is_useful_and_daly_s_interval_is_about_the_best(
     every: int, snapshots: int | str
 ) -> None:
-    given = problem(snapshots=snapshots, every_steps=every)
+    given = problem(in_memory_every_steps=snapshots, every_steps=every)
     found = useful_time(given, PLAN, STEP)
     assert 0 < found.share <= 1 - found.copying_share
     assert found.seconds_per_failure > 0
     if snapshots == "off":
         best = max(round(daly_interval(0.05, found.seconds_between_failures) / STEP.seconds), 1)
-        at_best = useful_time(problem(snapshots="off", every_steps=best), PLAN, STEP)
+        at_best = useful_time(problem(in_memory_every_steps="off", every_steps=best), PLAN, STEP)
         assert found.share <= at_best.share + 0.005

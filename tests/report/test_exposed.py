@@ -25,8 +25,8 @@ def communicating(run: RunDirectory) -> RunDirectory:
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line in lines:
         slow = 9.0 if line["step"] == 1 else 0.0
-        line["waited"] = {"data": 0.1 + slow, "pipeline": 0.05}
-        line["under_way"] = {"data": 0.4 + slow, "pipeline": 0.05}
+        line["exposed_communication_seconds"] = {"data": 0.1 + slow, "pipeline": 0.05}
+        line["communication_seconds"] = {"data": 0.4 + slow, "pipeline": 0.05}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 
@@ -77,11 +77,16 @@ def test_the_console_tells_the_share_of_the_last_steps() -> None:
     step = {"kind": "step", "loss": 1.0, "step_seconds": 2.0, "time": 0.0, "tokens_per_second": None}
     progress.see({**step, "step": 1})
     assert progress.waiting_share() is None
-    progress.see({**step, "step": 2, "waited": {"data": 0.5, "tensor": 0.1}})
+    progress.see({**step, "step": 2, "exposed_communication_seconds": {"data": 0.5, "tensor": 0.1}})
     assert progress.waiting_share() == pytest.approx(0.3)
     assert "waiting 30.0 %" in progress.numbers()
 
 
 def test_tensorboard_draws_it() -> None:
-    event = {"kind": "step", "phases": {}, "waited": {"data": 0.5}, "under_way": {"data": 1.5}}
-    assert to_scalars(event) == {"waited/data": 0.5, "under_way/data": 1.5}
+    event = {
+        "kind": "step",
+        "phases": {},
+        "exposed_communication_seconds": {"data": 0.5},
+        "communication_seconds": {"data": 1.5},
+    }
+    assert to_scalars(event) == {"exposed_communication_seconds/data": 0.5, "communication_seconds/data": 1.5}

@@ -71,7 +71,7 @@ def test_of_a_run_whose_plan_has_changed_only_steps_under_the_new_one_count(new_
         line["step_seconds"] = 9.0
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert usual_step_seconds(read_report(run)) == pytest.approx(before, abs=0.1)
-    growth = {"kind": "growth", "time": 1.0, "step": 20, "change": {"machines": 3}}
+    growth = {"kind": "resize", "time": 1.0, "step": 20, "change": {"machines": 3}}
     with run.events.open("a") as events:
         events.write(json.dumps(growth) + "\n")
     assert usual_step_seconds(read_report(run)) == 9.0

@@ -194,7 +194,7 @@ def test_a_run_that_began_anew_is_told_from_there(new_run: NewRun) -> None:
         {"kind": "start", "time": 100.0, "step": 0, "steps": 10},
         {"kind": "message", "time": 160.0, "level": "warning", "text": "of the run before"},
         {"kind": "start", "time": 1000.0, "step": 0, "steps": 10},
-        {"kind": "start", "time": 1010.0, "step": 0, "steps": 10, "again": True},
+        {"kind": "start", "time": 1010.0, "step": 0, "steps": 10, "is_restart": True},
         {"kind": "finish", "time": 1030.0, "step": 10, "outcome": "finished"},
     ]
     run.events.write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -47,10 +47,10 @@ TOLERANCE = 1e-6
 LAYOUTS: dict[str, Plan] = {
     "1 rank": Plan(micro_batch=4),
     "dp 2": Plan(dp_shard=2, shard="parameters", micro_batch=1),
-    "tp 2": Plan(tp=2, sequence=True, micro_batch=2),
-    "tp 2, sequence whole": Plan(tp=2, sequence=False, micro_batch=2),
+    "tp 2": Plan(tp=2, sequence_parallel=True, micro_batch=2),
+    "tp 2, sequence whole": Plan(tp=2, sequence_parallel=False, micro_batch=2),
     "pp 2": Plan(pp=2, stage_cuts=(1,), micro_batch=1),
-    "cp 2": Plan(cp=2, context="ring", micro_batch=2),
+    "cp 2": Plan(cp=2, cp_method="ring", micro_batch=2),
 }
 EDGES: dict[str, Plan] = {
     "pp 2, blocks last": Plan(pp=2, stage_cuts=(0,), micro_batch=1),

@@ -12,7 +12,7 @@ from wanma.planner.hardware_model.model import Link
 from wanma.planner.heterogeneous.costs import MixedCosts
 from wanma.planner.heterogeneous.node_pools import Fleet, Kind
 
-START = Plan(precision="bf16", device="cuda", sequence=True)
+START = Plan(precision="bf16", device="cuda", sequence_parallel=True)
 SLOW = replace(
     CHIP,
     name="slow chip",

@@ -10,7 +10,7 @@ from support.supervisors import wait_for_listener
 SHARDED = (
     "text.toml",
     "train.steps=12",
-    "checkpoint.snapshots=1",
+    "checkpoint.in_memory_every_steps=1",
     "parallel.dp_replicate=1",
     "parallel.dp_shard=2",
     "parallel.shard=parameters",

@@ -11,7 +11,7 @@ from support.command import Desk, Ran, Training, assert_bitwise_equal
 from support.injection import Fault, Strike, injected, struck
 
 STEPS = 12
-COMMON = ("text.toml", f"train.steps={STEPS}", "checkpoint.snapshots=1")
+COMMON = ("text.toml", f"train.steps={STEPS}", "checkpoint.in_memory_every_steps=1")
 QUIET = ("flip snapshot", "flip checkpoint", "tear checkpoint", "fill disk", "free disk", "deny", "allow")
 """Faults that nobody notices yet: the time of a recovery begins with another."""
 

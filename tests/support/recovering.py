@@ -34,7 +34,7 @@ def job(folder: Path, snapshots: Any = 1, every_steps: int = 0, **train: Any) ->
             "schedule": "constant",
             **train,
         },
-        "checkpoint": {"every_steps": every_steps, "snapshots": snapshots},
+        "checkpoint": {"every_steps": every_steps, "in_memory_every_steps": snapshots},
     }
 
 

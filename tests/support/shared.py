@@ -22,7 +22,7 @@ def shared_world(worker: Worker, deadline_seconds: float = 60) -> Iterator[tuple
     """All ranks in one group over shared memory, as a run has it; never Gloo instead."""
     backend.CHUNK_BYTES = CHUNK_BYTES
     plan = Plan(dp_replicate=worker.world_size)
-    with process_grid(worker, plan, deadline_seconds, "shared") as grid:
+    with process_grid(worker, plan, deadline_seconds, "shared_memory") as grid:
         group = shared_group(dist.group.WORLD)
         assert group is not None
         yield group, grid

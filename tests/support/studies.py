@@ -18,7 +18,7 @@ from wanma.planner.search.result import Candidate, Found, pareto_front
 PLANS = (
     Plan(dp_replicate=8, precision="bf16", device="cuda", micro_batch=2),
     Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda", micro_batch=2),
-    Plan(dp_replicate=4, tp=2, sequence=True, precision="bf16", device="cuda", micro_batch=4),
+    Plan(dp_replicate=4, tp=2, sequence_parallel=True, precision="bf16", device="cuda", micro_batch=4),
     Plan(pp=2, stage_cuts=(2,), dp_replicate=4, precision="bf16", device="cuda", recompute="full"),
 )
 FP8 = replace(PLANS[0], fp8=True, approximate=("fp8",))

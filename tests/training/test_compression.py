@@ -194,7 +194,7 @@ def test_until_compression_begins_a_run_is_that_of_whole_gradients(tmp_path: Pat
 
 
 def test_parameters_that_a_group_leaves_whole_are_summed_whole(tmp_path: Path) -> None:
-    groups = (("*embedding*", "nothing"), ("layers.0.*", "int8"))
+    groups = (("*embedding*", "none"), ("layers.0.*", "int8"))
     frozen = [{"match": "layers.1.*", "frozen": True}]
     run = run_job(
         tmp_path / "run",
@@ -212,7 +212,7 @@ def test_sums_in_flight_beside_each_other_are_those_of_one_after_the_other(
     layout: str, tmp_path: Path
 ) -> None:
     """In many buckets, of some of which a rank of a machine sums nothing, by all methods at once."""
-    groups = (("*attention*", "powersgd"), ("*norm*", "nothing"), ("*down*", "topk"), ("*up*", "bf16"))
+    groups = (("*attention*", "powersgd"), ("*norm*", "none"), ("*down*", "topk"), ("*up*", "bf16"))
     plan = compressed(LAYOUTS[layout], "int8", compression_groups=groups, bucket_bytes=1 << 12)
     in_flight = run(tmp_path / "in flight", job(tmp_path), plan)
     one_by_one = run(tmp_path / "one by one", job(tmp_path), plan, "support.one_by_one:sum_one_by_one")
@@ -222,7 +222,7 @@ def test_sums_in_flight_beside_each_other_are_those_of_one_after_the_other(
 
 
 def test_a_pattern_that_matches_nothing_is_a_typing_error(tmp_path: Path) -> None:
-    plan = compressed(LAYOUTS["replicas"], "int8", compression_groups=(("embeding.*", "nothing"),))
+    plan = compressed(LAYOUTS["replicas"], "int8", compression_groups=(("embeding.*", "none"),))
     with pytest.raises(
         AssertionError, match=r"compression_groups\[0\]\.match = 'embeding\.\*' matches no parameter"
     ):
@@ -288,7 +288,7 @@ class Ends:
         name = f"{kind} {share}{', forgetful' if forgetful else ''}"
         if name not in self._known:
             plan = Plan(dp_replicate=2, micro_batch=4)
-            if kind != "nothing":
+            if kind != "none":
                 plan = compressed(plan, kind, compression_share=share, compression_rank=8)
             patch = "support.forgetful:errors_are_forgotten" if forgetful else None
             losses = run_job(self._folder / name, self._job, plan, patch=patch).losses
@@ -306,7 +306,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
     kind: Compression, ends: Ends
 ) -> None:
-    assert ends(kind) < ends("nothing") + 0.15
+    assert ends(kind) < ends("none") + 0.15
 
 
 @pytest.mark.slow

@@ -80,7 +80,9 @@ DATA_PLANS = {
     "2 × 2 hybrid ZeRO 1": Plan(
         dp_replicate=2, dp_shard=2, shard="optimizer", micro_batch=1, batch_shares=FOUR
     ),
-    "tensor 2 × 2 replicas": Plan(tp=2, dp_replicate=2, micro_batch=2, batch_shares=TWO, sequence=True),
+    "tensor 2 × 2 replicas": Plan(
+        tp=2, dp_replicate=2, micro_batch=2, batch_shares=TWO, sequence_parallel=True
+    ),
     "context 2 × 2 replicas": Plan(cp=2, dp_replicate=2, micro_batch=2, batch_shares=TWO),
     "context 2 × ZeRO 3": Plan(cp=2, dp_shard=2, shard="parameters", micro_batch=3, batch_shares=TWO),
 }

@@ -39,7 +39,7 @@ def vision_job(folder: Path, model: dict[str, Any], size: int, **train: Any) -> 
 def numbers_job(**train: Any) -> dict[str, Any]:
     """For modules of one's own, given as objects."""
     return {
-        "model": {"factory": "support.own:Plain", "statistics_group": GROUP},
+        "model": {"factory": "support.own:Plain", "batch_norm_group": GROUP},
         "data": {"factory": "support.own:Numbers"},
         "train": {
             "precision": "fp64",
@@ -81,7 +81,7 @@ def test_the_convolutional_network_gives_the_numbers_of_one_process(plan: Plan, 
 @pytest.fixture(scope="module")
 def residual(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("resnet")
-    job = vision_job(folder, {"preset": "resnet-18", "statistics_group": GROUP}, 8, steps=2)
+    job = vision_job(folder, {"preset": "resnet-18", "batch_norm_group": GROUP}, 8, steps=2)
     return job, one_process(folder / "one", job, 8)
 
 

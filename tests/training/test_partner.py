@@ -29,7 +29,7 @@ def job(folder: Path, partner: Any = "auto", snapshots: Any = 1, every_steps: in
             "deterministic": True,
             "schedule": "constant",
         },
-        "checkpoint": {"every_steps": every_steps, "snapshots": snapshots, "partner": partner},
+        "checkpoint": {"every_steps": every_steps, "in_memory_every_steps": snapshots, "partner": partner},
     }
 
 

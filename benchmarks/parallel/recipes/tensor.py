@@ -31,7 +31,7 @@ def main() -> None:
     work = Workload(arguments())
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    split(work.model, mesh, sequence=work.parallel.sequence)
+    split(work.model, mesh, sequence=work.parallel.sequence_parallel)
     optimizer = work.adamw(work.model.parameters())
     for inputs, targets in work.loader(0, 1):
         optimizer.zero_grad()

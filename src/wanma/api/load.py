@@ -15,7 +15,7 @@ from wanma.checkpoint.load.reader import Saved, read_state
 from wanma.checkpoint.load.verification import find_whole
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
-from wanma.job.file.loading import load_job
+from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job, ModelSection
 from wanma.models.config.resolution import model_kind
@@ -157,7 +157,7 @@ def load(
     run = run if isinstance(run, RunDirectory) else RunDirectory(Path(run))
     if not run.job.is_file():
         raise WanmaError(f"there is no run in {run.path}", "`wanma runs` lists those there are", EXIT_USAGE)
-    job = load_job(run.job)
+    job = load_recorded_job(run.job)
     path = find_whole(run.checkpoints, step, on_message)
     saved, state = Saved(path), read_state(path)
     tokenizer = _tokenizer(run, job)

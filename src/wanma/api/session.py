@@ -55,11 +55,11 @@ STARTERS = (
     "nodes",
     "node_rank",
     "rendezvous",
-    "interface",
-    "place",
-    "allocator",
-    "start_seconds",
-    "hang_seconds",
+    "network_interface",
+    "topology_address",
+    "host_allocator",
+    "start_timeout_seconds",
+    "hang_timeout_seconds",
 )
 """Keys of `[cluster]` that take effect before a launched script starts: the command's values hold."""
 
@@ -82,7 +82,7 @@ def session(
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
-            out: only its `statistics_group` and `lora` matter here.
+            out: only its `batch_norm_group` and `lora` matter here.
         optimizer: function or class that makes a torch.optim.Optimizer of parameter groups.
         schedule: function (step) or (step, steps) -> share of `train.learning_rate`; steps count from 0.
         callbacks: called in the process of rank 0 during the run, in a separate thread.

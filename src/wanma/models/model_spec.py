@@ -127,7 +127,7 @@ def with_frozen(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> Mod
     return replace(spec, frozen=lambda name: spec.frozen(name) or is_frozen(name, groups))
 
 
-def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelSpec:
+def custom_spec(model: nn.Module, batch_norm_group: int | None = None) -> ModelSpec:
     """Return the specification of a module that the user built; `make` returns that very module.
 
     Args:
@@ -139,8 +139,8 @@ def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelS
         JobError: as of `check_ready`.
     """
     check_ready(model)
-    if statistics_group is not None:
-        model = convert_batch_norm(model, statistics_group)
+    if batch_norm_group is not None:
+        model = convert_batch_norm(model, batch_norm_group)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         # Of transformers: a cache of keys and values grows again where backward runs a block again.
@@ -232,7 +232,7 @@ def _factory(section: ModelSection) -> _Factory:
             f"model.factory = '{section.factory}' does not take what model.arguments gives: {error}",
             f"its signature is {inspect.signature(function)}",
         ) from error
-    return _Factory(section.factory, function, section.arguments, section.statistics_group)
+    return _Factory(section.factory, function, section.arguments, section.batch_norm_group)
 
 
 @dataclass(frozen=True)
@@ -242,10 +242,10 @@ class _Factory:
     path: str
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    statistics_group: int
+    batch_norm_group: int
 
     def __call__(self) -> nn.Module:
-        return convert_batch_norm(self.make_plain(), self.statistics_group)
+        return convert_batch_norm(self.make_plain(), self.batch_norm_group)
 
     def make_plain(self) -> nn.Module:
         """Build the module as the user's function returns it."""

@@ -324,7 +324,7 @@ def _apply(
         data_parallel = replace(data_parallel, flags=Flags(part, fixed))
     if not spec.own_initialization:
         allocate(part, parameters_device(plan, grid.device), grid.device)
-    elif plan.offload_parameters == "nothing":  # else FSDP2 has put everything where it belongs
+    elif plan.offload_parameters == "none":  # else FSDP2 has put everything where it belongs
         part.to(grid.device)
     offload_parameters(part, blocks, plan, scratch)
     if isinstance(data_parallel, Sharded):
@@ -374,7 +374,7 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
             f"{spec.name}: {coupled[0]} computes statistics over whatever samples share a micro-batch, so "
             f"{plan.data_ranks} data ranks would train another model than one",
             "let its forward call super().forward, or one of torch's batch normalisations: wanma makes their "
-            "statistics those of model.statistics_group samples",
+            "statistics those of model.batch_norm_group samples",
         )
     if keeping := keeps_statistics(module):
         raise JobError(

@@ -21,7 +21,7 @@ def check_batch_shares(job: Job) -> None:
         JobError: names the keys.
     """
     parallel = job.parallel
-    given = [("share_moves", f"[{list(move)}]", move[1]) for move in parallel.share_moves]
+    given = [("batch_share_schedule", f"[{list(move)}]", move[1]) for move in parallel.batch_share_schedule]
     if parallel.batch_shares:
         given.insert(0, ("batch_shares", str(parallel.batch_shares), parallel.batch_shares))
     ranks = parallel.dp_replicate * parallel.dp_shard
@@ -37,10 +37,10 @@ def check_batch_shares(job: Job) -> None:
                 f"{key} has {len(shares)} numbers for {count_text(ranks, 'data rank')}",
                 "give one number for each data rank (dp_replicate × dp_shard), in the order of the ranks",
             )
-    steps = [step for step, _ in parallel.share_moves]
+    steps = [step for step, _ in parallel.batch_share_schedule]
     if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
         raise JobError(
-            f"parallel.share_moves: the steps must rise from 1 on (given: {steps})",
+            f"parallel.batch_share_schedule: the steps must rise from 1 on (given: {steps})",
             "order them; the shares of the first step are parallel.batch_shares",
         )
     _check_balance(job, ranks)
@@ -52,7 +52,7 @@ def check_shares(job: Job, plan: Plan, group: Group) -> None:
     Raises:
         JobError: a data rank would get no sample, or a pipeline or a group of samples could not be run.
     """
-    for step, shares in [(0, list(plan.batch_shares)), *job.parallel.share_moves]:
+    for step, shares in [(0, list(plan.batch_shares)), *job.parallel.batch_share_schedule]:
         if shares:
             _check_one(job, plan.but(batch_shares=tuple(shares)), group, step)
 
@@ -95,23 +95,26 @@ def _batches_from(job: Job, step: int) -> list[int]:
 
 def _check_balance(job: Job, ranks: int) -> None:
     parallel = job.parallel
-    if parallel.balance == "on" and parallel.share_moves:
+    if parallel.load_balancing == "on" and parallel.batch_share_schedule:
         raise JobError(
-            "parallel.balance = 'on' with parallel.share_moves: both say when shares of the batch move",
-            "leave parallel.share_moves out, or set parallel.balance = 'off' to repeat a run's moves",
+            "parallel.load_balancing = 'on' with parallel.batch_share_schedule: both say when shares of the "
+            "batch move",
+            "leave parallel.batch_share_schedule out, or set parallel.load_balancing = 'off' to repeat a "
+            "run's moves",
         )
-    if parallel.balance != "on":
+    if parallel.load_balancing != "on":
         return
     if job.train.deterministic:
         raise JobError(
-            "parallel.balance = 'on' with train.deterministic: shares follow measured times, which no two "
-            "runs have alike",
-            "set parallel.balance = 'off'; parallel.share_moves repeats the moves that a run has told",
+            "parallel.load_balancing = 'on' with train.deterministic: shares follow measured times, which no "
+            "two runs have alike",
+            "set parallel.load_balancing = 'off'; parallel.batch_share_schedule repeats the moves that a run "
+            "has told",
         )
     if ranks == 1 and not parallel.auto:
         raise JobError(
-            "parallel.balance = 'on' with one data rank: there is nobody to give samples to",
-            "set parallel.balance = 'off', or dp_replicate or dp_shard to the number of replicas",
+            "parallel.load_balancing = 'on' with one data rank: there is nobody to give samples to",
+            "set parallel.load_balancing = 'off', or dp_replicate or dp_shard to the number of replicas",
         )
 
 

@@ -131,7 +131,7 @@ def check_open(
             "lower these sizes, or plan for more machines",
         )
     if dimensions is not None:
-        check_dimensions(Plan(**sizes, ep=job.parallel.ep, context=job.parallel.context), dimensions)
+        check_dimensions(Plan(**sizes, ep=job.parallel.ep, cp_method=job.parallel.cp_method), dimensions)
         _check_settings(job, dimensions.layers)
     if all(world % taken for world in worlds):
         raise JobError(

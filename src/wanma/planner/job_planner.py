@@ -128,7 +128,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
     device = device_of(job, cluster)
     if parallel.auto:
         parallel = _automatic(job, cluster, device)
-    shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
+    shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "none")
     check_batch_shares(job)
     synchronization = synchronization_of(parallel)
     plan = Plan(
@@ -139,8 +139,8 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         tp=parallel.tp,
         ep=parallel.ep,
         shard=shard,
-        sequence=parallel.sequence and parallel.tp > 1,
-        context=parallel.context,
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        cp_method=parallel.cp_method,
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages or VIRTUAL_STAGES[parallel.schedule],
         stage_cuts=tuple(parallel.stage_cuts),
@@ -222,7 +222,8 @@ def complete(
     if (overflow := host_overflow(problem, plan, needed)) is not None:
         raise JobError(
             f"the plan does not fit: {overflow}",
-            "offload less to 'host' (parallel.offload_*), or to 'disk'; or set checkpoint.snapshots = 'auto'",
+            "offload less to 'host' (parallel.offload_*), or to 'disk'; or set "
+            "checkpoint.in_memory_every_steps = 'auto'",
         )
     if needed.memory_bytes > problem.memory_bytes:
         raise does_not_fit(problem, plan, needed, untimed if job.parallel.auto else None)
@@ -258,8 +259,8 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
         tp=(plan.tp,),
         ep=(plan.ep,),
         shard=(plan.shard,),
-        sequence=(plan.sequence,),
-        context=(plan.context,),
+        sequence_parallel=(plan.sequence_parallel,),
+        cp_method=(plan.cp_method,),
         schedules=((plan.schedule, plan.virtual_stages),),
         stage_cuts=plan.stage_cuts or None,
         recompute=space.recompute if is_open["recompute"] else ((plan.recompute, plan.recompute_share),),

@@ -60,7 +60,7 @@ def lean(space: Space, job: Job) -> Space:
         micro_batch=space.micro_batch or (space.group,),
         recompute=tuple((kind, share or 1.0) for kind, share in whole),
         schedules=space.schedules if "schedule" in said else (("1f1b", 1),),
-        shard=space.shard if job.parallel.shard else ("nothing", "parameters"),
+        shard=space.shard if job.parallel.shard else ("none", "parameters"),
     )
 
 

@@ -41,7 +41,7 @@ STATE_BYTES_PER_SECOND = 0.9e9
 It is taken to be that of writing: 0.40 GB in 0.455 s on two cores (docs/performance.md).
 """
 
-DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares", "share_moves"})
+DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares", "batch_share_schedule"})
 """Keys of [parallel] that a change of the number of devices may override even where the job sets them."""
 
 
@@ -203,7 +203,7 @@ def _opened(job: Job, running: Plan, machines: int) -> Job:
     kept = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_KEYS) | {"auto"})
     if not parallel.auto:
         # The state may now be sharded where one rank had all of it, and conversely.
-        kept["shard"] = parallel.shard if running.shard != "nothing" else None
+        kept["shard"] = parallel.shard if running.shard != "none" else None
         kept["virtual_stages"] = running.virtual_stages
     # The choice for the former nodes need not suit these.
     kept |= {"hierarchical": _reconsidered(parallel), "bucket_bytes": None}
@@ -241,11 +241,11 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
     if running.synchronization is not None:
         replicas = _replicas_of_sites(running, data)
     sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas}
-    sizes |= {"batch_shares": [], "share_moves": []}
+    sizes |= {"batch_shares": [], "batch_share_schedule": []}
     if running.synchronization is not None and job.parallel.sites is not None:
         sizes["sites"] = data * running.sites // running.data_ranks
     if data // replicas * running.cp == 1:
-        sizes["shard"] = "nothing"
+        sizes["shard"] = "none"
     open_again = {"micro_batch": None, "bucket_bytes": None, "hierarchical": _reconsidered(job.parallel)}
     section = job.parallel.model_copy(update={**sizes, **open_again})
     return _on(job, machines).model_copy(update={"parallel": section})

@@ -49,4 +49,4 @@ def group_of(job: Job, dimensions: DecoderDimensions | None, workload: Workload 
     size = samples_together(job, dimensions, workload)
     if dimensions is not None and dimensions.couples_samples:
         return Group(size, "model.balance_group", "the experts' balance and capacity")
-    return Group(size, "model.statistics_group", "one statistic")
+    return Group(size, "model.batch_norm_group", "one statistic")

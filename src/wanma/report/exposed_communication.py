@@ -46,7 +46,10 @@ def exposures(report: Report) -> list[Exposure]:
     """
     promised, found = step_of(report), []
     for kind, (name, field) in KINDS.items():
-        waited, under_way = (_usual(report, f"{group}.{kind}") for group in ("waited", "under_way"))
+        waited, under_way = (
+            _usual(report, f"{group}.{kind}")
+            for group in ("exposed_communication_seconds", "communication_seconds")
+        )
         if waited is not None and under_way is not None:
             forecast = getattr(promised, field) if promised is not None else None
             found.append(Exposure(name, waited, under_way, forecast))

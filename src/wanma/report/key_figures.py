@@ -116,7 +116,7 @@ def event_text(event: Event) -> str:
         )
     if kind == "recovery":
         return recovery_text(event)
-    if kind == "growth":
+    if kind == "resize":
         return growth_text(event)
     if kind == "finish":
         return finish_text(event)
@@ -125,6 +125,6 @@ def event_text(event: Event) -> str:
         source = f" ({event['source']})" if event.get("source") else ""
         plan = event.get("plan", "")
         return f"carrying on from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
-    if kind in ("message", "slow_rank", "shares", "health", START_FAILED):
+    if kind in ("message", "straggler", "batch_shares", "health_check", START_FAILED):
         return str(event.get("text", ""))
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))

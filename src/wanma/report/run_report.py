@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from wanma.job.file.renamed_keys import with_new_names
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
+from wanma.observe.sinks.renamed_records import with_new_names as record_with_new_names
 
 State = Literal["new", "running", "finished", "interrupted", "failed", "died"]
 """State of a run.
@@ -64,7 +66,7 @@ class Report:
     recoveries: tuple[Event, ...]
     """Failures that did not end the run, and resizes to more nodes."""
     events: tuple[Event, ...]
-    """All events as written."""
+    """All events as written, under the names of today."""
     state: State
     problems: tuple[str, ...]
     """Messages about files that could not be read."""
@@ -160,7 +162,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
     """
     problems: list[str] = []
     job_text = _text(run.job, problems)
-    job = _parse(run.job, job_text, tomllib.loads, problems)
+    job = with_new_names(_parse(run.job, job_text, tomllib.loads, problems))
     planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
     environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
     records = _records(run.metrics, problems, last_bytes=BRIEF_BYTES if brief else None)
@@ -182,7 +184,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         validations=validations,
         checkpoints=checkpoints,
         messages=tuple(event for event in events if event["kind"] == "message"),
-        recoveries=tuple(event for event in events if event["kind"] in ("recovery", "growth")),
+        recoveries=tuple(event for event in events if event["kind"] in ("recovery", "resize")),
         events=tuple(events),
         state=_state(_lived(events), records, job),
         problems=tuple(problems),
@@ -194,7 +196,7 @@ def _since_its_beginning(events: list[Event]) -> list[Event]:
     begins = [
         index
         for index, event in enumerate(events)
-        if event["kind"] == "start" and not event.get("step") and not event.get("again")
+        if event["kind"] == "start" and not event.get("step") and not event.get("is_restart")
     ]
     return events[begins[-1] :] if begins else events
 
@@ -215,7 +217,7 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> St
     if newest.get("host") == socket.gethostname():
         return "running" if is_alive(newest.get("process")) else "died"
     silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
-    patience = job.get("cluster", {}).get("hang_seconds", DEFAULT_HANG_SECONDS)
+    patience = job.get("cluster", {}).get("hang_timeout_seconds", DEFAULT_HANG_SECONDS)
     return "running" if silence <= patience else "died"
 
 
@@ -249,7 +251,7 @@ def _of_this_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Even
     return validations, checkpoints
 
 
-_GROUPS = ("phases", "waited", "under_way")
+_GROUPS = ("phases", "exposed_communication_seconds", "communication_seconds")
 """Keys of a record that hold seconds by name."""
 
 
@@ -297,7 +299,7 @@ def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> 
             damaged += 1
             continue
         if isinstance(record, dict) and needed <= record.keys():
-            records.append(record)
+            records.append(record_with_new_names(record))
         else:
             damaged += 1
     if damaged:

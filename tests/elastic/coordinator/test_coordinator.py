@@ -146,7 +146,7 @@ def test_leaving_now_needs_no_reason() -> None:
 
 
 def test_a_hang_is_one_only_when_every_node_is_silent() -> None:
-    hung = Hung(12, "cluster.hang_seconds = 10")
+    hung = Hung(12, "cluster.hang_timeout_seconds = 10")
     table = seated()
     assert table.hear(0, hung) == []
     assert table.hear(0, Moving()) == []
@@ -162,7 +162,7 @@ def test_a_hang_is_one_only_when_every_node_is_silent() -> None:
     assert isinstance(word, Abort)
     assert word.exit_code == 1
     assert word.failure is not None
-    assert word.failure.cause.startswith("no rank has moved for 12 s (cluster.hang_seconds = 10)")
+    assert word.failure.cause.startswith("no rank has moved for 12 s (cluster.hang_timeout_seconds = 10)")
     assert "file.py:0 in f" in word.report
     assert "file.py:1 in f" in word.report
 

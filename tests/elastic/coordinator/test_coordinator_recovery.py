@@ -174,7 +174,7 @@ def test_a_failure_at_the_same_step_is_given_up_and_told_how_often_it_was_tried(
     assert word.failure is not None
     assert word.failure.cause == CAUSE.cause
     assert word.failure.hint == (
-        "the run was started again 3 times and came no further than step 7 (cluster.retries = 3)"
+        "the run was started again 3 times and came no further than step 7 (cluster.max_restarts = 3)"
     )
 
 

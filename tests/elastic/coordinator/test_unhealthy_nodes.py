@@ -36,8 +36,8 @@ def test_before_the_first_step_the_others_wait_and_then_begin_anew() -> None:
             0,
             Waiting(
                 "rank 2 (node 1, host) failed: cpu: 2 × 2 is 5; that machine is set aside\n"
-                "  one machine is missing: the run waits 300 s (cluster.start_seconds) for the same command "
-                "there, or on others"
+                "  one machine is missing: the run waits 300 s (cluster.start_timeout_seconds) for the same "
+                "command there, or on others"
             ),
         )
         starts = table.hear(7, join(host="other"))

@@ -33,10 +33,10 @@ LOADING = Standing(
 
 def test_the_odd_one_out_comes_first_and_the_others_are_one_line() -> None:
     ranks = [dataclasses.replace(WAITING, rank=rank) for rank in (0, 2, 3, 5)]
-    summary, report = hang_report([*ranks, LOADING], 12, "cluster.hang_seconds = 10")
+    summary, report = hang_report([*ranks, LOADING], 12, "cluster.hang_timeout_seconds = 10")
     assert summary.splitlines() == [
-        "no rank has moved for 12 s (cluster.hang_seconds = 10): rank 1 is in data loading (file.py:81) "
-        "while 4 others wait in all_reduce #17 of group default_pg",
+        "no rank has moved for 12 s (cluster.hang_timeout_seconds = 10): rank 1 is in data loading "
+        "(file.py:81) while 4 others wait in all_reduce #17 of group default_pg",
         "  rank 1 is in data loading of step 7 since 12 s (/job/file.py:81 in read)   <- the odd one out",
         "  ranks 0, 2-3, 5 are in gradient exchange of step 7 since 12 s, "
         "wait in all_reduce #17 of group default_pg (/job/loop.py:9 in step)",
@@ -209,7 +209,7 @@ def test_silence_is_measured_against_the_start_and_then_from_step_to_step(board:
     now = time.monotonic()
     watch = Watch(board, launch, now)
     assert watch.look(now + 49) is None
-    assert watch.look(now + 51) == (51, "cluster.start_seconds = 50")
+    assert watch.look(now + 51) == (51, "cluster.start_timeout_seconds = 50")
     writer = board.writer(1)
     writer.write(0, "building")
     writer.write(100, "forward")  # resumed at step 100: not yet a step of this run
@@ -219,7 +219,7 @@ def test_silence_is_measured_against_the_start_and_then_from_step_to_step(board:
     assert watch.look(time.monotonic() + 4) is None
     silence = watch.look(time.monotonic() + 6)
     assert silence is not None
-    assert silence[1] == "cluster.hang_seconds = 5"
+    assert silence[1] == "cluster.hang_timeout_seconds = 5"
 
 
 def test_a_long_phase_that_keeps_reporting_is_no_hang(board: Board) -> None:

@@ -140,7 +140,7 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
     )
     assert ran.outcome.exit_code == 1
     summary = ran.outcome.message.splitlines()
-    assert "(cluster.hang_seconds = 2): rank 1 is in data loading (elastic_entries.py:" in summary[0]
+    assert "(cluster.hang_timeout_seconds = 2): rank 1 is in data loading (elastic_entries.py:" in summary[0]
     assert summary[0].endswith(" while 2 others wait in all_reduce #3 of group default_pg")
     assert summary[1].startswith("  rank 1 is in data loading of step 2 since ")
     assert "elastic_entries.py" in summary[1]
@@ -159,7 +159,7 @@ def test_a_rank_that_never_takes_its_first_step_is_found_too_even_when_it_cannot
     ran = run("rank_1_is_stopped", ranks_per_node=2, preload=("torch",), start_seconds=2)
     odd = next(line for line in ran.outcome.message.splitlines() if line.startswith("  rank 1"))
     assert "the process is stopped (SIGSTOP?)" in odd
-    assert "cluster.start_seconds = 2" in ran.outcome.message
+    assert "cluster.start_timeout_seconds = 2" in ran.outcome.message
 
 
 def test_one_interrupt_stops_in_order(run: Any) -> None:

@@ -31,5 +31,5 @@ def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
         "MKL_DISABLE_FAST_MM": "1",
         "OMP_NUM_THREADS": "1",
     }
-    assert worker_environment(ClusterSection(allocator="system"), plan) == {"OMP_NUM_THREADS": "1"}
+    assert worker_environment(ClusterSection(host_allocator="system"), plan) == {"OMP_NUM_THREADS": "1"}
     assert worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}

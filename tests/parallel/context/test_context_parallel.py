@@ -60,24 +60,24 @@ JOBS: dict[str, dict[str, Any]] = {
 
 PLANS: list[tuple[str, Plan]] = [
     ("plain", Plan(cp=2, micro_batch=5)),
-    ("plain", Plan(cp=2, context="all_to_all", micro_batch=2)),
+    ("plain", Plan(cp=2, cp_method="all_to_all", micro_batch=2)),
     ("documents", Plan(cp=2, micro_batch=2)),
-    ("documents", Plan(cp=2, context="all_to_all", micro_batch=5)),
+    ("documents", Plan(cp=2, cp_method="all_to_all", micro_batch=5)),
     ("one key/value head, documents, dropout", Plan(cp=4, micro_batch=5)),
-    ("one key/value head, documents, dropout", Plan(cp=4, context="all_to_all", micro_batch=2)),
+    ("one key/value head, documents, dropout", Plan(cp=4, cp_method="all_to_all", micro_batch=2)),
     ("tied, dropout", Plan(cp=2, shard="parameters", micro_batch=2, recompute="full")),
     ("documents", Plan(cp=2, dp_shard=2, shard="parameters", micro_batch=1)),
-    ("tied, dropout", Plan(cp=2, dp_shard=2, shard="gradients", context="all_to_all", micro_batch=1)),
+    ("tied, dropout", Plan(cp=2, dp_shard=2, shard="gradients", cp_method="all_to_all", micro_batch=1)),
     ("tied, dropout", Plan(cp=2, dp_replicate=2, micro_batch=2, recompute="selective")),
-    ("documents", Plan(cp=2, dp_replicate=2, shard="optimizer", context="all_to_all", micro_batch=2)),
+    ("documents", Plan(cp=2, dp_replicate=2, shard="optimizer", cp_method="all_to_all", micro_batch=2)),
     ("documents", Plan(cp=2, pp=2, micro_batch=1)),
-    ("tied, dropout", Plan(cp=2, pp=2, schedule="gpipe", context="all_to_all", micro_batch=2)),
+    ("tied, dropout", Plan(cp=2, pp=2, schedule="gpipe", cp_method="all_to_all", micro_batch=2)),
     ("documents", Plan(cp=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2, micro_batch=3)),
-    ("documents", Plan(cp=2, pp=2, schedule="zbv", virtual_stages=2, context="all_to_all", micro_batch=1)),
+    ("documents", Plan(cp=2, pp=2, schedule="zbv", virtual_stages=2, cp_method="all_to_all", micro_batch=1)),
     ("documents", Plan(cp=2, tp=2, micro_batch=2)),
-    ("documents", Plan(cp=2, tp=2, sequence=True, context="all_to_all", micro_batch=5)),
-    ("tied, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2, shard="parameters")),
-    ("one key/value head, documents, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2)),
+    ("documents", Plan(cp=2, tp=2, sequence_parallel=True, cp_method="all_to_all", micro_batch=5)),
+    ("tied, dropout", Plan(cp=2, tp=2, sequence_parallel=True, micro_batch=2, shard="parameters")),
+    ("one key/value head, documents, dropout", Plan(cp=2, tp=2, sequence_parallel=True, micro_batch=2)),
 ]
 
 
@@ -110,7 +110,7 @@ def test_a_dataset_and_a_loss_of_ones_own_follow_one_process(kind: Any, tmp_path
     text = own_data({"sequence": 8})
     objects = {"loss": squared_cross_entropy}
     one = one_process(tmp_path / "one", text, 5, objects=objects)
-    plan = Plan(cp=2, dp_replicate=2, context=kind, micro_batch=1)
+    plan = Plan(cp=2, dp_replicate=2, cp_method=kind, micro_batch=1)
     same_numbers(one, spread_over(tmp_path / "run", text, plan, objects=objects))
 
 
@@ -146,7 +146,7 @@ def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
     text["train"]["precision"] = "bf16"
     one = one_process(tmp_path / "one", text, 5)
     for kind in ("ring", "all_to_all"):
-        other = spread_over(tmp_path / kind, text, Plan(cp=2, context=kind, micro_batch=5))
+        other = spread_over(tmp_path / kind, text, Plan(cp=2, cp_method=kind, micro_batch=5))
         assert other.losses == pytest.approx(one.losses, rel=2e-3)
         assert other.norms == pytest.approx(one.norms, rel=2e-2)
 
@@ -156,7 +156,7 @@ def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
 def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
     text = job(tmp_path, data={"document_masks": True})
     one = one_process(tmp_path / "one", text, 5)
-    plan = Plan(cp=2, context=kind, micro_batch=5, compile=True)
+    plan = Plan(cp=2, cp_method=kind, micro_batch=5, compile=True)
     same_numbers(one, spread_over(tmp_path / "run", text, plan, seconds=280), 1e-8)
 
 

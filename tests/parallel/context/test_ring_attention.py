@@ -94,7 +94,7 @@ def whole_tensors(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
 def attend_in_ranks(worker: Worker, kind: Any) -> dict[str, Any]:
     """All cases on one rank: its positions, output and gradients by case."""
     results: dict[str, Any] = {}
-    with process_grid(worker, Plan(cp=worker.world_size, context=kind), 60) as grid:
+    with process_grid(worker, Plan(cp=worker.world_size, cp_method=kind), 60) as grid:
         model = Attention()
         split_context(model, model.layout, grid)
         positions = context_positions(LENGTH, kind, worker.world_size, grid.at("cp"))
@@ -142,7 +142,7 @@ def test_ranks_that_share_a_sequence_attend_as_one_process_does(
 
 def largest_allocation(worker: Worker, kind: Any, length: int, with_documents: bool) -> int:
     """Bytes of the largest piece of memory that one head of attention takes, forward and backward."""
-    with process_grid(worker, Plan(cp=worker.world_size, context=kind), 60) as grid:
+    with process_grid(worker, Plan(cp=worker.world_size, cp_method=kind), 60) as grid:
         model = Attention()
         split_context(model, model.layout, grid)
         local, heads = length // worker.world_size, worker.world_size

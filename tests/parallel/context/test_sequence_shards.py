@@ -72,14 +72,14 @@ def test_a_ring_pairs_a_piece_from_the_front_with_its_mirror() -> None:
 def test_the_residual_stream_holds_every_position_once_per_copy(
     kind: Any, cp: int, tp: int, sequence: bool, pieces: int
 ) -> None:
-    plan = Plan(cp=cp, tp=tp, sequence=sequence and tp > 1, context=kind)
+    plan = Plan(cp=cp, tp=tp, sequence_parallel=sequence and tp > 1, cp_method=kind)
     length = plan.sequence_unit * pieces
     tokens = batch(torch.zeros(1, length, dtype=torch.int64))
     held = [residual_positions(tokens, plan, rank) for rank in range(plan.world_size)]
-    if plan.cp == 1 and not plan.sequence:
+    if plan.cp == 1 and not plan.sequence_parallel:
         assert held == [None] * plan.world_size
         return
-    copies = 1 if plan.sequence else plan.tp
+    copies = 1 if plan.sequence_parallel else plan.tp
     everything = torch.cat([positions for positions in held if positions is not None])
     assert sorted(everything.tolist()) == sorted(list(range(length)) * copies)
 
@@ -106,7 +106,7 @@ def test_positions_within_documents_stay_those_of_the_data() -> None:
 def test_inputs_by_name_are_cut_too() -> None:
     tokens = torch.arange(8).view(1, 8)
     part = split_sequence(
-        batch(targets=tokens + 1, input_ids=tokens), grid(Plan(cp=2, context="all_to_all"), 1)
+        batch(targets=tokens + 1, input_ids=tokens), grid(Plan(cp=2, cp_method="all_to_all"), 1)
     )
     assert part.keywords["input_ids"].tolist() == [[4, 5, 6, 7]]
     assert part.targets.tolist() == [[5, 6, 7, 8]]
@@ -114,7 +114,7 @@ def test_inputs_by_name_are_cut_too() -> None:
 
 def test_sequence_parallel_alone_keeps_the_batch_whole_and_tells_the_positions() -> None:
     tokens = torch.arange(8).view(1, 8)
-    plan = Plan(tp=2, sequence=True)
+    plan = Plan(tp=2, sequence_parallel=True)
     part = split_sequence(batch(tokens), grid(plan, 1))
     assert part.inputs[0] is tokens
     assert part.keywords["positions"].tolist() == [list(range(8))]
@@ -146,8 +146,8 @@ def test_what_has_no_sequence_is_refused(inputs: Tensor, targets: Tensor) -> Non
 
 
 def test_sequence_parallel_refuses_inputs_without_a_sequence() -> None:
-    plan = Plan(tp=2, sequence=True)
-    with pytest.raises(WanmaError, match=r"parallel.sequence = true cuts sequences"):
+    plan = Plan(tp=2, sequence_parallel=True)
+    with pytest.raises(WanmaError, match=r"parallel.sequence_parallel = true cuts sequences"):
         residual_positions(batch(torch.zeros(2)), plan, 0)
 
 
@@ -155,10 +155,10 @@ def test_sequence_parallel_refuses_inputs_without_a_sequence() -> None:
     ("plan", "unit"),
     [
         (Plan(cp=2), 4),
-        (Plan(cp=3, context="all_to_all"), 3),
-        (Plan(cp=2, tp=3, sequence=True), 12),
-        (Plan(cp=2, tp=2, sequence=True, context="all_to_all"), 4),
-        (Plan(tp=3, sequence=True), 3),
+        (Plan(cp=3, cp_method="all_to_all"), 3),
+        (Plan(cp=2, tp=3, sequence_parallel=True), 12),
+        (Plan(cp=2, tp=2, sequence_parallel=True, cp_method="all_to_all"), 4),
+        (Plan(tp=3, sequence_parallel=True), 3),
     ],
     ids=str,
 )
@@ -175,4 +175,6 @@ def test_masks_of_pairs_of_positions_are_refused() -> None:
     with pytest.raises(WanmaError, match=r"attention_mask has the shape \(1, 8, 8\) per sample"):
         split_sequence(batch(tokens, attention_mask=mask), grid(Plan(cp=2), 0))
     alone = replace(batch(tokens), keywords={"attention_mask": mask})
-    assert split_sequence(alone, grid(Plan(tp=2, sequence=True), 0)).keywords["attention_mask"] is mask
+    assert (
+        split_sequence(alone, grid(Plan(tp=2, sequence_parallel=True), 0)).keywords["attention_mask"] is mask
+    )

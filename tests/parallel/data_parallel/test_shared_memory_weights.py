@@ -55,8 +55,8 @@ def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
             "weight_average": 0.5,
             **train,
         },
-        "parallel": {"collectives": "shared"},
-        "checkpoint": {"snapshots": "off"},
+        "parallel": {"collectives": "shared_memory"},
+        "checkpoint": {"in_memory_every_steps": "off"},
     }
 
 
@@ -130,7 +130,7 @@ class Own(nn.Module):
 
 @contextmanager
 def spread(worker: Worker, model: nn.Module, plan: Plan) -> Iterator[Parallel]:
-    with process_grid(worker, plan, 60, "shared") as grid:
+    with process_grid(worker, plan, 60, "shared_memory") as grid:
         parallel = parallelize(custom_spec(model, 1), plan, grid, 1)
         (sharded,) = parallel.data_parallel
         assert isinstance(sharded, Sharded)

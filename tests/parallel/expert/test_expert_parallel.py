@@ -42,7 +42,7 @@ LOSS = {
     "dense_layers": 0,
     "layers": 2,
 }
-GROUPS = {**LOSS, "experts": 6, "balance_group": 2, "capacity": 0.9, "router": "sigmoid"}
+GROUPS = {**LOSS, "experts": 6, "balance_group": 2, "capacity_factor": 0.9, "router": "sigmoid"}
 LATENT = {"preset": "gpt-moe-3m", "layers": 2, "hidden": 32, "heads": 4, "experts": 4, "feed_forward": 32}
 LATENT |= {"expert_feed_forward": 16}
 MODELS = {"bias": BIAS, "loss": LOSS, "groups": GROUPS, "latent": LATENT}
@@ -91,7 +91,7 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def same_run(one: Outcome, other: Outcome, text: dict[str, Any]) -> None:
     """Losses, norms, what is told of experts, all state, and the change of every weight agree."""
-    for key in ("loss", "grad_norm", "expert_load", "balance_loss"):
+    for key in ("loss", "grad_norm", "expert_load_imbalance", "balance_loss"):
         assert [s[key] for s in other.steps] == pytest.approx([s[key] for s in one.steps], rel=1e-10), key
     expected, got = one.tensors(), other.tensors()
     same_tensors(expected, got, 1e-10)
@@ -128,7 +128,9 @@ EXPERT_PLANS = {
     "ep 4": Plan(dp_replicate=4, ep=4, micro_batch=2),
     "ep 2 of 4 replicas": Plan(dp_replicate=4, ep=2, micro_batch=1),
     "ep 2 × tp 2": Plan(dp_shard=2, tp=2, ep=2, shard="parameters", micro_batch=3),
-    "ep 2 × tp 2, sequence": Plan(dp_shard=2, tp=2, ep=2, shard="optimizer", sequence=True, micro_batch=2),
+    "ep 2 × tp 2, sequence": Plan(
+        dp_shard=2, tp=2, ep=2, shard="optimizer", sequence_parallel=True, micro_batch=2
+    ),
     "ep 2 × pp 2": Plan(dp_shard=2, pp=2, ep=2, shard="gradients", micro_batch=1),
     "ep over cp": Plan(cp=2, ep=2, shard="parameters", micro_batch=3),
     "ep 4 over dp and cp": Plan(dp_shard=2, cp=2, ep=4, shard="parameters", micro_batch=3),
@@ -140,11 +142,13 @@ OTHER_PLANS = {
     "2 replicas": Plan(dp_replicate=2, micro_batch=2),
     "4 ranks, ZeRO 3": Plan(dp_shard=4, shard="parameters", micro_batch=1),
     "tp 2": Plan(tp=2, micro_batch=3),
-    "tp 2, sequence": Plan(tp=2, sequence=True, micro_batch=3, recompute="full"),
-    "tp 2, sequence, ZeRO 3": Plan(tp=2, dp_shard=2, sequence=True, shard="parameters", micro_batch=3),
+    "tp 2, sequence": Plan(tp=2, sequence_parallel=True, micro_batch=3, recompute="full"),
+    "tp 2, sequence, ZeRO 3": Plan(
+        tp=2, dp_shard=2, sequence_parallel=True, shard="parameters", micro_batch=3
+    ),
     "pp 2": Plan(pp=2, micro_batch=2),
     "cp 2": Plan(cp=2, micro_batch=3),
-    "cp 2 × tp 2, sequence": Plan(cp=2, tp=2, sequence=True, micro_batch=3),
+    "cp 2 × tp 2, sequence": Plan(cp=2, tp=2, sequence_parallel=True, micro_batch=3),
 }
 
 
@@ -192,9 +196,9 @@ def test_experts_under_the_other_axes_follow_one_process(
 
 GROUPED_PLANS = {
     "ep 3": Plan(dp_shard=3, ep=3, shard="parameters", micro_batch=2),
-    "tp 2, sequence": Plan(tp=2, sequence=True, micro_batch=2, recompute="full"),
+    "tp 2, sequence": Plan(tp=2, sequence_parallel=True, micro_batch=2, recompute="full"),
     "ep over cp": Plan(cp=2, ep=2, shard="parameters", micro_batch=2),
-    "cp 2 × tp 2, sequence": Plan(cp=2, tp=2, sequence=True, context="all_to_all", micro_batch=6),
+    "cp 2 × tp 2, sequence": Plan(cp=2, tp=2, sequence_parallel=True, cp_method="all_to_all", micro_batch=6),
     "pp 2": Plan(pp=2, micro_batch=2),
 }
 

@@ -38,9 +38,9 @@ PLANS = {
     "recomputing in full": Plan(dp_replicate=3, recompute="full"),
     "recomputing a part": Plan(dp_replicate=2, recompute="selective"),
     "tensor × replicas": Plan(tp=2, dp_replicate=2),
-    "tensor + sequence × replicas": Plan(tp=2, sequence=True, dp_replicate=2),
+    "tensor + sequence × replicas": Plan(tp=2, sequence_parallel=True, dp_replicate=2),
     "ring": Plan(cp=2),
-    "all-to-all × replicas": Plan(cp=2, context="all_to_all", dp_replicate=2),
+    "all-to-all × replicas": Plan(cp=2, cp_method="all_to_all", dp_replicate=2),
 }
 
 
@@ -139,7 +139,12 @@ def test_a_run_with_overlap_and_one_without_end_in_the_same_bits(tmp_path: Path)
     after = run_job(tmp_path / "after", job, replace(plan, overlap=False))
     same_bits(overlapped, after)
     for step in overlapped.steps:
-        assert 0 < step["waited"]["data"] <= step["under_way"]["data"] <= step["step_seconds"]
+        assert (
+            0
+            < step["exposed_communication_seconds"]["data"]
+            <= step["communication_seconds"]["data"]
+            <= step["step_seconds"]
+        )
 
 
 def test_zero_3_gathers_ahead_of_use_without_a_bit_of_difference(tmp_path: Path) -> None:
@@ -174,7 +179,7 @@ def test_pipelines_sum_after_their_last_backward_and_tell_what_they_wait_for(
     overlapped = run_job(tmp_path / "overlapped", job, plan)
     same_bits(overlapped, run_job(tmp_path / "after", job, replace(plan, overlap=False)))
     for step in overlapped.steps:
-        assert 0 < step["waited"]["pipeline"] < step["step_seconds"]
+        assert 0 < step["exposed_communication_seconds"]["pipeline"] < step["step_seconds"]
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (4,)], ids=str)

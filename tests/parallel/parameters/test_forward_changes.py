@@ -122,9 +122,7 @@ def test_replicas_make_the_same_change(kind: type[nn.Module], plan: Plan, tmp_pa
     same_numbers(one, spread_over(tmp_path / "many", job(tmp_path), plan, objects=objects))
 
 
-SHARED_OUT = (
-    r"{} was changed in a forward pass, which does not compute with .*\n.*parallel\.shard = 'nothing'"
-)
+SHARED_OUT = r"{} was changed in a forward pass, which does not compute with .*\n.*parallel\.shard = 'none'"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ FURTHER = {
     "ZeRO 1 over Gloo": Plan(dp_shard=2, shard="optimizer", micro_batch=1),
     "ZeRO 3 over Gloo": Plan(dp_shard=2, shard="parameters", micro_batch=1),
     "tensor, sequence, ZeRO 2 over Gloo": Plan(
-        tp=2, sequence=True, dp_shard=2, shard="gradients", micro_batch=2
+        tp=2, sequence_parallel=True, dp_shard=2, shard="gradients", micro_batch=2
     ),
     "pipeline, replicas": Plan(pp=2, dp_replicate=2, micro_batch=1),
     "pipeline, ZeRO 3 over Gloo": Plan(pp=2, dp_shard=2, shard="parameters", micro_batch=1),

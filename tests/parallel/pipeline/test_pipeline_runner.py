@@ -94,7 +94,7 @@ TOGETHER = {
         pp=2, dp_replicate=2, schedule="interleaved_zero_bubble", micro_batch=2, **TWO
     ),
     "zbv × ZeRO 3": Plan(pp=2, dp_shard=2, shard="parameters", schedule="zbv", micro_batch=1, **TWO),
-    "zbv × tensor": Plan(pp=2, tp=2, sequence=True, schedule="zbv", micro_batch=2, **TWO),
+    "zbv × tensor": Plan(pp=2, tp=2, sequence_parallel=True, schedule="zbv", micro_batch=2, **TWO),
     "dualpipev × ZeRO 2": Plan(
         pp=2, dp_shard=2, shard="gradients", schedule="dualpipev", micro_batch=1, **TWO
     ),

@@ -66,7 +66,7 @@ PLANS = {
         pp=2, dp_replicate=2, schedule="dualpipev", virtual_stages=2, micro_batch=1
     ),
     "sharded matrices": Plan(pp=2, tp=2, micro_batch=2),
-    "sharded matrices and sequence": Plan(pp=2, tp=2, sequence=True, micro_batch=2),
+    "sharded matrices and sequence": Plan(pp=2, tp=2, sequence_parallel=True, micro_batch=2),
 }
 
 

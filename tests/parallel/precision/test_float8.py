@@ -109,7 +109,7 @@ def test_training_in_fp8_stays_near_bf16() -> None:
     "plan",
     [
         Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="selective"),
-        Plan(tp=2, sequence=True, micro_batch=4),
+        Plan(tp=2, sequence_parallel=True, micro_batch=4),
         Plan(pp=2, micro_batch=1),
     ],
     ids=str,

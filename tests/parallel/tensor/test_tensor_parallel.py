@@ -97,22 +97,24 @@ def compare(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 PLANS = [
     Plan(tp=2, micro_batch=5),
-    Plan(tp=2, sequence=True, micro_batch=5),
-    Plan(tp=2, sequence=True, micro_batch=2),
-    Plan(tp=2, sequence=True, micro_batch=2, recompute="full"),
+    Plan(tp=2, sequence_parallel=True, micro_batch=5),
+    Plan(tp=2, sequence_parallel=True, micro_batch=2),
+    Plan(tp=2, sequence_parallel=True, micro_batch=2, recompute="full"),
     Plan(tp=4, micro_batch=3),
-    Plan(tp=4, sequence=True, micro_batch=3),
-    Plan(tp=2, sequence=True, dp_shard=2, shard="optimizer", micro_batch=1),
-    Plan(tp=2, sequence=True, dp_shard=2, shard="gradients", micro_batch=1),
-    Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=2),
-    Plan(tp=2, sequence=True, dp_replicate=2, micro_batch=2),
-    Plan(tp=2, sequence=True, pp=2, micro_batch=2),
+    Plan(tp=4, sequence_parallel=True, micro_batch=3),
+    Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="optimizer", micro_batch=1),
+    Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="gradients", micro_batch=1),
+    Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="parameters", micro_batch=2),
+    Plan(tp=2, sequence_parallel=True, dp_replicate=2, micro_batch=2),
+    Plan(tp=2, sequence_parallel=True, pp=2, micro_batch=2),
 ]
 
 
 def name(plan: Plan) -> str:
     words = [str(plan)]
-    words += ["sequence"] * plan.sequence + [f"recompute {plan.recompute}"] * (plan.recompute != "none")
+    words += ["sequence"] * plan.sequence_parallel + [f"recompute {plan.recompute}"] * (
+        plan.recompute != "none"
+    )
     return ", ".join([*words, f"micro-batches of {plan.micro_batch}"])
 
 
@@ -125,26 +127,26 @@ def test_a_decoder_with_grouped_heads_follows_one_process(plan: Plan, compare: A
     ("model", "plan"),
     [
         ({**DECODER, "tie_embeddings": True}, Plan(tp=2, micro_batch=3)),
-        ({**DECODER, "tie_embeddings": True}, Plan(tp=2, sequence=True, micro_batch=3)),
+        ({**DECODER, "tie_embeddings": True}, Plan(tp=2, sequence_parallel=True, micro_batch=3)),
         (
             {**DECODER, "tie_embeddings": True},
-            Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=1),
+            Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="parameters", micro_batch=1),
         ),
-        (QWEN_2_5, Plan(tp=2, sequence=True, micro_batch=3)),
-        (QWEN_2_5, Plan(tp=4, sequence=True, micro_batch=3)),
-        (QWEN_2_5, Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=1)),
+        (QWEN_2_5, Plan(tp=2, sequence_parallel=True, micro_batch=3)),
+        (QWEN_2_5, Plan(tp=4, sequence_parallel=True, micro_batch=3)),
+        (QWEN_2_5, Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="parameters", micro_batch=1)),
         (QWEN_3, Plan(tp=2, micro_batch=3)),
-        (QWEN_3, Plan(tp=4, sequence=True, micro_batch=3)),
-        (QWEN_3, Plan(tp=2, sequence=True, dp_shard=2, shard="optimizer", micro_batch=1)),
+        (QWEN_3, Plan(tp=4, sequence_parallel=True, micro_batch=3)),
+        (QWEN_3, Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="optimizer", micro_batch=1)),
         # Every rank has one query head, but not every one a key and value head of its own.
-        ({**DECODER, "kv_heads": 1}, Plan(tp=4, sequence=True, micro_batch=3)),
+        ({**DECODER, "kv_heads": 1}, Plan(tp=4, sequence_parallel=True, micro_batch=3)),
         # Three query heads of a rank look at two key/value heads, one of them at the other's neighbour.
         (
             {**DECODER, "hidden": 24, "heads": 6, "kv_heads": 3, "feed_forward": 32},
-            Plan(tp=2, sequence=True, micro_batch=3),
+            Plan(tp=2, sequence_parallel=True, micro_batch=3),
         ),
-        ({**DECODER, "dropout": 0.2}, Plan(tp=2, sequence=True, micro_batch=3)),
-        ({**DECODER, "dropout": 0.2}, Plan(tp=2, sequence=True, micro_batch=1, recompute="full")),
+        ({**DECODER, "dropout": 0.2}, Plan(tp=2, sequence_parallel=True, micro_batch=3)),
+        ({**DECODER, "dropout": 0.2}, Plan(tp=2, sequence_parallel=True, micro_batch=1, recompute="full")),
     ],
     ids=str,
 )
@@ -172,7 +174,7 @@ def test_frozen_parameters_and_the_average_follow_one_process(
 
 
 def test_documents_see_only_themselves(compare: Any, tmp_path: Path) -> None:
-    plan = Plan(tp=2, sequence=True, micro_batch=3)
+    plan = Plan(tp=2, sequence_parallel=True, micro_batch=3)
     compare(tmp_path / "run", plan, data={"document_masks": True, "sequence_length": 64})
 
 
@@ -183,11 +185,11 @@ def squared(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_a_loss_of_ones_own_sees_whole_logits(compare: Any, tmp_path: Path) -> None:
-    compare(tmp_path / "run", Plan(tp=2, sequence=True, micro_batch=3), objects={"loss": squared})
+    compare(tmp_path / "run", Plan(tp=2, sequence_parallel=True, micro_batch=3), objects={"loss": squared})
 
 
 def test_a_micro_batch_without_rows_takes_part(compare: Any, tmp_path: Path) -> None:
-    plan = Plan(tp=2, sequence=True, dp_replicate=2, micro_batch=1)
+    plan = Plan(tp=2, sequence_parallel=True, dp_replicate=2, micro_batch=1)
     assert [len(rows) for rows in plan.micro_batches(3, 1)] == [1, 0]
     compare(tmp_path / "run", plan, global_batch=3)
 
@@ -195,7 +197,7 @@ def test_a_micro_batch_without_rows_takes_part(compare: Any, tmp_path: Path) -> 
 def test_bf16_stays_close_to_one_process(tmp_path: Path) -> None:
     text = job(tmp_path, DECODER, {}, precision="bf16", steps=10)
     one = one_process(tmp_path / "one", text, 5)
-    other = spread_over(tmp_path / "run", text, Plan(tp=2, sequence=True, micro_batch=5))
+    other = spread_over(tmp_path / "run", text, Plan(tp=2, sequence_parallel=True, micro_batch=5))
     assert other.losses == pytest.approx(one.losses, rel=2e-3)
     assert other.losses != one.losses
 
@@ -269,14 +271,14 @@ def collectives(mode: CommDebugMode) -> dict[str, int]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_no_rank_holds_whole_logits(sequence: bool) -> None:
-    for once in run_ranks(train_once, 4, (Plan(tp=4, sequence=sequence),)):
+    for once in run_ranks(train_once, 4, (Plan(tp=4, sequence_parallel=sequence),)):
         assert once.logits == (ROWS, LENGTH, VOCABULARY // 4)
         assert once.largest == ROWS * LENGTH * VOCABULARY // 4
 
 
 def test_each_pair_of_matrices_costs_one_collective_before_it_and_one_after_it() -> None:
     pairs = 2 * DECODER["layers"]  # attention and feed-forward; one more with the embedding and the head
-    for once in run_ranks(train_once, 2, (Plan(tp=2, sequence=True),)):
+    for once in run_ranks(train_once, 2, (Plan(tp=2, sequence_parallel=True),)):
         assert once.forward == {"all_gather_into_tensor": pairs + 1, "reduce_scatter_tensor": pairs + 1}
         assert once.backward == once.forward
         assert once.end == {"allreduce_": 1}  # of the norms' gradients, all in one
@@ -340,7 +342,7 @@ def make_small() -> Small:
 
 def split_small(worker: Worker, sequence: bool, roles: dict[str, Any], length: int) -> Any:
     """Gradients of the split module, or what was said against splitting or running it."""
-    plan = Plan(tp=worker.world_size, sequence=sequence)
+    plan = Plan(tp=worker.world_size, sequence_parallel=sequence)
     with process_grid(worker, plan, 60) as grid:
         module = make_small()
         try:
@@ -405,7 +407,7 @@ def test_no_rank_computes_a_head_twice_where_grouped_attention_needs_it_once() -
 def test_compiled_blocks_follow_the_same_curve(tmp_path: Path) -> None:
     model = {**DECODER, "hidden": 32, "dropout": 0.1}
     text = job(tmp_path, model, {}, precision="fp32", global_batch=4)
-    plan = Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=2, compile=True)
+    plan = Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="parameters", micro_batch=2, compile=True)
     one = one_process(tmp_path / "one", text, 4)
     other = spread_over(tmp_path / "run", text, plan, seconds=280)
     assert other.losses == pytest.approx(one.losses, rel=1e-5)

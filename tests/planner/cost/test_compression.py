@@ -42,7 +42,7 @@ def moving(kind: Compression, elements: float = ELEMENTS) -> float:
 
 @pytest.mark.parametrize(("kind", "share"), [("bf16", 2 / 4), ("fp16", 2 / 4), ("int8", 1 / 4)])
 def test_replicas_of_a_hybrid_take_their_links_for_less_time(kind: Compression, share: float) -> None:
-    whole = summing("nothing").all_reduce(ONE_EACH, ELEMENTS)
+    whole = summing("none").all_reduce(ONE_EACH, ELEMENTS)
     smaller = summing(kind).all_reduce(ONE_EACH, ELEMENTS) - moving(kind)
     assert smaller == pytest.approx(share * whole, rel=0.1)
 
@@ -72,7 +72,7 @@ def test_small_buckets_are_many_parts() -> None:
 
 def test_an_exchange_of_all_with_all_does_not_gain_where_a_nodes_ranks_share_its_link() -> None:
     """An all-reduce sends each byte over it once for all of a node's ranks, an all-to-all once for each."""
-    assert summing("int8").all_reduce(ALL, ELEMENTS) > summing("nothing").all_reduce(ALL, ELEMENTS)
+    assert summing("int8").all_reduce(ALL, ELEMENTS) > summing("none").all_reduce(ALL, ELEMENTS)
 
 
 def test_what_top_k_sends_grows_with_the_ranks() -> None:
@@ -88,10 +88,10 @@ def test_thin_matrices_take_their_rank() -> None:
         for rank in (2, 8)
     )
     assert 3 * thin < thick <= 4 * thin  # few bytes wait for their first one, too
-    assert thick < 0.03 * summing("nothing").all_reduce(ONE_EACH, ELEMENTS)
+    assert thick < 0.03 * summing("none").all_reduce(ONE_EACH, ELEMENTS)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "bf16", "fp16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("kind", ["none", "bf16", "fp16", "int8", "topk", "powersgd"])
 def test_nobody_makes_smaller_what_is_not_exchanged(kind: Compression) -> None:
     assert summing(kind).all_reduce(Group(1), ELEMENTS) == 0.0
     assert summing(kind).reduce_scatter(Group(1), ELEMENTS, compressed=True) == 0.0
@@ -104,7 +104,7 @@ def test_gradients_that_are_small_already_stay_as_they_are() -> None:
 
 def test_shards_that_replicas_repeat_are_summed_whole_within_a_replica() -> None:
     within = Group(8)
-    plain = summing("nothing").reduce_scatter(within, ELEMENTS, compressed=True)
+    plain = summing("none").reduce_scatter(within, ELEMENTS, compressed=True)
     assert summing("int8").reduce_scatter(within, ELEMENTS, compressed=False) == plain
 
 
@@ -127,7 +127,7 @@ def test_what_is_left_out_is_kept_of_what_a_rank_hands_over(plan: Plan, elements
 @pytest.mark.parametrize(
     ("plan", "kind", "sent", "whole"),
     [
-        (Plan(dp_replicate=4), "nothing", 6 * 1000, 6 * 1000),
+        (Plan(dp_replicate=4), "none", 6 * 1000, 6 * 1000),
         (Plan(dp_replicate=4), "bf16", 3 * 1000, 6 * 1000),
         (Plan(dp_replicate=4), "topk", 3 * 8 * 10, 6 * 1000),
         (Plan(dp_shard=4, shard="parameters"), "bf16", 1.5 * 1000, 3 * 1000),

@@ -31,8 +31,7 @@ def test_a_hybrid_compresses_what_its_replicas_sum_and_not_what_its_shards_do() 
 def test_blocks_whose_gradients_are_scattered_are_compressed_one_by_one() -> None:
     sharded = Plan(dp_shard=128, shard="parameters", precision="bf16", device="cuda")
     plain, thin = (
-        DataParallel(replace(sharded, compression=kind), MACHINE, Software())
-        for kind in ("nothing", "powersgd")
+        DataParallel(replace(sharded, compression=kind), MACHINE, Software()) for kind in ("none", "powersgd")
     )
     assert thin.per_micro_batch(1e9, 0.0, 0.0)[1] < plain.per_micro_batch(1e9, 0.0, 0.0)[1]
 

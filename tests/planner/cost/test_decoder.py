@@ -37,8 +37,8 @@ plans = st.builds(
         pp=pp,
         dp_shard=dp,
         tp=tp,
-        sequence=tp > 1,
-        shard="parameters" if dp > 1 else "nothing",
+        sequence_parallel=tp > 1,
+        shard="parameters" if dp > 1 else "none",
         recompute="full" if full else "none",
     ),
     st.sampled_from([1, 2, 4]),
@@ -95,9 +95,9 @@ def test_full_recompute_costs_a_forward_of_the_blocks() -> None:
 
 
 def test_tensor_parallel_across_nodes_exchanges_at_the_rate_of_their_links() -> None:
-    inside = forecast(replace(PLAN, tp=8, sequence=True))
-    across = forecast(replace(PLAN, tp=16, sequence=True))
-    slower = forecast(replace(PLAN, tp=16, sequence=True), machine=machine(32, outer=1e9))
+    inside = forecast(replace(PLAN, tp=8, sequence_parallel=True))
+    across = forecast(replace(PLAN, tp=16, sequence_parallel=True))
+    slower = forecast(replace(PLAN, tp=16, sequence_parallel=True), machine=machine(32, outer=1e9))
     # Eight links of 10 GB/s are a little slower than the 100 GB/s inside a node, and of 1 GB/s much.
     assert 1.2 < across.tensor / inside.tensor < 1.5
     assert slower.tensor > 5 * inside.tensor
@@ -210,7 +210,7 @@ def test_experts_exchange_tokens_there_and_back_in_both_passes(routes_once: bool
 
 def test_experts_that_tensor_parallel_leaves_whole_go_over_its_ranks_too() -> None:
     """Four of 8 ranks with tp = 2 are data ranks; ep = 8 needs whole experts on each of the eight."""
-    plan = replace(PLAN, dp_replicate=4, tp=2, ep=8, sequence=True)
+    plan = replace(PLAN, dp_replicate=4, tp=2, ep=8, sequence_parallel=True)
     eight = Machine(CHIP, (Link(8, 1e-6, 100e9),), start_seconds=0.0)
     with pytest.raises(ValueError, match="spans 15 ranks, and there are 8"):
         forecast(plan, dimensions=MIXTURE, machine=eight)
@@ -244,7 +244,7 @@ def test_recompute_exchanges_activations_again() -> None:
 
 
 def test_a_split_sequence_streams_each_token_on_one_rank() -> None:
-    whole, split = (forecast(replace(PLAN, tp=4, sequence=sequence)) for sequence in (False, True))
+    whole, split = (forecast(replace(PLAN, tp=4, sequence_parallel=sequence)) for sequence in (False, True))
     saved = 4096 * 4096 * 3 / 4 * 16 * 32 * 2 * (14 + 24 + 6 + 4) / 0.8e12
     assert whole.compute - split.compute == pytest.approx(saved, rel=0.01)
 
@@ -262,12 +262,12 @@ def test_more_ranks_than_devices_are_refused() -> None:
 
 
 def test_a_ring_of_keys_hides_behind_attention_and_an_exchange_of_heads_does_not() -> None:
-    ring = replace(PLAN, cp=4, context="ring")
+    ring = replace(PLAN, cp=4, cp_method="ring")
     assert forecast(ring, sequence=32768).context == 0.0
     found = forecast(ring, sequence=32768, machine=machine(32, inner=1e6))
     step = 32768 / 4 * 8 * 128 * 2 * 2 / 1e6  # keys and values of 8 heads
     assert found.context == pytest.approx(3 * 16 * 32 * 3 * step, rel=0.01)
-    assert forecast(replace(ring, context="all_to_all"), sequence=32768).context > 0.0
+    assert forecast(replace(ring, cp_method="all_to_all"), sequence=32768).context > 0.0
 
 
 def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
@@ -335,7 +335,7 @@ def test_a_cpus_program_is_counted_for_each_kernel_block_and_micro_batch() -> No
     again = more(replace(plain, recompute="full"), Program(kernel_seconds=1e-3))
     assert 1.2 * of_kernels < again < 1.5 * of_kernels
 
-    split = replace(plain, tp=2, sequence=True)
+    split = replace(plain, tp=2, sequence_parallel=True)
     tensor = Program(tensor_seconds=1e-3)
     assert more(plain, tensor) == 0.0
     assert more(split, tensor) == pytest.approx(8 * MODEL.layers * 1e-3)

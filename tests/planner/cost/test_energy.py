@@ -48,8 +48,8 @@ def test_mlperf_s_gpt_3_on_512_h100_used_415_kilowatt_hours() -> None:
     cluster = read_cluster("64x8 H100 SXM, 8x400G")
     gpt3 = DecoderDimensions(96, 12288, 96, 96, 49152, 51200, activation_function="gelu")
     plan = Plan(
-        pp=8, dp_shard=16, tp=4, shard="optimizer", sequence=True, micro_batch=2, schedule="interleaved_1f1b",
-        virtual_stages=6, precision="bf16", fp8=True, device="cuda",
+        pp=8, dp_shard=16, tp=4, shard="optimizer", sequence_parallel=True, micro_batch=2,
+        schedule="interleaved_1f1b", virtual_stages=6, precision="bf16", fp8=True, device="cuda",
     )  # fmt: skip
     habits = Software(
         architecture="gpt",

@@ -273,7 +273,7 @@ def test_a_kind_of_node_that_is_not_there_is_refused() -> None:
 layouts = st.sampled_from(
     [
         {"dp_shard": 16, "shard": "parameters"},
-        {"tp": 8, "sequence": True, "dp_replicate": 2},
+        {"tp": 8, "sequence_parallel": True, "dp_replicate": 2},
         {"tp": 16},
         {"pp": 4, "dp_shard": 4, "shard": "optimizer"},
         {"cp": 4, "dp_shard": 4, "shard": "parameters"},

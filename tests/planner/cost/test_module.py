@@ -241,7 +241,7 @@ def test_recompute_runs_blocks_again(recompute: str) -> None:
 
 def test_what_is_known_of_a_split_is_used() -> None:
     whole = forecast(image_transformer())
-    split = forecast(image_transformer(), replace(PLAN, tp=4, sequence=True))
+    split = forecast(image_transformer(), replace(PLAN, tp=4, sequence_parallel=True))
     # Two exchanges forward and two backward in each of 8 blocks, of all that a block is given.
     given = 256 * 197 * 512 * 2
     one = 2 * all_gather_seconds(machine(32), Group(4), given)
@@ -303,9 +303,9 @@ def test_a_faster_chip_is_never_slower(factor: float, computes: bool, recompute:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["nothing", "optimizer", "gradients", "parameters"]))
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "optimizer", "gradients", "parameters"]))
 def test_kinds_add_up_to_the_step(ranks: int, shard: str) -> None:
-    sharded = {"dp_shard": ranks, "shard": shard} if shard != "nothing" else {"dp_replicate": ranks}
+    sharded = {"dp_shard": ranks, "shard": shard} if shard != "none" else {"dp_replicate": ranks}
     found = forecast(image_transformer(), replace(PLAN, **sharded))  # type: ignore[arg-type]
     total = found.compute + found.data + found.bubble + found.optimizer
     assert total == pytest.approx(found.seconds)

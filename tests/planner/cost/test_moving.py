@@ -197,9 +197,9 @@ def test_files_that_memory_cannot_hold_are_as_slow_as_the_disk() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["nothing", "host", "disk"]),
-    st.sampled_from(["nothing", "host", "disk"]),
-    st.sampled_from(["nothing", "host", "disk"]),
+    st.sampled_from(["none", "host", "disk"]),
+    st.sampled_from(["none", "host", "disk"]),
+    st.sampled_from(["none", "host", "disk"]),
     st.sampled_from(
         [
             GPU,
@@ -221,6 +221,6 @@ def test_nothing_is_faster_for_being_elsewhere_and_a_faster_link_never_hurts(
     assert sum(kinds) + found.loading + found.checkpoint == pytest.approx(found.seconds)
     assert step(away, faster).seconds <= found.seconds * (1 + 1e-9)
     launches = OPTIMIZER_KERNELS * of.machine.chip.launch_seconds
-    on_host = weights != "nothing"  # whose processors start no kernels
+    on_host = weights != "none"  # whose processors start no kernels
     least = step(plan, of)
     assert found.seconds >= (least.seconds - least.checkpoint - launches * on_host) * (1 - 1e-9)

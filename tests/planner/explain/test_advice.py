@@ -22,15 +22,15 @@ plans = st.builds(
         PLAN,
         pp=pp,
         tp=tp,
-        dp_replicate=8 // pp // tp if shard == "nothing" else 1,
-        dp_shard=1 if shard == "nothing" else 8 // pp // tp,
-        shard=shard if 8 // pp // tp > 1 or shard == "nothing" else "nothing",
+        dp_replicate=8 // pp // tp if shard == "none" else 1,
+        dp_shard=1 if shard == "none" else 8 // pp // tp,
+        shard=shard if 8 // pp // tp > 1 or shard == "none" else "none",
         stage_cuts=(2,) if pp == 2 else (),
         micro_batch=micro_batch,
     ),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2]),
-    st.sampled_from(["nothing", "optimizer", "parameters"]),
+    st.sampled_from(["none", "optimizer", "parameters"]),
     st.sampled_from([1, 2]),
 )
 
@@ -135,11 +135,13 @@ def test_savings_say_what_single_changes_would_give_back() -> None:
 
 
 def test_settings_name_the_keys_of_a_job_with_what_they_become() -> None:
-    after = replace(PLAN, dp_replicate=4, tp=2, sequence=True, recompute="selective", recompute_share=0.5)
+    after = replace(
+        PLAN, dp_replicate=4, tp=2, sequence_parallel=True, recompute="selective", recompute_share=0.5
+    )
     assert settings_between(PLAN, after) == {
         "parallel.dp_replicate": 4,
         "parallel.tp": 2,
-        "parallel.sequence": True,
+        "parallel.sequence_parallel": True,
         "parallel.recompute": "selective",
         "parallel.recompute_share": 0.5,
     }
@@ -149,13 +151,13 @@ def test_settings_name_the_keys_of_a_job_with_what_they_become() -> None:
     ("plan", "said"),
     [
         (replace(PLAN, dp_replicate=16), "16 ranks, and there are 8 devices"),
-        (replace(PLAN, dp_replicate=1, tp=8, sequence=True), None),
+        (replace(PLAN, dp_replicate=1, tp=8, sequence_parallel=True), None),
         (replace(PLAN, dp_replicate=2, pp=4), "4 stages need 3 cuts, not 0"),
         (
             replace(PLAN, dp_replicate=2, pp=4, stage_cuts=(1, 2, 3), micro_batch=8),
             "needs at least as many as stages, 4",
         ),
-        (replace(PLAN, dp_replicate=4, dp_shard=2), "parallel.shard = 'nothing' with parallel.dp_shard = 2"),
+        (replace(PLAN, dp_replicate=4, dp_shard=2), "parallel.shard = 'none' with parallel.dp_shard = 2"),
         (replace(PLAN, dp_replicate=4, ep=2), "the model has no experts"),
     ],
 )

@@ -20,7 +20,7 @@ from wanma.planner.memory.peak import memory_of_ranks
 from wanma.planner.search.result import Candidate
 
 BEST = Plan(dp_replicate=16, precision="bf16", device="cuda")
-WIDE = replace(BEST, dp_replicate=1, tp=16, sequence=True, micro_batch=64)
+WIDE = replace(BEST, dp_replicate=1, tp=16, sequence_parallel=True, micro_batch=64)
 BIG = job(global_batch=64)
 
 
@@ -48,7 +48,9 @@ def test_tensor_ranks_in_two_machines_are_named_with_the_communication_they_cost
 
 def test_tensor_ranks_in_one_machine_cross_nothing() -> None:
     given = wide_problem()
-    told = compare(given, replace(WIDE, tp=8, dp_replicate=2, sequence=False), candidate(given, BEST))
+    told = compare(
+        given, replace(WIDE, tp=8, dp_replicate=2, sequence_parallel=False), candidate(given, BEST)
+    )
     (tensor,) = [one for one in told.differences if one.kind == "tensor"]
     assert tensor.cause == "TP 8"
     assert tensor.what == "exposed all-reduce"
@@ -66,7 +68,7 @@ def test_recompute_is_the_cause_of_longer_computing() -> None:
 def test_what_is_gained_is_what_the_best_pays() -> None:
     given = problem(BIG)
     best = replace(BEST, dp_replicate=1, dp_shard=8, shard="parameters")
-    told = compare(given, replace(BEST, dp_replicate=1, tp=8, sequence=True), candidate(given, best))
+    told = compare(given, replace(BEST, dp_replicate=1, tp=8, sequence_parallel=True), candidate(given, best))
     gained = told.differences[-1]
     assert gained.kind == "data"
     assert gained.seconds < 0

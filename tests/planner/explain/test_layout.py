@@ -28,9 +28,9 @@ def plans(draw: st.DrawFn) -> Plan:
         dp_shard=shard,
         cp=draw(st.sampled_from([1, 2])),
         tp=tp,
-        shard="parameters" if shard > 1 else "nothing",
-        sequence=tp > 1 and draw(st.booleans()),
-        context=draw(st.sampled_from(["ring", "all_to_all"])),
+        shard="parameters" if shard > 1 else "none",
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        cp_method=draw(st.sampled_from(["ring", "all_to_all"])),
         schedule=schedule,  # type: ignore[arg-type]
         virtual_stages=virtual,
         stage_cuts=tuple(range(8 // count, 8, 8 // count)),

@@ -28,17 +28,17 @@ plans = st.builds(
         schedule=layout[1],
         virtual_stages=layout[2],
         tp=tp,
-        sequence=tp > 1,
-        dp_replicate=1 if shard != "nothing" else dp,
-        dp_shard=dp if shard != "nothing" else 1,
-        shard=shard if dp > 1 else "nothing",
+        sequence_parallel=tp > 1,
+        dp_replicate=1 if shard != "none" else dp,
+        dp_shard=dp if shard != "none" else 1,
+        shard=shard if dp > 1 else "none",
     ),
     st.sampled_from(
         [(1, "1f1b", 1), (4, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved_1f1b", 2), (2, "zbv", 2)]
     ),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 4]),
-    st.sampled_from(["nothing", "optimizer", "parameters"]),
+    st.sampled_from(["none", "optimizer", "parameters"]),
 )
 
 
@@ -132,7 +132,7 @@ def trace_of(steps: Timeline) -> list[dict[str, Any]]:
     "plan",
     [
         PLAN,
-        replace(PLAN, pp=2, dp_replicate=1, dp_shard=2, tp=2, sequence=True, shard="optimizer"),
+        replace(PLAN, pp=2, dp_replicate=1, dp_shard=2, tp=2, sequence_parallel=True, shard="optimizer"),
         replace(PLAN, pp=2, schedule="zbv", virtual_stages=2),
         Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda"),
     ],
@@ -158,7 +158,7 @@ def test_the_trace_is_what_viewers_read(plan: Plan) -> None:
 
 
 def test_the_trace_names_stages_ranks_and_what_forwards_wait_for() -> None:
-    plan = replace(PLAN, pp=2, tp=2, sequence=True, dp_replicate=4)
+    plan = replace(PLAN, pp=2, tp=2, sequence_parallel=True, dp_replicate=4)
     parts = anatomy(plan)
     events = trace_of(timeline(parts))
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]

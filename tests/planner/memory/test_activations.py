@@ -38,7 +38,7 @@ SCORES = 5 * HEADS * SEQUENCE / HIDDEN
 
 @pytest.mark.parametrize("t", [1, 2, 8])
 def test_a_block_of_gpt_keeps_what_korthikanti_2022_say(t: int) -> None:
-    whole, parts = Plan(tp=t, micro_batch=3), Plan(tp=t, sequence=True, micro_batch=3)
+    whole, parts = Plan(tp=t, micro_batch=3), Plan(tp=t, sequence_parallel=True, micro_batch=3)
     assert block(Plan()) == 34 + SCORES  # equation 1
     assert block(whole) == pytest.approx(10 + 24 / t + SCORES / t)  # equation 2
     assert block(parts) == pytest.approx((34 + SCORES) / t)  # equation 4
@@ -109,7 +109,7 @@ def test_a_compiled_block_keeps_one_of_its_widest_tensors_less() -> None:
 
 def test_an_all_to_all_keeps_what_it_gives_back_and_repeats_keys_that_its_ranks_cannot_share() -> None:
     dimensions = OURS["plain"]
-    ring, exchanged = Plan(cp=2), Plan(cp=2, context="all_to_all")
+    ring, exchanged = Plan(cp=2), Plan(cp=2, cp_method="all_to_all")
     more = block(exchanged, dimensions, Software()) - block(ring, dimensions, Software())
     assert more == pytest.approx(2 / 2)  # attended: as wide as hidden, in 2 bytes, of half the tokens
     wide = [
@@ -128,7 +128,7 @@ def test_an_all_to_all_keeps_what_it_gives_back_and_repeats_keys_that_its_ranks_
 def test_more_ranks_and_more_recompute_never_keep_more(
     tp: int, cp: int, sequence: bool, recompute: Recompute, model: str
 ) -> None:
-    plan = Plan(tp=tp, cp=cp, sequence=sequence, recompute=recompute)
+    plan = Plan(tp=tp, cp=cp, sequence_parallel=sequence, recompute=recompute)
     here = block(plan, OURS[model], Software())
     assert block(replace(plan, tp=2 * tp), OURS[model], Software()) <= here + 1e-9
     assert block(replace(plan, cp=2 * cp), OURS[model], Software()) <= here

@@ -254,7 +254,7 @@ def test_a_rank_of_tp_keeps_what_the_forecast_says(
     kind: str, mode: Recompute, sequence: bool, tmp_path: Path
 ) -> None:
     model = {"dense": {}, "grouped heads": {"kv_heads": 2}, "experts": EXPERTS}[kind]
-    plan = Plan(tp=2, sequence=sequence, micro_batch=4, recompute=mode)
+    plan = Plan(tp=2, sequence_parallel=sequence, micro_batch=4, recompute=mode)
     kept = run_ranks(kept_by_rank, 2, (job(tmp_path, "fp32", **model), plan))[0]
     at_loss = rank(plan, **model).moments[0]
     assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.08)
@@ -483,7 +483,9 @@ def test_the_forecast_is_that_of_the_fullest_of_all_ranks(
 
 
 def test_a_table_serves_all_plans_of_its_key() -> None:
-    plan = Plan(pp=4, tp=2, dp_shard=4, shard="optimizer", sequence=True, micro_batch=2, device="cuda")
+    plan = Plan(
+        pp=4, tp=2, dp_shard=4, shard="optimizer", sequence_parallel=True, micro_batch=2, device="cuda"
+    )
     tables = {}
     for changes in ({"recompute": "full"}, {"dp_shard": 8}, {"schedule": "gpipe"}, {"micro_batch": 4}):
         other = replace(plan, **changes)

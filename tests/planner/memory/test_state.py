@@ -64,10 +64,10 @@ def test_shards_take_what_zero_says_of_its_third_stage_beside_the_blocks_that_ar
 
 
 @pytest.mark.parametrize(
-    ("shard", "accumulated"), [("nothing", 4 * PSI), ("optimizer", 4 * PSI), ("gradients", 4 * PSI / 4)]
+    ("shard", "accumulated"), [("none", 4 * PSI), ("optimizer", 4 * PSI), ("gradients", 4 * PSI / 4)]
 )
 def test_gradients_wait_whole_or_sharded_between_micro_batches(shard: Shard, accumulated: float) -> None:
-    replicas = 4 if shard == "nothing" else 1
+    replicas = 4 if shard == "none" else 1
     plan = Plan(dp_replicate=replicas, dp_shard=4 // replicas, shard=shard, precision="bf16")
     assert state(plan, micro_batches=2).accumulated == accumulated
     assert state(plan, micro_batches=1).accumulated == 0

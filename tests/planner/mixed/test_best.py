@@ -163,14 +163,14 @@ def test_cuts_make_the_slowest_stage_as_fast_as_any_cuts_do(
 
 def test_a_kind_with_little_memory_gets_fewer_blocks() -> None:
     option = Option((Segment(0, 1, 1), Segment(1, 1, 1)), 4, "none")
-    roomy = Placer(costs()).replicas(option, 4, "nothing")
+    roomy = Placer(costs()).replicas(option, 4, "none")
     assert roomy is not None
     blocks = [place.blocks for place in roomy.places]
-    needed = costs().memory(roomy, "nothing", 2)[0].memory_bytes
-    tight = Placer(costs(fleet(fast_bytes=needed - 1))).replicas(option, 4, "nothing")
+    needed = costs().memory(roomy, "none", 2)[0].memory_bytes
+    tight = Placer(costs(fleet(fast_bytes=needed - 1))).replicas(option, 4, "none")
     assert tight is not None
     assert [place.blocks for place in tight.places] == [blocks[0] - 1, blocks[1] + 1]
-    assert Placer(costs(fleet(fast_bytes=1e9))).replicas(option, 4, "nothing") is None
+    assert Placer(costs(fleet(fast_bytes=1e9))).replicas(option, 4, "none") is None
 
 
 # ------------------------------------------------------------------ whole searches
@@ -194,8 +194,8 @@ def test_a_placed_plan_computes_the_whole_batch_and_gives_slow_devices_less() ->
 @pytest.mark.parametrize(("batch", "expected"), [(12, (6, 6)), (10, (5, 5)), (7, (4, 3)), (2, (1, 1))])
 def test_the_batch_is_split_within_what_each_group_can_do(batch: int, expected: tuple[int, int]) -> None:
     of = costs(batch=batch)
-    shares = [Share(Placed(of, Replicas(1, (Place(node, 4),), 2), 2, "nothing"), 3) for node in (0, 1)]
-    plan = placed_plan(START, shares, "nothing", batch)
+    shares = [Share(Placed(of, Replicas(1, (Place(node, 4),), 2), 2, "none"), 3) for node in (0, 1)]
+    plan = placed_plan(START, shares, "none", batch)
     assert sorted(plan.batch_shares, reverse=True) == list(expected)
 
 

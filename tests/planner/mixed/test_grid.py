@@ -39,9 +39,9 @@ def test_replicas_that_differ_by_their_device_alone_are_a_grid_with_unlike_share
     assert grid.micro_batch == 2
     assert grid.placement == ()
     assert grid.counts(15) == [2, 2, 2, 1, 1, 1, 1, 1]
-    whole = as_grid(replace(slow_first, shard="nothing"), fleet())
+    whole = as_grid(replace(slow_first, shard="none"), fleet())
     assert isinstance(whole, Plan)
-    assert (whole.dp_replicate, whole.dp_shard, whole.shard) == (8, 1, "nothing")
+    assert (whole.dp_replicate, whole.dp_shard, whole.shard) == (8, 1, "none")
 
 
 def test_replicas_of_split_matrices_are_one_too() -> None:
@@ -50,7 +50,7 @@ def test_replicas_of_split_matrices_are_one_too() -> None:
     )
     grid = as_grid(wide, fleet())
     assert isinstance(grid, Plan)
-    assert (grid.tp, grid.dp_shard, grid.world_size, grid.sequence) == (2, 4, 8, True)
+    assert (grid.tp, grid.dp_shard, grid.world_size, grid.sequence_parallel) == (2, 4, 8, True)
 
 
 def test_stages_that_are_cut_by_the_speed_of_their_devices_are_a_grid() -> None:

@@ -31,7 +31,7 @@ FAST, SLOW = 0, 1
 seconds = st.floats(0.5, 3.0)
 
 
-def placed(*groups: tuple[Replicas, int], shard: Shard = "nothing") -> Plan:
+def placed(*groups: tuple[Replicas, int], shard: Shard = "none") -> Plan:
     """Replicas, each with the samples of one of them."""
     placement = tuple(replicas for replicas, _ in groups)
     return replace(
@@ -79,9 +79,9 @@ def test_a_boundary_on_one_kind_carries_elements_of_the_precision(precision: str
 
 def test_a_stage_costs_what_its_blocks_cost_on_its_own_device() -> None:
     parts = costs()
-    on = {node: parts.stages(Replicas(1, (Place(node, 4),)), "nothing")[0] for node in (FAST, SLOW)}
+    on = {node: parts.stages(Replicas(1, (Place(node, 4),)), "none")[0] for node in (FAST, SLOW)}
     assert on[SLOW].seconds > 1.5 * on[FAST].seconds
-    first, second = parts.stages(Replicas(1, (Place(FAST, 3), Place(SLOW, 1))), "nothing")
+    first, second = parts.stages(Replicas(1, (Place(FAST, 3), Place(SLOW, 1))), "none")
     unit = parts.units(SLOW, 1, 1, "none", pipelined=True, many=True, sharded=False)
     assert second.forward == pytest.approx(unit.blocks[0].forward + unit.last.forward)
     assert first.parameters + second.parameters == pytest.approx(on[FAST].parameters)
@@ -90,12 +90,12 @@ def test_a_stage_costs_what_its_blocks_cost_on_its_own_device() -> None:
 # ------------------------------------------------------------------ whole steps
 
 
-@pytest.mark.parametrize("shard", ["nothing", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_equal_replicas_on_one_kind_take_what_the_plan_of_equal_ranks_takes(shard: Shard) -> None:
     parts = costs()
     same = Plan(precision="bf16", device="cuda", micro_batch=2, recompute="selective")
     equal = {
-        "nothing": replace(same, dp_replicate=4),
+        "none": replace(same, dp_replicate=4),
         "optimizer": replace(same, dp_shard=4, shard="optimizer"),
     }[shard]
     machine = parts.fleet.kinds[FAST].machine
@@ -175,8 +175,8 @@ def test_the_forecast_is_near_the_simulation_for_any_cuts_and_shares(
 def test_a_simulated_replica_alone_takes_its_work_and_nothing_else() -> None:
     parts = costs()
     plan = placed((Replicas(1, (Place(SLOW, 4),)), 6))
-    (stage,) = parts.stages(plan.placement[0], "nothing")
-    update = parts.exchanges(plan.placement[0].places[0], stage, 1, 1, "nothing").optimizer
+    (stage,) = parts.stages(plan.placement[0], "none")
+    update = parts.exchanges(plan.placement[0].places[0], stage, 1, 1, "none").optimizer
     assert simulated_seconds(parts, plan, 6) == pytest.approx(6 * stage.seconds + update, rel=1e-9)
 
 
@@ -207,7 +207,7 @@ def test_a_slower_joining_link_makes_mixed_plans_slower_and_no_others() -> None:
 # ------------------------------------------------------------------ memory
 
 
-@pytest.mark.parametrize("shard", ["nothing", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_a_placed_stage_needs_what_the_same_stage_of_equal_ranks_needs(shard: Shard) -> None:
     parts = costs()
     replicas = Replicas(4, (Place(FAST, 3), Place(SLOW, 1)), 2, "selective")
@@ -223,7 +223,7 @@ def test_a_placed_stage_needs_what_the_same_stage_of_equal_ranks_needs(shard: Sh
 
 def test_a_stage_must_fit_into_its_own_kind_of_device() -> None:
     replicas = Replicas(4, (Place(FAST, 3), Place(SLOW, 1)))
-    needed = [one.memory_bytes for one in costs().memory(replicas, "nothing", 4)]
-    assert costs(fleet(fast_bytes=needed[0], slow_bytes=needed[1])).fits(replicas, "nothing", 4)
-    assert not costs(fleet(fast_bytes=needed[0] - 1, slow_bytes=needed[1])).fits(replicas, "nothing", 4)
-    assert not costs(fleet(fast_bytes=needed[0], slow_bytes=needed[1] - 1)).fits(replicas, "nothing", 4)
+    needed = [one.memory_bytes for one in costs().memory(replicas, "none", 4)]
+    assert costs(fleet(fast_bytes=needed[0], slow_bytes=needed[1])).fits(replicas, "none", 4)
+    assert not costs(fleet(fast_bytes=needed[0] - 1, slow_bytes=needed[1])).fits(replicas, "none", 4)
+    assert not costs(fleet(fast_bytes=needed[0], slow_bytes=needed[1] - 1)).fits(replicas, "none", 4)

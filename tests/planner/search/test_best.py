@@ -33,7 +33,7 @@ def small_space(given: Problem, **choices: Any) -> Space:
     some: dict[str, Any] = {
         "schedules": (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)),
         "compile": (False,),
-        "context": ("ring",),
+        "cp_method": ("ring",),
     }
     return Space.everything(given.job, given.cluster, given.dimensions, **{**some, **choices})
 
@@ -82,7 +82,7 @@ def points(candidates: tuple[Candidate, ...]) -> list[tuple[float, int]]:
     [
         (TINY, (4,), 80e9, 4, {}),
         (TINY, (4, 2), 1.62e9, 6, {"schedules": (("1f1b", 1), ("gpipe", 1))}),
-        (TINY, (8,), 1.5e9, 4, {"tp": (1, 2), "cp": (1,), "sequence": (True,)}),
+        (TINY, (8,), 1.5e9, 4, {"tp": (1, 2), "cp": (1,), "sequence_parallel": (True,)}),
         (MIXTURE, (4,), 80e9, 4, {"cp": (1,), "schedules": (("interleaved_zero_bubble", 1),)}),
         (replace(TINY, layers=6), (4,), 1.55e9, 8, {"tp": (1,), "compile": (False, True)}),
         (TINY, (4,), 1.45e9, 8, {"cp": (1,), "start": away("host", "host", "host")}),
@@ -127,9 +127,9 @@ def test_what_programs_take_of_a_cpu_is_searched_as_it_is_forecast(shared: float
     st.sampled_from([1.35e9, 1.6e9, 2.2e9, 80e9]),
     st.sampled_from([1, 3, 6]),
     st.sampled_from([1e9, 10e9, 200e9]),
-    st.sampled_from(["nothing", "parameters"]),
+    st.sampled_from(["none", "parameters"]),
     st.sampled_from([("1f1b", 1), ("interleaved_1f1b", 3), ("dualpipev", 2), ("gpipe", 1)]),
-    st.sampled_from([("nothing",) * 3, ("nothing",) * 3, ("host",) * 3, ("disk", "nothing", "host")]),
+    st.sampled_from([("none",) * 3, ("none",) * 3, ("host",) * 3, ("disk", "none", "host")]),
 )
 def test_no_plan_of_a_small_cluster_beats_the_one_that_is_found(
     devices: int, memory_bytes: float, batch: int, outer: float, shard: Any, schedule: Any, places: Any
@@ -137,7 +137,7 @@ def test_no_plan_of_a_small_cluster_beats_the_one_that_is_found(
     one = job(global_batch=batch * 2)
     given = problem(one, replace(TINY, layers=4), memory_bytes=memory_bytes, outer=outer)
     space = small_space(
-        given, devices=(devices,), shard=(shard,), schedules=(schedule,), sequence=(True,), cp=(1,)
+        given, devices=(devices,), shard=(shard,), schedules=(schedule,), sequence_parallel=(True,), cp=(1,)
     )
     space = replace(space, start=away(*places))
     every = every_one(given, space)
@@ -186,7 +186,7 @@ def test_a_larger_space_has_no_slower_best_plan(data: st.DataObject) -> None:
     narrowed = {
         "tp": data.draw(st.sampled_from([None, (1,), (2,)])),
         "pp": data.draw(st.sampled_from([None, (1,), (3,)])),
-        "shard": data.draw(st.sampled_from([space.shard, ("nothing",), ("optimizer", "parameters")])),
+        "shard": data.draw(st.sampled_from([space.shard, ("none",), ("optimizer", "parameters")])),
         "recompute": data.draw(st.sampled_from([space.recompute, (("none", 1.0),), (("full", 1.0),)])),
     }
     part = search(given, replace(space, **narrowed), keep=1).best

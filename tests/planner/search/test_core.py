@@ -20,12 +20,12 @@ from wanma.planner.search.space import Space, cores, grids, recomputes, states
 
 MIXTURE = replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)
 OFFLOADS = [
-    ("cuda", "nothing", "nothing", "nothing"),
-    ("cuda", "host", "nothing", "nothing"),
-    ("cuda", "nothing", "host", "host"),
+    ("cuda", "none", "none", "none"),
+    ("cuda", "host", "none", "none"),
+    ("cuda", "none", "host", "host"),
     ("cuda", "disk", "disk", "disk"),
-    ("cpu", "nothing", "disk", "nothing"),
-    ("cpu", "disk", "nothing", "disk"),
+    ("cpu", "none", "disk", "none"),
+    ("cpu", "disk", "none", "disk"),
 ]
 GELU = replace(SMALL, activation_function="gelu", feed_forward=4 * SMALL.hidden)
 MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), GELU, MIXTURE]

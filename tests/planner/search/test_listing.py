@@ -62,7 +62,7 @@ def test_a_plan_that_is_left_out_is_slower_and_no_smaller_than_itself_compiled(
     way = data.draw(st.sampled_from(shared.states.plans))
     plain = replace(
         way,
-        **{name: getattr(eager, name) for name in ("sequence", "context")},
+        **{name: getattr(eager, name) for name in ("sequence_parallel", "cp_method")},
         schedule=one.schedule,
         virtual_stages=one.virtual_stages,
         stage_cuts=one.stage_cuts,

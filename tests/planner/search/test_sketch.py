@@ -27,7 +27,7 @@ MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_
     st.sampled_from(MODELS),
     st.sampled_from([6, 8]),
     st.sampled_from([12, 24]),
-    st.sampled_from(["nothing", "host", "disk"]),
+    st.sampled_from(["none", "host", "disk"]),
     st.sampled_from(["cuda", "cpu"]),
     st.data(),
 )

@@ -56,7 +56,7 @@ def test_what_the_job_says_is_kept_and_the_rest_is_free() -> None:
     assert {(plan.recompute, plan.recompute_share) for plan in found} == {("selective", 0.5)}
     assert {plan.pp for plan in found} == {1}  # zbv excludes recompute
     assert {plan.micro_batch for plan in found} > {1, 2, 4}
-    assert {plan.shard for plan in found} == {"nothing", "optimizer", "gradients", "parameters"}
+    assert {plan.shard for plan in found} == {"none", "optimizer", "gradients", "parameters"}
 
 
 def test_a_model_that_is_no_decoder_is_split_over_samples_only() -> None:

@@ -108,7 +108,7 @@ class Case:
         return {
             "model": {
                 "factory": "own:Model",
-                **({"statistics_group": group} if group else {}),
+                **({"batch_norm_group": group} if group else {}),
             },
             "data": {"validation_fraction": 0.0, "prefetch": 1},
             "train": {

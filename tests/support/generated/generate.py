@@ -17,26 +17,26 @@ WAYS = [
     ("micro-batches", "session", "gloo"),
     ("recomputing", "train", "gloo"),
     ("replicas", "train", "gloo"),
-    ("replicas", "session", "shared"),
-    ("ZeRO 1", "train", "shared"),
+    ("replicas", "session", "shared_memory"),
+    ("ZeRO 1", "train", "shared_memory"),
     ("ZeRO 1", "session", "gloo"),
     ("ZeRO 2", "train", "gloo"),
-    ("ZeRO 2", "session", "shared"),
-    ("ZeRO 3", "train", "shared"),
+    ("ZeRO 2", "session", "shared_memory"),
+    ("ZeRO 3", "train", "shared_memory"),
     ("ZeRO 3", "train", "gloo"),
-    ("ZeRO 3", "session", "shared"),
+    ("ZeRO 3", "session", "shared_memory"),
     ("ZeRO 3", "session", "gloo"),
-    ("replicas, at once", "train", "shared"),
+    ("replicas, at once", "train", "shared_memory"),
     ("ZeRO 3, at once", "session", "gloo"),
-    ("pipeline", "train", "shared"),
+    ("pipeline", "train", "shared_memory"),
     ("pipeline", "train", "gloo"),
     ("gpipe, recomputing", "train", "gloo"),
-    ("pipeline, one by one", "train", "shared"),
+    ("pipeline, one by one", "train", "shared_memory"),
     ("replicas, one by one", "session", "gloo"),
 ]
 """Layout, entry and collectives of the cases that have one feature only."""
 
-FP32 = {("replicas", "shared"), ("ZeRO 1", "gloo"), ("ZeRO 3", "shared"), ("pipeline", "gloo")}
+FP32 = {("replicas", "shared_memory"), ("ZeRO 1", "gloo"), ("ZeRO 3", "shared_memory"), ("pipeline", "gloo")}
 """Layouts and collectives of those that compute in fp32."""
 
 
@@ -86,7 +86,7 @@ def _combination(draw: random.Random) -> Case:
         loss=draw.choice(losses) if draw.random() < 0.5 else ("default" if piped else "squares"),
         layout=layout,
         entry=entry,  # type: ignore[arg-type]
-        collectives=draw.choice(["gloo", "shared"]),
+        collectives=draw.choice(["gloo", "shared_memory"]),
         output="tensor" if is_sequential else draw.choice(["tensor", "tensor", *OUTPUTS]),
         precision=draw.choice(["fp64", "fp32"]),
         is_sequential=is_sequential,

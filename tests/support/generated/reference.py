@@ -54,7 +54,7 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
     model.train() if not any(not module.training for module in model.modules()) else None
     if case.precision == "fp64":
         model.double()
-    if (group := job.model.statistics_group) is not None:
+    if (group := job.model.batch_norm_group) is not None:
         model = convert_batch_norm(model, group)
     replace_dropout(model)
     noting = noting_modules(model)

@@ -43,7 +43,7 @@ def job(folder: Path, parallel: dict[str, Any], steps: int = 6, **sections: Any)
 
 def moves(run: Outcome) -> list[tuple[int, list[int]]]:
     events = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
-    return [(event["step"], event["batch_shares"]) for event in events if event["kind"] == "shares"]
+    return [(event["step"], event["batch_shares"]) for event in events if event["kind"] == "batch_shares"]
 
 
 def told(run: Outcome) -> list[str]:
@@ -64,13 +64,13 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_shares_that_move_at_given_steps_follow_one_process(name: str, tmp_path: Path) -> None:
     one = one_process(tmp_path / "one", job(tmp_path, {}), BATCH)
-    run = spread_over(tmp_path / "run", job(tmp_path, {"share_moves": TO_AND_FRO}), PLANS[name])
+    run = spread_over(tmp_path / "run", job(tmp_path, {"batch_share_schedule": TO_AND_FRO}), PLANS[name])
     assert moves(run) == [(step, shares) for step, shares in TO_AND_FRO]
     same_numbers(one, run, 1e-9)
 
 
 def test_moves_with_spread_experts_follow_one_process(tmp_path: Path) -> None:
-    plain, moving = (job(tmp_path, one, model=EXPERTS) for one in ({}, {"share_moves": TO_AND_FRO}))
+    plain, moving = (job(tmp_path, one, model=EXPERTS) for one in ({}, {"batch_share_schedule": TO_AND_FRO}))
     one = one_process(tmp_path / "one", plain, BATCH)
     run = spread_over(tmp_path / "run", moving, Plan(dp_replicate=2, ep=2, micro_batch=2))
     same_numbers(one, run, 1e-9)
@@ -78,14 +78,14 @@ def test_moves_with_spread_experts_follow_one_process(tmp_path: Path) -> None:
 
 def test_a_run_of_listed_moves_carries_on_across_them_bit_for_bit(tmp_path: Path) -> None:
     plan = PLANS["2 replicas"]
-    listed = {"share_moves": [[2, [1, 3]], [4, [3, 1]], [5, [1, 1]]]}
+    listed = {"batch_share_schedule": [[2, [1, 3]], [4, [3, 1]], [5, [1, 1]]]}
     whole = spread_over(tmp_path / "whole", job(tmp_path, listed), plan)
     for steps in (2, 3, 4, 6):
         parts = spread_over(tmp_path / "parts", job(tmp_path, listed, steps=steps), plan)
     same_bits(whole, parts)
 
 
-ON = {"balance": "on"}
+ON = {"load_balancing": "on"}
 SLOW = "support.paces:last_rank_takes_thrice"
 
 
@@ -139,7 +139,7 @@ def test_a_run_carries_on_with_the_shares_of_its_checkpoint_bit_for_bit(tmp_path
         in told(parts)
     )
     same_bits(whole, parts)
-    listed = job(tmp_path, {"share_moves": moves(whole)}, steps=FIRST + 3)
+    listed = job(tmp_path, {"batch_share_schedule": moves(whole)}, steps=FIRST + 3)
     same_bits(whole, spread_over(tmp_path / "listed", listed, plan))
 
 
@@ -167,10 +167,15 @@ def test_on_another_layout_or_without_balance_the_moved_shares_are_left_and_it_i
             False,
             False,
         ),
-        ({"dp_replicate": 2, "batch_shares": [1, 2], "balance": "on"}, Plan(dp_replicate=2), False, True),
-        ({"balance": "off"}, Plan(dp_replicate=2, batch_shares=(1, 2)), False, False),
-        ({"balance": "on"}, Plan(tp=2), False, False),
-        ({"share_moves": [[1, [1, 1]]]}, Plan(dp_replicate=2, batch_shares=(1, 2)), False, False),
+        (
+            {"dp_replicate": 2, "batch_shares": [1, 2], "load_balancing": "on"},
+            Plan(dp_replicate=2),
+            False,
+            True,
+        ),
+        ({"load_balancing": "off"}, Plan(dp_replicate=2, batch_shares=(1, 2)), False, False),
+        ({"load_balancing": "on"}, Plan(tp=2), False, False),
+        ({"batch_share_schedule": [[1, [1, 1]]]}, Plan(dp_replicate=2, batch_shares=(1, 2)), False, False),
         ({}, Plan(dp_shard=2, shard="parameters", device="cuda", batch_shares=(1, 2)), False, False),
     ],
     ids=lambda value: str(value) if isinstance(value, (dict, Plan)) else None,

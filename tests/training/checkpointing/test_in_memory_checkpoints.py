@@ -158,7 +158,7 @@ def test_state_on_disk_has_no_copy_in_memory(tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", job(tmp_path, "auto"), plan, workers=workers(held, [0]))
     assert "no snapshots in memory: this plan keeps state on disk" in messages(run)
     assert held.steps() == set()
-    with pytest.raises(AssertionError, match=r"set checkpoint\.snapshots = 'off'"):
+    with pytest.raises(AssertionError, match=r"set checkpoint\.in_memory_every_steps = 'off'"):
         run_job(tmp_path / "other", job(tmp_path, 3), plan, workers=workers(held, [0]))
 
 

@@ -17,7 +17,7 @@ def test_a_run_whose_last_state_is_not_saved_has_failed_however_soon_that_is_kno
         "model": {"family": "decoder", "layers": 1, "hidden": 32, "heads": 4},
         "data": {"text": [argparse.__file__], "sequence_length": 32, "cache": str(tmp_path / "cache")},
         "train": {"steps": 2, "global_batch": 2, "validation_samples": 2},
-        "checkpoint": {"snapshots": "off"},
+        "checkpoint": {"in_memory_every_steps": "off"},
     }
     with pytest.raises(
         AssertionError, match=r"finished at step 2, but the checkpoint of step 2 was not saved"

@@ -21,7 +21,7 @@ PLANS = [
     Plan(dp_shard=2, shard="gradients", micro_batch=3),
     Plan(dp_shard=2, shard="parameters", micro_batch=3),
     Plan(tp=2, micro_batch=6),
-    Plan(tp=2, micro_batch=6, sequence=True),
+    Plan(tp=2, micro_batch=6, sequence_parallel=True),
     Plan(cp=2, micro_batch=6),
     Plan(pp=2, dp_replicate=2, micro_batch=1),
 ]

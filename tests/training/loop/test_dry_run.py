@@ -27,11 +27,11 @@ LENGTH, MICRO_BATCHES = 32, 3
 MODEL = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocabulary": 64}
 
 PLANS = {
-    "tensor 2 × ZeRO 3": Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=2),
+    "tensor 2 × ZeRO 3": Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="parameters", micro_batch=2),
     "ZeRO 1, recomputing": Plan(dp_shard=2, shard="optimizer", micro_batch=1, recompute="full"),
     "ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=1),
     "ring of 2 × 2 replicas": Plan(cp=2, dp_replicate=2, micro_batch=1),
-    "all-to-all over 2": Plan(cp=2, context="all_to_all", micro_batch=1),
+    "all-to-all over 2": Plan(cp=2, cp_method="all_to_all", micro_batch=1),
     "2 replicas in 8 bits": Plan(dp_replicate=2, micro_batch=1, compression="int8"),
     "thin matrices of 2 × ZeRO 2": Plan(
         dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=1, compression="powersgd"

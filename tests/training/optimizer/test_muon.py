@@ -46,9 +46,9 @@ def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
 PLANS = [
     Plan(dp_replicate=2, micro_batch=2),
     Plan(dp_shard=4, shard="parameters", micro_batch=1),
-    Plan(tp=2, sequence=True, micro_batch=3),
-    Plan(tp=4, sequence=True, micro_batch=3),
-    Plan(tp=2, sequence=True, dp_shard=2, shard="optimizer", micro_batch=2),
+    Plan(tp=2, sequence_parallel=True, micro_batch=3),
+    Plan(tp=4, sequence_parallel=True, micro_batch=3),
+    Plan(tp=2, sequence_parallel=True, dp_shard=2, shard="optimizer", micro_batch=2),
     Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2),
 ]
 

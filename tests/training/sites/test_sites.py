@@ -57,7 +57,7 @@ LAYOUTS = {
     "2 sites × 2 replicas": Plan(dp_replicate=4, micro_batch=2),
     "2 sites × ZeRO 1": Plan(dp_replicate=2, dp_shard=2, shard="optimizer", micro_batch=2),
     "2 sites × ZeRO 3": Plan(dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=2),
-    "2 sites × tensor": Plan(dp_replicate=2, tp=2, sequence=True, micro_batch=4),
+    "2 sites × tensor": Plan(dp_replicate=2, tp=2, sequence_parallel=True, micro_batch=4),
     "2 sites × pipeline": Plan(dp_replicate=2, pp=2, micro_batch=1),
 }
 
@@ -113,7 +113,7 @@ def test_a_staleness_of_zero_is_data_parallel_on_every_layout(name: str, tmp_pat
     if "pipeline" in name:
         text["model"]["tie_embeddings"] = True
     one = run_job(tmp_path / "one", text, Plan(micro_batch=7, precision="fp64"))
-    plan = replace(LAYOUTS[name], precision="fp64", synchronization=Synchronization("stale", sites=2))
+    plan = replace(LAYOUTS[name], precision="fp64", synchronization=Synchronization("delayed", sites=2))
     outcome = run_job(tmp_path / "run", text, plan)
     assert outcome.losses == pytest.approx(one.losses, rel=1e-10)
     assert outcome.norms == pytest.approx(one.norms, rel=1e-10)
@@ -126,7 +126,7 @@ def test_a_staleness_of_zero_is_data_parallel_bit_for_bit(tmp_path: Path) -> Non
     text = decoder(tmp_path, precision="fp32", optimizer="adamw", gradient_clip=0.5, learning_rate=1e-2)
     plan = Plan(dp_replicate=2, micro_batch=4)
     together = run_job(tmp_path / "together", text, plan)
-    sites = replace(plan, synchronization=Synchronization("stale", sites=2, staleness=0))
+    sites = replace(plan, synchronization=Synchronization("delayed", sites=2, staleness=0))
     outcome = run_job(tmp_path / "sites", text, sites)
     assert outcome.losses == together.losses
     got = outcome.tensors()
@@ -144,48 +144,66 @@ def test_local_sgd_takes_the_mean_of_the_weights(tmp_path: Path) -> None:
 
 def test_diloco_makes_an_outer_update_of_what_the_sites_have_moved(tmp_path: Path) -> None:
     text = job(steps=8)
-    seldom = Synchronization("diloco", 2, 3, rate=0.7, momentum=0.9)
+    seldom = Synchronization("diloco", 2, 3, outer_learning_rate=0.7, momentum=0.9)
     outcome = run(tmp_path, text, seldom)
     follows(outcome, local(text, every=3, rate=0.7, momentum=0.9))
-    came = [step["step"] for step in outcome.steps if "outer_norm" in step]
+    came = [step["step"] for step in outcome.steps if "pseudo_gradient_norm" in step]
     assert came == [3, 6, 8]  # and after the last step, where nothing is left under way
 
 
 def test_first_steps_that_sites_take_together_are_data_parallel(tmp_path: Path) -> None:
     text = job(steps=8)
-    seldom = Synchronization("diloco", 2, 2, synchronous_steps=3, rate=0.7, momentum=0.9)
+    seldom = Synchronization("diloco", 2, 2, synchronous_steps=3, outer_learning_rate=0.7, momentum=0.9)
     follows(run(tmp_path, text, seldom), local(text, every=2, rate=0.7, momentum=0.9, together=3))
 
 
 def test_fragments_are_exchanged_in_turn(tmp_path: Path) -> None:
     text = job(steps=9)
-    seldom = Synchronization("diloco", 2, 4, rate=0.7, momentum=0.9, fragments=2)
+    seldom = Synchronization("diloco", 2, 4, outer_learning_rate=0.7, momentum=0.9, fragments=2)
     outcome = run(tmp_path, text, seldom)
     offsets = {FRAGMENTS[0]: 0, FRAGMENTS[1]: 2}
     follows(outcome, local(text, every=4, rate=0.7, momentum=0.9, offsets=offsets))
-    assert [step["step"] for step in outcome.steps if "outer_norm" in step] == [2, 4, 6, 8, 9]
+    assert [step["step"] for step in outcome.steps if "pseudo_gradient_norm" in step] == [2, 4, 6, 8, 9]
 
 
 def test_fragments_come_back_beside_the_next_steps_and_are_mixed_in(tmp_path: Path) -> None:
     text = job(steps=10)
-    seldom = Synchronization("diloco", 2, 4, rate=0.7, momentum=0.9, fragments=2, overlap_steps=3, mix=0.25)
+    seldom = Synchronization(
+        "diloco",
+        2,
+        4,
+        outer_learning_rate=0.7,
+        momentum=0.9,
+        fragments=2,
+        overlap_steps=3,
+        overlap_mixing_factor=0.25,
+    )
     outcome = run(tmp_path, text, seldom)
     offsets = {FRAGMENTS[0]: 0, FRAGMENTS[1]: 2}
     expected = local(text, every=4, rate=0.7, momentum=0.9, offsets=offsets, late=3, mix=0.25)
     follows(outcome, expected)
-    assert [step["step"] for step in outcome.steps if "outer_norm" in step] == [5, 7, 9, 10]
+    assert [step["step"] for step in outcome.steps if "pseudo_gradient_norm" in step] == [5, 7, 9, 10]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_late_gradients_are_those_of_the_step_so_many_before(staleness: int, tmp_path: Path) -> None:
     text = job(steps=7)
-    outcome = run(tmp_path, text, Synchronization("stale", 2, staleness=staleness))
+    outcome = run(tmp_path, text, Synchronization("delayed", 2, staleness=staleness))
     follows(outcome, delayed(text, staleness=staleness))
 
 
 def test_four_ranks_of_two_sites_follow_the_paper_too(tmp_path: Path) -> None:
     text = job(steps=8, batch=8)
-    seldom = Synchronization("diloco", 2, 3, rate=0.7, momentum=0.9, fragments=3, overlap_steps=1, mix=0.5)
+    seldom = Synchronization(
+        "diloco",
+        2,
+        3,
+        outer_learning_rate=0.7,
+        momentum=0.9,
+        fragments=3,
+        overlap_steps=1,
+        overlap_mixing_factor=0.5,
+    )
     plan = Plan(dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=2, precision="fp64")
     units = {("embedding.", "head."): 0, ("blocks.0.",): 1, ("blocks.1.",): 2}
     expected = local(text, every=3, rate=0.7, momentum=0.9, offsets=units, late=1, mix=0.5)
@@ -195,7 +213,7 @@ def test_four_ranks_of_two_sites_follow_the_paper_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("compression", "tolerance"), [("bf16", 4e-3), ("int8", 1e-2)])
 def test_what_is_exchanged_may_be_rounded(compression: Any, tolerance: float, tmp_path: Path) -> None:
     text = job(steps=2)
-    seldom = Synchronization("diloco", 2, 2, rate=0.7, momentum=0.9, compression=compression)
+    seldom = Synchronization("diloco", 2, 2, outer_learning_rate=0.7, momentum=0.9, compression=compression)
     got, expected = run(tmp_path, text, seldom).tensors(), local(text, every=2, rate=0.7, momentum=0.9)
     start = model().double().state_dict()
     moved, wrong = 0.0, 0.0

@@ -59,23 +59,23 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> float:
     ("seldom", "share"),
     [
         (Synchronization("local_sgd", 2, 10, synchronous_steps=50), 0.05),
-        (Synchronization("diloco", 2, 10, synchronous_steps=50, rate=0.7, momentum=0.9), 0.05),
+        (Synchronization("diloco", 2, 10, synchronous_steps=50, outer_learning_rate=0.7, momentum=0.9), 0.05),
         (
             Synchronization(
                 "diloco",
                 2,
                 10,
                 synchronous_steps=50,
-                rate=0.7,
+                outer_learning_rate=0.7,
                 momentum=0.9,
                 fragments=2,
                 overlap_steps=2,
-                mix=0.5,
+                overlap_mixing_factor=0.5,
                 compression="int8",
             ),
             0.05,
         ),
-        (Synchronization("stale", 2, staleness=1), 0.12),
+        (Synchronization("delayed", 2, staleness=1), 0.12),
     ],
     ids=str,
 )

@@ -19,9 +19,18 @@ from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 
 TWO = Plan(dp_replicate=2, micro_batch=3, precision="fp64")
-STREAMING = Synchronization("diloco", 2, 4, rate=0.7, momentum=0.9, fragments=2, overlap_steps=3, mix=0.25)
+STREAMING = Synchronization(
+    "diloco",
+    2,
+    4,
+    outer_learning_rate=0.7,
+    momentum=0.9,
+    fragments=2,
+    overlap_steps=3,
+    overlap_mixing_factor=0.25,
+)
 """After step 3 a fragment is under way, and every site is in the middle of what it does by itself."""
-LATE = Synchronization("stale", 2, staleness=2)
+LATE = Synchronization("delayed", 2, staleness=2)
 
 
 def interrupted(folder: Path, text: dict[str, Any], plan: Plan) -> None:
@@ -126,7 +135,7 @@ def test_late_gradients_go_on_under_any_layout(tmp_path: Path) -> None:
 
 def test_what_is_saved_and_evaluated_are_the_weights_that_all_share(tmp_path: Path) -> None:
     """Between exchanges sites differ; a checkpoint's `model.` and the validation loss are of none of them."""
-    seldom = Synchronization("diloco", 2, 4, rate=0.7, momentum=0.9)
+    seldom = Synchronization("diloco", 2, 4, outer_learning_rate=0.7, momentum=0.9)
     every = {**job(steps=8, validate_every_steps=2), "checkpoint": {"every_steps": 2, "keep": 8}}
     outcome = run(tmp_path / "run", every, replace(TWO, synchronization=seldom))
     at_4, at_6 = outcome.tensors(4), outcome.tensors(6)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
-from wanma.job.file.loading import load_job
+from wanma.job.file.loading import load_recorded_job
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -134,7 +134,7 @@ def _planned(report: Report) -> tuple[Plan, Cluster]:
 
 
 def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Calibration) -> Forecast:
-    job = load_job(run.job)
+    job = load_recorded_job(run.job)
     workload = job_workload(job)
     if workload is None:
         raise JobError(

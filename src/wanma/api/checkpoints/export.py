@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from wanma.data.text.tokenizer import END_OF_BYTES, BytesTokenizer, Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
-from wanma.job.file.loading import load_job
+from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def export(
     from wanma.models.model_spec import model_spec
     from wanma.models.state_dict.tensor_mapping import published_shapes
 
-    job = load_job(run.job)
+    job = load_recorded_job(run.job)
     if checkpoint is not None:
         require_whole(checkpoint)
     path = checkpoint or find_whole(run.checkpoints, step, on_message)

@@ -102,7 +102,7 @@ def launch_script(
         WanmaError: an error before anything was started.
     """
     section = cluster_section(overrides)
-    check_interface(section.interface)
+    check_interface(section.network_interface)
     run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
     with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown) as console:
@@ -133,7 +133,7 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
         if (path := parse_override(text).path)[0] != "cluster":
             raise JobError(
                 f"wanma launch: {'.'.join(path)} is for the script to say, which makes the job",
-                "keys of [cluster] can be given here, e.g. cluster.hang_seconds=900",
+                "keys of [cluster] can be given here, e.g. cluster.hang_timeout_seconds=900",
             )
     job = job_from({"model": {"factory": OWN_MODEL}}, overrides)
     refuse_elastic(job, "wanma launch")
@@ -152,7 +152,9 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         device="cuda" if has_gpu else "cpu",
     )
     agreed = _agreed(program, ranks, section)
-    silent_retries = section.retries if "retries" in section.model_fields_set else 0  # torchrun's default
+    silent_retries = (
+        section.max_restarts if "max_restarts" in section.model_fields_set else 0
+    )  # torchrun's default
     order = {
         "script": program.script if program.is_module else str(Path(program.script).absolute()),
         "is_module": program.is_module,
@@ -160,11 +162,13 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         "local_rank_option": program.local_rank_option,
         "cluster": section.model_dump(mode="json", exclude_unset=True),
         "run_id": f"{program.name}-{os.getpid() if section.nodes == 1 else agreed}",
-        "retries": section.retries if is_ours else silent_retries,
+        "max_restarts": section.max_restarts if is_ours else silent_retries,
         # The supervisor sets this variable for the fork server only.
         "unset": [] if "OPENBLAS_NUM_THREADS" in os.environ else ["OPENBLAS_NUM_THREADS"],
     }
-    allocator = section.allocator if is_ours or "allocator" in section.model_fields_set else "system"
+    allocator = (
+        section.host_allocator if is_ours or "host_allocator" in section.model_fields_set else "system"
+    )
     return Launch(
         run_directory=run.path.absolute(),
         entry="wanma.api.launch.script_worker:run_script",
@@ -175,15 +179,15 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
         nodes=section.nodes,
         node_rank=section.node_rank,
         rendezvous=section.rendezvous,
-        interface=section.interface,
+        interface=section.network_interface,
         position=position_of(section, os.environ).text,
-        environment=worker_environment(section.model_copy(update={"allocator": allocator}), plan),
-        start_seconds=section.start_seconds,
-        hang_seconds=section.hang_seconds,
+        environment=worker_environment(section.model_copy(update={"host_allocator": allocator}), plan),
+        start_seconds=section.start_timeout_seconds,
+        hang_seconds=section.hang_timeout_seconds,
         grace_seconds=section.grace_seconds,
-        requeue_code=section.requeue_code,
+        requeue_code=section.requeue_exit_code,
         job_hash=agreed,
-        retries=section.retries,
+        retries=section.max_restarts,
         is_script=True,
         silent_retries=silent_retries,
     )
@@ -197,7 +201,7 @@ def _threads_of_environment() -> int:
 
 def _agreed(program: Program, ranks: int, section: ClusterSection) -> str:
     """Return the hash that all nodes of one launch must share, wherever the script is on each."""
-    own = {"node_rank": None, "interface": None, "place": None, "threads_per_rank": None}
+    own = {"node_rank": None, "network_interface": None, "topology_address": None, "threads_per_rank": None}
     placeless = section.model_copy(update=own)
     together = [list(program.arguments), program.local_rank_option, ranks, placeless.model_dump(mode="json")]
     content = program.content() + json.dumps(together, sort_keys=True).encode()

@@ -29,13 +29,14 @@ def run_script(worker: Worker, payload: bytes) -> None:
 
     Args:
         payload: JSON of `script` (a path, or a module's name if `is_module`), `arguments`, `cluster`,
-            `run_id`, `retries`, `local_rank_option` and `unset`, names of variables hidden from the script.
+            `run_id`, `max_restarts`, `local_rank_option` and `unset`, names of variables hidden from the
+            script.
     """
     order = json.loads(payload)
     script: str = order["script"]
     current_worker.set(worker)
     launched_cluster.set(order["cluster"])
-    set_variables(os.environ, worker, order["run_id"], order["retries"])
+    set_variables(os.environ, worker, order["run_id"], order["max_restarts"])
     for name in order["unset"]:
         os.environ.pop(name, None)
     option = order["local_rank_option"]

@@ -154,7 +154,7 @@ def _record(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
     """Return the callback method and its argument; None for events without a method."""
     match event["kind"]:
         case "start":
-            is_recovery = bool(event.get("again"))
+            is_recovery = bool(event.get("is_restart"))
             fields = (event["step"], event["steps"], event["world_size"], event["plan"], is_recovery)
             return "on_start", RunStart(run.path, *fields)
         case "step":

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 ENTRY = "wanma.training.loop.train_worker:train_worker"
 PRELOAD = ("torch", "torch._dynamo", "wanma.training.loop.train_worker")
 """Modules imported once, before the ranks are forked; FSDP2 imports dynamo at its first use."""
-SUPERVISORS = ("slow_rank",)
+SUPERVISORS = ("straggler",)
 """Kinds of events that come from a supervisor, to be recorded here."""
 
 
@@ -79,7 +79,7 @@ def train_job(
     Raises:
         WanmaError: an error before anything was started.
     """
-    check_interface(job.cluster.interface)
+    check_interface(job.cluster.network_interface)
     run = run_directory_of(job, run_directory)
     called = Callbacks([*callbacks, *named_callbacks(job.observe.callbacks)], run)
     start = first_layout(job)
@@ -106,7 +106,7 @@ def train_job(
                 def on_event(event: Event) -> str | None:
                     if event["kind"] == "planned":
                         planned.update(event)
-                    if event["kind"] == "start" and not is_new and not event.get("again"):
+                    if event["kind"] == "start" and not is_new and not event.get("is_restart"):
                         write_down_accepted(
                             run, job, prepared, command_line or [], console.write, reads_text=reads_text
                         )
@@ -161,7 +161,7 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
     from wanma.training.loop.preflight import preflight
 
     try:
-        check_interface(job.cluster.interface)
+        check_interface(job.cluster.network_interface)
         named_callbacks(job.observe.callbacks)
         run_directory_of(job, run_directory).check()
         start = first_layout(job)
@@ -187,19 +187,19 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         nodes=job.cluster.nodes,
         node_rank=job.cluster.node_rank,
         rendezvous=job.cluster.rendezvous,
-        interface=job.cluster.interface,
+        interface=job.cluster.network_interface,
         position=position_of(job.cluster, os.environ, cluster=prepared.cluster).text,
         environment=worker_environment(job.cluster, plan),
-        start_seconds=job.cluster.start_seconds,
-        hang_seconds=job.cluster.hang_seconds,
+        start_seconds=job.cluster.start_timeout_seconds,
+        hang_seconds=job.cluster.hang_timeout_seconds,
         job_hash=_agreed(job, plan),
-        retries=job.cluster.retries,
+        retries=job.cluster.max_restarts,
         replanner=elastic_plans(job, prepared, payload),
         min_nodes=job.cluster.min_nodes or job.cluster.nodes,
-        join_seconds=job.cluster.join_seconds,
+        join_seconds=job.cluster.last_call_timeout_seconds,
         grace_seconds=job.cluster.grace_seconds,
-        requeue_code=job.cluster.requeue_code,
-        slow_factor=job.cluster.slow_factor,
+        requeue_code=job.cluster.requeue_exit_code,
+        slow_factor=job.cluster.straggler_factor,
         upload=job.checkpoint.upload,
     )
 
@@ -250,7 +250,7 @@ def _agreed(job: Job, plan: Plan) -> str:
     Each node plans for itself. Nodes with unequal memory may choose other micro-batches, and their ranks
     would wait for each other in collectives that the others never enter.
     """
-    own = {"node_rank": None, "interface": None, "place": None}
+    own = {"node_rank": None, "network_interface": None, "topology_address": None}
     placeless = job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
     together = {**plan.to_json(), "threads_per_rank": 0, "compile": False}  # each machine's own affair
     plans = hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()[:16]

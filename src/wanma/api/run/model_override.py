@@ -14,7 +14,7 @@ _SOURCES = {"preset", "family", "factory", "huggingface"}
 def name_own_model(job: Any, overrides: Sequence[str], name: str) -> Sequence[str]:
     """Add an override that names the object, unless the job names a model itself.
 
-    Other keys of `[model]`, such as `statistics_group` and `lora_rank`, stay the job's.
+    Other keys of `[model]`, such as `batch_norm_group` and `lora_rank`, stay the job's.
 
     Args:
         job: job in any form that `job_from` accepts.

@@ -17,7 +17,7 @@ from typing import Any
 
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
-from wanma.job.file.loading import load_job
+from wanma.job.file.loading import load_recorded_job
 from wanma.job.file.serialization import differences, to_toml
 from wanma.job.run.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.run.worker import Event
@@ -122,7 +122,7 @@ def changes(run: RunDirectory, job: Job) -> list[str]:
     if not run.job.exists():
         return []
     try:
-        before = load_job(run.job)
+        before = load_recorded_job(run.job)
     except JobError as error:
         return [f"the run directory's old job.toml cannot be read and is replaced: {error.message}"]
     return [

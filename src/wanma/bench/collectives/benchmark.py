@@ -80,7 +80,7 @@ def bench_collectives(
     if seconds <= 0:
         raise JobError(f"--seconds {seconds:g}: measuring takes time", "give at least 1")
     section = cluster_section(overrides)
-    check_interface(section.interface)
+    check_interface(section.network_interface)
     (node,) = discover().nodes
     uses_gpus = section.device != "cpu"
     device = "cuda" if node.devices and uses_gpus else "cpu"
@@ -127,7 +127,7 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
         if (path := parse_override(text).path)[0] != "cluster":
             raise JobError(
                 f"wanma bench: {'.'.join(path)} says nothing about machines",
-                "keys of [cluster] can be given here, e.g. cluster.interface=eth1",
+                "keys of [cluster] can be given here, e.g. cluster.network_interface=eth1",
             )
     section = job_from({"model": {"preset": "gpt-1m"}}, overrides).cluster
     if section.min_nodes is not None and section.min_nodes < section.nodes:
@@ -178,10 +178,10 @@ def _measure(bench: _Bench, ranks: int, progress: Callable[[str], None]) -> Swee
             nodes=section.nodes,
             node_rank=section.node_rank,
             rendezvous=section.rendezvous,
-            interface=section.interface,
+            interface=section.network_interface,
             position=position_of(section, os.environ).text,
             environment=worker_environment(section, plan),
-            start_seconds=section.start_seconds + seconds,
+            start_seconds=section.start_timeout_seconds + seconds,
             hang_seconds=seconds + SILENCE_SECONDS,
             job_hash=_agreed(bench, ranks),
         )

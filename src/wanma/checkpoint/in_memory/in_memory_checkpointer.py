@@ -297,7 +297,8 @@ class Snapshots:
     def _no_memory(self, error: OSError) -> WanmaError:
         return WanmaError(
             f"no memory for rank {self._head.rank}'s snapshots: {error.strerror or error}",
-            "set checkpoint.snapshots = 'off', use more machines, or shard the state (parallel.shard)",
+            "set checkpoint.in_memory_every_steps = 'off', use more machines, or shard the state "
+            "(parallel.shard)",
         )
 
 
@@ -331,7 +332,7 @@ class _Image:
             if int(status) != 0:
                 raise WanmaError(
                     f"cannot pin {self._memory.numel():,} bytes of memory for snapshots: {status}",
-                    "raise the limit of locked memory, or set checkpoint.snapshots = 'off'",
+                    "raise the limit of locked memory, or set checkpoint.in_memory_every_steps = 'off'",
                 )
             self._is_registered = True
 

@@ -1,8 +1,10 @@
-"""Command `wanma job`: every key of the job file, with its allowed values and default."""
+"""Command `wanma job`: every key of the job file, with its allowed values and default; upgrade of files."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.cli.arguments import complete_with
@@ -23,20 +25,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="as a commented job file to start from")
     form.add_argument("--markdown", action="store_true", help="as the page of the guide")
+    form.add_argument(
+        "--upgrade", metavar="FILE", nargs="+", help="rewrite job files in place that have old names of keys"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with --upgrade: say what would change, and write nothing"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from wanma.cli.output import show
     from wanma.job.file import reference
+    from wanma.job.file.renamed_keys import KEYS
     from wanma.job.file.schema import tables
 
+    if arguments.upgrade:
+        return _upgrade(arguments.upgrade, dry_run=arguments.dry_run)
+    if arguments.dry_run:
+        raise JobError("wanma job: --dry-run belongs to --upgrade", "`wanma job --upgrade FILE --dry-run`")
     if arguments.toml:
         print(reference.starter_toml(), end="")
     elif arguments.markdown:
         print(reference.markdown(), end="")
     else:
         shown = [table for table in tables() if _wanted(table, arguments.about)]
+        if (new := KEYS.get(arguments.about)) is not None:
+            raise JobError(f"'{arguments.about}' is renamed to '{new}'", f"`wanma job {new}` describes it")
         if not shown:
             raise JobError(
                 f"the job file has no '{arguments.about}'.{did_you_mean(arguments.about, _names(''))}",
@@ -46,6 +61,34 @@ def run(arguments: argparse.Namespace) -> int:
             if position:
                 print()
             show(_pretty(table, arguments.about))
+    return 0
+
+
+def _upgrade(files: Sequence[str], *, dry_run: bool) -> int:
+    """Upgrade each file and check it by loading it; one that cannot be upgraded does not stop the others.
+
+    Raises:
+        JobError: files that cannot be upgraded, or are wrong in other ways, too.
+    """
+    from wanma.job.file.loading import load_job
+    from wanma.job.file.upgrade import upgrade_file
+
+    errors = []
+    for file in map(Path, files):
+        try:
+            changes = upgrade_file(file, dry_run=dry_run)
+            for change in changes:
+                print(f"{file}:{change.line}: {change.text}")
+            if not changes:
+                print(f"{file}: nothing to rename")
+            elif not dry_run:
+                load_job(file)
+        except JobError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise JobError("\n".join(map(str, errors)))
     return 0
 
 

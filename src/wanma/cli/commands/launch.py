@@ -13,7 +13,7 @@ _TORCHRUN = {
     "nodes": ("--nnodes",),
     "node_rank": ("--node_rank",),
     "rendezvous": ("--rdzv-endpoint", "--rdzv_endpoint"),
-    "retries": ("--max-restarts", "--max_restarts"),
+    "max_restarts": ("--max-restarts", "--max_restarts"),
 }
 """Options in torchrun's spelling, by their destination here."""
 _DESCRIPTION = """\
@@ -27,7 +27,7 @@ examples:
   wanma launch --ranks 2 --run-dir runs/first my_script.py --learning-rate 3e-4    # the script's option
   wanma launch --ranks 2 -m my_package.train                                       # a module
   wanma launch --ranks 8 --nodes 2 --rendezvous 10.0.0.1:29500 my_script.py        # on each machine
-  wanma launch --ranks 2 --set cluster.retries=3 my_script.py                      # torchrun --max-restarts 3
+  wanma launch --ranks 2 --set cluster.max_restarts=3 my_script.py                 # torchrun --max-restarts 3
 
 Each process finds its rank by the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 With wanma.session the same command carries on after a stop, and Ctrl-C finishes the step and saves; a second
@@ -128,6 +128,6 @@ def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
         "cluster.nodes": arguments.nodes,
         "cluster.rendezvous": arguments.rendezvous,
         "cluster.node_rank": arguments.node_rank,
-        "cluster.retries": arguments.retries,
+        "cluster.max_restarts": arguments.max_restarts,
     }
     return [f"{key}={value}" for key, value in written.items() if value is not None]

@@ -32,7 +32,7 @@ class Sum:
     """
 
     def __init__(
-        self, flat: Tensor, group: dist.ProcessGroup, compression: OuterCompression = "nothing"
+        self, flat: Tensor, group: dist.ProcessGroup, compression: OuterCompression = "none"
     ) -> None:
         self._flat = flat
         self._work: dist.Work | None = None

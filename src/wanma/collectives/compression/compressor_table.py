@@ -26,7 +26,7 @@ def method_of(name: Compression, share: float, native: Path | None = None) -> Me
         native: `int8_codec.SOURCE`, compiled; None: it is not compiled.
     """
     methods: dict[Compression, Method] = {
-        "nothing": Whole(),
+        "none": Whole(),
         "bf16": TwoPhase(BFloat16()),
         "fp16": TwoPhase(Float16()),
         "int8": TwoPhase(BlockwiseInt8(native)),

@@ -122,6 +122,6 @@ def _pass_on(firsts: Sequence[int], node: int, size: int, times: int) -> float:
             raise WanmaError(
                 f"nothing passes between node {before}, node {node} and node {after} "
                 f"within {DEADLINE_SECONDS:.0f} s: {error}",
-                "look at the network between these machines, or name another with cluster.interface",
+                "look at the network between these machines, or name another with cluster.network_interface",
             ) from error
     return time.perf_counter() - began

@@ -117,7 +117,7 @@ def _make(options: Any, way: Way) -> Any:
         arena, reason = _arena(meeting, way, rank, found)
     if arena is None:
         if way.required:
-            raise WanmaError(f"parallel.collectives = 'shared' cannot be done: {reason}", WAY_OUT)
+            raise WanmaError(f"parallel.collectives = 'shared_memory' cannot be done: {reason}", WAY_OUT)
         _reasons[str(options.group_id)] = reason
         return gloo
     hosts = (tuple(range(ranks)),)

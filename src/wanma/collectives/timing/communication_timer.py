@@ -26,6 +26,12 @@ class Spent:
     under_way: dict[str, float]
     """Time in flight, in seconds, hidden or exposed: at least as long as the exposed time."""
 
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """Return the metrics of a step; none if the rank did not wait."""
+        if not self.waited:
+            return {}
+        return {"exposed_communication_seconds": self.waited, "communication_seconds": self.under_way}
+
 
 class Stopwatch:
     """Timer that adds up seconds of communication; `take` returns the totals and restarts them.

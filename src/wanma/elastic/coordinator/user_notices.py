@@ -104,7 +104,7 @@ def missing_text(why: Failure, missing: int, seconds: float) -> str:
     machines = "one machine is" if missing == 1 else f"{missing} machines are"
     return (
         f"{why.headline}\n  {machines} missing: the run waits {seconds:.0f} s "
-        "(cluster.start_seconds) for the same command there, or on others"
+        "(cluster.start_timeout_seconds) for the same command there, or on others"
     )
 
 
@@ -121,4 +121,6 @@ def nobody_came(hosts: Sequence[str], nodes: int, place: str, seconds: float) ->
         f"only {len(hosts)} of {nodes} machines came to {place} "
         f"within {seconds:.0f} s (here: {', '.join(hosts)})"
     )
-    return Failure(cause, hint="run the same command on every machine, or raise cluster.start_seconds")
+    return Failure(
+        cause, hint="run the same command on every machine, or raise cluster.start_timeout_seconds"
+    )

@@ -38,8 +38,8 @@ class Watch:
             self._last_sign = max(self._last_sign, position.seconds)
             # The first change may be the jump to the step that a checkpoint resumes from.
             self._stepping = self._stepping or position.step_changes > 1
-        key = "hang_seconds" if self._stepping else "start_seconds"
-        limit: float = getattr(self._launch, key)
+        launch, key = self._launch, "hang_timeout_seconds" if self._stepping else "start_timeout_seconds"
+        limit = launch.hang_seconds if self._stepping else launch.start_seconds
         silence = now - self._last_sign
         self.silent = silence > limit
         return (silence, f"cluster.{key} = {limit:g}") if self.silent else None

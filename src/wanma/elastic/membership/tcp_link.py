@@ -168,7 +168,7 @@ class RemoteLink:
             raise WanmaError(
                 f"nobody answers at {self._place.text} within {self._launch.start_seconds:.0f} s",
                 "start the same command on the machine with that address, let its port through the firewall, "
-                "or raise cluster.start_seconds",
+                "or raise cluster.start_timeout_seconds",
             )
         self._later(self._seek)
 
@@ -410,7 +410,8 @@ class RemoteLink:
             if time.monotonic() > self._deadline:
                 self._on_lost(
                     f"lost the coordinator at {self._place.text}: {self._vacancy.reason}. It was "
-                    f"not reached again within {self._launch.start_seconds:.0f} s (cluster.start_seconds) "
+                    f"not reached again within {self._launch.start_seconds:.0f} s "
+                    "(cluster.start_timeout_seconds) "
                     "nor seen to have ended, so the run was not carried on beside it"
                 )
                 return

@@ -88,7 +88,7 @@ class Retries:
             if self.attempt == 0:
                 return failure
             came = "" if self.reached_step is None else f" and came no further than step {self.reached_step}"
-            tried = f"the run was started again {_times(self.attempt)}{came} (cluster.retries = {limit})"
+            tried = f"the run was started again {_times(self.attempt)}{came} (cluster.max_restarts = {limit})"
             return _with_hint(failure, tried)
         self.attempt += 1
         return None

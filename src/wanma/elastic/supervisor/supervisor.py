@@ -86,7 +86,7 @@ def run_node(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Out
     Args:
         launch: launch configuration.
         on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message`; on
-            several nodes `joined` when all have joined; on the node of rank 0, `slow_rank`. Text that it
+            several nodes `joined` when all have joined; on the node of rank 0, `straggler`. Text that it
             returns requests an orderly end.
         node: fork server started earlier by `Node.start`; it is used up.
 
@@ -254,7 +254,7 @@ class Supervisor:
         text, level = notices.slow_text(slow), "warning" if slow.is_slow else "info"
         self._message(text, level)
         if self._start is not None and self._start.first_rank == 0:
-            self._on_event({"kind": "slow_rank", **asdict(slow), "level": level, "text": text})
+            self._on_event({"kind": "straggler", **asdict(slow), "level": level, "text": text})
 
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:

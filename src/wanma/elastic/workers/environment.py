@@ -44,5 +44,5 @@ def worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(plan.threads_per_rank)}
     if plan.threads_per_rank > 1 and not any(name in os.environ for name in _WAIT_POLICIES):
         threads |= WAITING_THREADS
-    tuned = cluster.allocator == "tuned" and plan.device == "cpu"
+    tuned = cluster.host_allocator == "tuned" and plan.device == "cpu"
     return {**TUNED_ALLOCATOR, **threads} if tuned else threads

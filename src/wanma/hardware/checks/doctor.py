@@ -231,7 +231,7 @@ def _network() -> list[Finding]:
     found = [Finding("network", "ok", ", ".join(f"{one.name} {' '.join(one.addresses)}" for one in usable))]
     if ways := default_ways(known):
         text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
-        found.append(Finding("several machines", "ok", text, "cluster.interface names another one"))
+        found.append(Finding("several machines", "ok", text, "cluster.network_interface names another one"))
     return [*found, *_network_variables({one.name for one in known}, os.environ), *_own_name(ways)]
 
 
@@ -274,7 +274,10 @@ def _loopback() -> Finding:
         return Finding("Gloo on loopback", "missing", NO_TORCH, INSTALL_TORCH)
     problem = loopback_gloo()
     if problem:
-        advice = "check that 127.0.0.1 is up and that no firewall blocks it; name one with cluster.interface"
+        advice = (
+            "check that 127.0.0.1 is up and that no firewall blocks it; "
+            "name one with cluster.network_interface"
+        )
         return Finding("Gloo on loopback", "warn", problem, advice)
     return Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
 
@@ -317,9 +320,9 @@ def _allocator() -> Finding:
             return Finding("allocator", "ok", f"{name} (LD_PRELOAD)")
     library, version = platform.libc_ver()
     if library != "glibc":
-        advice = "cluster.allocator = 'tuned' only knows glibc; set it to 'system'"
+        advice = "cluster.host_allocator = 'tuned' only knows glibc; set it to 'system'"
         return Finding("allocator", "warn", library or "unknown C library", advice)
-    return Finding("allocator", "ok", f"glibc {version}; workers run with cluster.allocator's settings")
+    return Finding("allocator", "ok", f"glibc {version}; workers run with cluster.host_allocator's settings")
 
 
 def _extras() -> list[Finding]:

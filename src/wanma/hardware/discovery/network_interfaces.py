@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
-KEY = "cluster.interface"
+KEY = "cluster.network_interface"
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route."""
 
@@ -71,7 +71,7 @@ class Way:
     address: str
     """Address of this node on the route."""
     why: str
-    """Reason for the choice, in words: 'cluster.interface', 'by the route to 10.0.0.1'."""
+    """Reason for the choice, in words: 'cluster.network_interface', 'by the route to 10.0.0.1'."""
 
     def __str__(self) -> str:
         return f"{self.interface or 'no interface'} ({self.address}), {self.why}"

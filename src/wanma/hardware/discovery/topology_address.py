@@ -1,10 +1,11 @@
 """Topology address of this node, by which nodes near each other get neighbouring ranks.
 
-    position_of(job.cluster, os.environ)   # Position('rack-3/switch-1', 'cluster.place')
+    position_of(job.cluster, os.environ)   # Position('rack-3/switch-1', 'cluster.topology_address')
 
-A path of names, outermost first, from the first source that has one: the user (`cluster.place`), the cluster
-file (the order of `hosts`), or the launcher (Slurm's SLURM_TOPOLOGY_ADDR, with its topology plugins). The
-names do not matter, but nodes behind the same switch share the first ones: node ranks follow their order.
+A path of names, outermost first, from the first source that has one: the user (`cluster.topology_address`),
+the cluster file (the order of `hosts`), or the launcher (Slurm's SLURM_TOPOLOGY_ADDR, with its topology
+plugins). The names do not matter, but nodes behind the same switch share the first ones: node ranks follow
+their order.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def position_of(
     Raises:
         JobError: the cluster file cannot be read, or lists hosts without this one.
     """
-    if section.place is not None:
-        return Position(section.place, "cluster.place")
+    if section.topology_address is not None:
+        return Position(section.topology_address, "cluster.topology_address")
     if section.file is not None:
         cluster = cluster or read_cluster(section.file)
         if any(node.hosts for node in cluster.nodes):
@@ -74,5 +75,5 @@ def _among(cluster: Cluster, host: str, file: str) -> Position:
                 return Position(f"{kind}/{number}", f"number {number + 1} of {node.name}'s hosts in {file}")
     raise JobError(
         f"cluster.file lists hosts, and this machine, {host}, is none of them",
-        "add it to hosts, or say where it is with cluster.place",
+        "add it to hosts, or say where it is with cluster.topology_address",
     )

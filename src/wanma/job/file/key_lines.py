@@ -1,6 +1,6 @@
-"""Line numbers of the keys of a job file, so that an error can point at a line.
+"""Lines and positions of the keys of a job file, for errors that point at a line and for upgrades in place.
 
-Neither `tomllib` nor PyYAML's plain loader keeps lines. The TOML scanner reads text that `tomllib` has
+Neither `tomllib` nor PyYAML's plain loader keeps them. The TOML scanner reads text that `tomllib` has
 already accepted, so it follows structure and validates nothing.
 """
 
@@ -8,15 +8,40 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
 """Path of a key: names and list positions from the root, such as ('data', 'sources', 0, 'weight')."""
 
 
+@dataclass(frozen=True)
+class Token:
+    """Name of a key, or a text value, where a file has it."""
+
+    path: KeyPath
+    start: int
+    """Position of the first character in the text, quotes included."""
+    stop: int
+    line: int
+    is_key: bool
+
+
 def toml_lines(text: str) -> dict[KeyPath, int]:
     """Return the line (from 1) of every key, table and list element of valid TOML."""
     return _Scanner(text).lines()
+
+
+def toml_tokens(text: str) -> list[Token]:
+    """Return the keys and text values of valid TOML in their order; line ends count as one character."""
+    scanner = _Scanner(text)
+    scanner.lines()
+    return scanner.tokens
+
+
+def yaml_tokens(node: Any) -> list[Token]:
+    """Return the keys and text values of a composed YAML node; an aliased one at each of its paths."""
+    return list(_yaml_tokens(node, (), ()))
 
 
 def yaml_lines(node: Any) -> dict[KeyPath, int]:
@@ -42,12 +67,36 @@ def _yaml_walk(node: Any, at: KeyPath, inside: tuple[int, ...]) -> Iterator[tupl
             yield from _yaml_walk(value, (*at, index), inside)
 
 
+def _yaml_tokens(node: Any, at: KeyPath, inside: tuple[int, ...]) -> Iterator[Token]:
+    if id(node) in inside:  # an anchor that holds itself
+        return
+    inside = (*inside, id(node))
+    if node.id == "mapping":
+        for key, value in node.value:
+            path = (*at, str(key.value))
+            yield _yaml_token(path, key, is_key=True)
+            yield from _yaml_tokens(value, path, inside)
+    elif node.id == "sequence":
+        for index, value in enumerate(node.value):
+            yield from _yaml_tokens(value, (*at, index), inside)
+    else:
+        yield _yaml_token(at, node, is_key=False)
+
+
+def _yaml_token(path: KeyPath, node: Any, *, is_key: bool) -> Token:
+    """Return the token of a scalar, without the anchor or tag before it."""
+    stop, quotes = node.end_mark.index, 2 if node.style in ("'", '"') else 0
+    start = max(stop - len(str(node.value)) - quotes, node.start_mark.index)
+    return Token(path, start, stop, node.start_mark.line + 1, is_key)
+
+
 class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text.replace("\r\n", "\n")
         self.at = 0
         self.line = 1
         self.found: dict[KeyPath, int] = {}
+        self.tokens: list[Token] = []
         self.elements: dict[KeyPath, int] = {}
         """Elements found so far in each array of tables."""
 
@@ -66,9 +115,10 @@ class _Scanner:
         keys = self._key("]")
         self._advance(2 if repeated else 1)
         path: KeyPath = ()
-        for position, key in enumerate(keys):
+        for position, (key, start, stop) in enumerate(keys):
             path = (*path, key)
             self._note(path)
+            self.tokens.append(Token(path, start, stop, self.line, is_key=True))
             if repeated and position == len(keys) - 1:
                 self.elements[path] = self.elements.get(path, -1) + 1
             if path in self.elements:
@@ -78,24 +128,26 @@ class _Scanner:
 
     def _pair(self, table: KeyPath) -> None:
         path = table
-        for key in self._key("="):
+        for key, start, stop in self._key("="):
             path = (*path, key)
             self._note(path)
+            self.tokens.append(Token(path, start, stop, self.line, is_key=True))
         self._advance(1)
         self._value(path)
 
-    def _key(self, end: str) -> list[str]:
-        """Read the parts of a dotted key, up to (not past) `end`."""
+    def _key(self, end: str) -> list[tuple[str, int, int]]:
+        """Read the parts of a dotted key, up to (not past) `end`: name, start and stop of each."""
         parts = []
         while True:
             self._skip_spaces()
+            start = self.at
             if self._peek() in "\"'":
-                parts.append(next(iter(tomllib.loads(f"{self._string()} = 0"))))
+                name = next(iter(tomllib.loads(f"{self._string()} = 0")))
             else:
-                start = self.at
                 while self._peek() not in f". \t{end}":
                     self._advance(1)
-                parts.append(self.text[start : self.at])
+                name = self.text[start : self.at]
+            parts.append((name, start, self.at))
             self._skip_spaces()
             if self._peek() == end:
                 return parts
@@ -103,9 +155,10 @@ class _Scanner:
 
     def _value(self, path: KeyPath) -> None:
         self._skip_spaces()
-        first = self._peek()
+        first, start, line = self._peek(), self.at, self.line
         if first in "\"'":
             self._string()
+            self.tokens.append(Token(path, start, self.at, line, is_key=False))
         elif first == "[":
             self._array(path)
         elif first == "{":

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from wanma.job.errors import JobError
 from wanma.job.file.key_lines import KeyPath
 from wanma.job.file.parser import read_tables
+from wanma.job.file.renamed_keys import KEYS, Renaming, dotted_name, renamings, with_new_names
 from wanma.job.file.schema import keys
 from wanma.job.file.validation import Mistake, Places, dotted, from_pydantic, refuse
 from wanma.job.sections.base import Section
@@ -41,14 +42,29 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """
     path = Path(path)
     tables, lines = read_tables(path)
-    job = _build(tables, overrides, Places(str(path), lines))
+    return _named(_build(tables, overrides, Places(str(path), lines)), path)
+
+
+def load_recorded_job(path: Path) -> Job:
+    """Load the job.toml of a run directory; one that an older release wrote, under today's names.
+
+    Raises:
+        JobError: the file cannot be read or parsed, or holds an invalid key or value.
+    """
+    path = Path(path)
+    tables, lines = read_tables(path)
+    return _named(_build(with_new_names(tables), (), Places(str(path), lines)), path)
+
+
+def _named(job: Job, path: Path) -> Job:
+    """Return the job with the file's name, if it has no name of its own."""
     if job.observe.name is None:
         if (wrong := why_no_name(path.stem)) is not None:
             raise JobError(
                 f"{path}: a run without observe.name takes the job file's name, which {wrong}",
                 "give it one: observe.name=NAME",
             )
-        job = job.model_copy(update={"observe": job.observe.model_copy(update={"name": path.stem})})
+        return job.model_copy(update={"observe": job.observe.model_copy(update={"name": path.stem})})
     return job
 
 
@@ -133,12 +149,31 @@ def _build(
         place = told_by or f"override {number} on the command line"
         _apply(given, override, place, places, mistakes)
     if mistakes:
-        raise refuse(mistakes, places)
+        raise refuse([*mistakes, *_old_names(given, places)], places)
+    mistakes = _old_names(given, places)
+    given = with_new_names(given)
     try:
         # Strict mode through JSON accepts a list for a tuple, and still rejects true for 1.
-        return Job.model_validate_json(json.dumps(given), strict=True)
+        job = Job.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
-        raise refuse(from_pydantic(error, given), places) from None
+        raise refuse([*mistakes, *from_pydantic(error, given)], places) from None
+    if mistakes:
+        raise refuse(mistakes, places)
+    return job
+
+
+def _old_names(given: dict[str, Any], places: Places) -> list[Mistake]:
+    """Return a mistake for every old name; `places` then has their places under the new names, too."""
+    found = renamings(given)
+    found += [  # an override that unsets a key leaves nothing in the tables
+        Renaming(path, old, KEYS[old])
+        for path in places.overrides
+        if (old := dotted_name(path)) in KEYS and all(path != one.path for one in found)
+    ]
+    for one in found:
+        places.add_name(one.path, one.new_path)
+    upgrade = f"`wanma job --upgrade {places.file}` rewrites the file"
+    return [Mistake(one.path, str(one), upgrade if places.is_in_file(one.path) else "") for one in found]
 
 
 def _apply(

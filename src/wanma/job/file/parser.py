@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import JobError, missing_extra
-from wanma.job.file.key_lines import KeyPath, toml_lines, yaml_lines
+from wanma.job.file.key_lines import KeyPath, Token, toml_lines, toml_tokens, yaml_lines, yaml_tokens
 
 _STARTER = "`wanma job --toml` prints one to start from"
 
@@ -26,16 +28,48 @@ def read_tables(
     Raises:
         JobError: the file cannot be read or is not valid; names the line, or similar files if it is absent.
     """
-    text = _read(path, what, starter)
+    text = read_text(path, what, starter)
+    with _errors_named(path, what):
+        if _is_yaml(path):
+            tables, node = _yaml(path, text)
+            return tables, yaml_lines(node) if node is not None else {}
+        return _toml(path, text), toml_lines(text)
+
+
+def parse_tokens(path: Path, text: str) -> tuple[dict[str, Any], list[Token]]:
+    """Parse the text of a job file: its tables, and the position of each key and text value.
+
+    Raises:
+        JobError: the text is not valid; names the line.
+    """
+    with _errors_named(path, "job file"):
+        if _is_yaml(path):
+            tables, node = _yaml(path, text)
+            return tables, yaml_tokens(node) if node is not None else []
+        return _toml(path, text), toml_tokens(text)
+
+
+@contextmanager
+def _errors_named(path: Path, what: str) -> Iterator[None]:
+    """Turn the errors of a parser into a `JobError` that names the file."""
     try:
-        return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
+        yield
     except RecursionError:
         raise JobError(f"{path} is nested too deeply to be a {what}") from None
     except ValueError as error:  # a well-formed number or date that does not exist
         raise JobError(f"{path}: {error}") from None
 
 
-def _read(path: Path, what: str, starter: str | None) -> str:
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def read_text(path: Path, what: str = "job file", starter: str | None = None) -> str:
+    """Return the text of a file, its line ends as one character.
+
+    Raises:
+        JobError: the file cannot be read, or is not text.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -75,9 +109,9 @@ def _job_files(path: Path) -> list[Path]:
     return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml"]
 
 
-def _toml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def _toml(path: Path, text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text), toml_lines(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax(path, text, str(error)) from None
 
@@ -99,7 +133,8 @@ def _syntax(path: Path, text: str, message: str) -> JobError:
     return JobError(f"{path}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}{shown}", hint)
 
 
-def _yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def _yaml(path: Path, text: str) -> tuple[dict[str, Any], Any]:
+    """Return the tables of a YAML text, and its composed node; None if it is empty."""
     try:
         import yaml
     except ImportError:
@@ -133,4 +168,4 @@ def _yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         loader.dispose()
     if not isinstance(value, dict):
         raise JobError(f"{path}: a job file is a mapping of sections (model, data, train, ...)")
-    return value, yaml_lines(node) if node is not None else {}
+    return value, node

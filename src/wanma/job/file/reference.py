@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wanma.job.file.renamed_keys import KEYS, VALUES
 from wanma.job.file.schema import Key, Table, tables
 from wanma.job.file.serialization import toml_value
 
@@ -40,7 +41,7 @@ def _starter_line(key: Key) -> str:
 
 def markdown() -> str:
     """Return the text of `docs/job-file.md`."""
-    return _INTRODUCTION + "\n".join(markdown_table(table) for table in tables())
+    return _INTRODUCTION + "\n".join([*map(markdown_table, tables()), _renamed()])
 
 
 def markdown_table(table: Table) -> str:
@@ -51,6 +52,14 @@ def markdown_table(table: Table) -> str:
     ]
     header = f"## `{table.header}`\n\n{table.help}\n\n| key | value | default | |\n|---|---|---|---|\n"
     return header + "\n".join(rows) + "\n"
+
+
+def _renamed() -> str:
+    """Return the table of renamed keys and values as a chapter of the guide."""
+    rows = [f"| `{old}` | `{new}` |" for old, new in KEYS.items()]
+    for key, values in VALUES.items():
+        rows += [f'| `{key} = "{old}"` | `"{new}"` |' for old, new in values.items()]
+    return _RENAMED + "\n".join(rows) + "\n"
 
 
 def _cell(text: str) -> str:
@@ -76,4 +85,18 @@ A value is read as TOML where that is possible and as text otherwise; an empty o
 its default. Relative paths start at the folder that the command runs in. Unknown keys and wrong
 values are errors that name the line.
 
+"""
+
+_RENAMED = """\
+## Renamed keys and values
+
+Files of older releases have older names. They are refused with the line and the new name; to rewrite
+files in place, with their comments and order:
+
+    wanma job --upgrade gpt.toml llama.toml          # --dry-run: only says what would change
+
+Runs of older releases continue, and are shown, under either name.
+
+| old | new |
+|---|---|
 """

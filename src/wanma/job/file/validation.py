@@ -44,6 +44,17 @@ class Places:
                     return self._order(below[0]), below[0]
         return 0, self.file
 
+    def add_name(self, path: KeyPath, other: KeyPath) -> None:
+        """Give a key a second path, at the place of `path`."""
+        if path in self.lines:
+            self.lines.setdefault(other, self.lines[path])
+        if path in self.overrides:
+            self.overrides.setdefault(other, self.overrides[path])
+
+    def is_in_file(self, path: KeyPath) -> bool:
+        """Return True if a line of the file gives `path`, and no override replaces it."""
+        return path in self.lines and path not in self.overrides
+
     def _order(self, override: str) -> int:
         """Return the sort key of an override: after every line of the file."""
         return 1_000_000_000 + list(self.overrides.values()).index(override)

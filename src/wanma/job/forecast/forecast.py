@@ -205,7 +205,7 @@ class Forecast:
     host_bytes: int = 0
     """Offloaded tensors in host memory instead of on the device (parallel.offload_*)."""
     snapshots_bytes: int = 0
-    """Host memory of in-memory checkpoints for recovery (checkpoint.snapshots)."""
+    """Host memory of in-memory checkpoints for recovery (checkpoint.in_memory_every_steps)."""
     disk_bytes: int = 0
     """Offloaded tensors on disk."""
     buffers_bytes: int = 0

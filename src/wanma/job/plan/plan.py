@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Any
 
+from wanma.job.file.renamed_keys import VALUES, with_new_names
 from wanma.job.plan.placement import Replicas
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Precision
@@ -48,10 +49,10 @@ class Plan:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    shard: Shard = "nothing"
-    sequence: bool = False
+    shard: Shard = "none"
+    sequence_parallel: bool = False
     """Sequence parallelism: activations between split matrices are sharded along the sequence over `tp`."""
-    context: ContextKind = "ring"
+    cp_method: ContextKind = "ring"
     """Context-parallel method: the way in which attention sees the complete sequence over `cp`."""
     micro_batch: int = 1
     """Maximum samples in one forward pass of one data rank."""
@@ -63,13 +64,13 @@ class Plan:
     recompute: Recompute = "none"
     recompute_share: float = 1.0
     """Share of the blocks that recompute, spread evenly over each stage; 0 .. 1."""
-    offload_parameters: Offload = "nothing"
-    offload_optimizer: Offload = "nothing"
-    offload_activations: Offload = "nothing"
+    offload_parameters: Offload = "none"
+    offload_optimizer: Offload = "none"
+    offload_activations: Offload = "none"
     compile: bool = False
     precision: Precision = "fp32"
     fp8: bool = False
-    compression: Compression = "nothing"
+    compression: Compression = "none"
     """Gradient compression method (`collectives.compression`)."""
     compression_share: float = 0.01
     """Share of each tensor's elements that top-k compression sends; 0 .. 1."""
@@ -171,7 +172,7 @@ class Plan:
     @property
     def shard_ranks(self) -> int:
         """Ranks that share one copy of the state: those of `dp_shard`, and of `cp` too."""
-        return 1 if self.shard == "nothing" else self.dp_shard * self.cp
+        return 1 if self.shard == "none" else self.dp_shard * self.cp
 
     @property
     def replicas(self) -> int:
@@ -186,22 +187,22 @@ class Plan:
             and self.shard_ranks == 1
             and self.ep == 1
             and self.precision in ("fp32", "fp64")
-            and self.offload_parameters == "nothing"
+            and self.offload_parameters == "none"
         )
 
     @property
     def reshards(self) -> bool:
         """True if ranks gather parameters for each use of a block, and free them after it."""
         # A pipeline's schedule decides itself when a stage's parameters are gathered and freed.
-        return (self.shard == "parameters" or self.offload_parameters != "nothing") and self.pp == 1
+        return (self.shard == "parameters" or self.offload_parameters != "none") and self.pp == 1
 
     @property
     def compressions(self) -> frozenset[Compression]:
         """Compression methods of the gradients; empty if all are exchanged uncompressed."""
-        if self.compression == "nothing" and not self.compression_groups:
+        if self.compression == "none" and not self.compression_groups:
             return _NO_COMPRESSIONS
         methods = {self.compression, *(method for _, method in self.compression_groups)}
-        return frozenset(methods - {"nothing"})
+        return frozenset(methods - {"none"})
 
     def compression_of(self, parameter: str) -> Compression:
         """Return the compression method for the gradient of the parameter with this full name."""
@@ -237,8 +238,8 @@ class Plan:
         Each context rank of a ring holds two pieces, and under sequence parallelism `tp` splits its part
         evenly.
         """
-        pieces = 2 if self.cp > 1 and self.context == "ring" else 1
-        return self.cp * math.lcm(pieces, self.tp if self.sequence else 1)
+        pieces = 2 if self.cp > 1 and self.cp_method == "ring" else 1
+        return self.cp * math.lcm(pieces, self.tp if self.sequence_parallel else 1)
 
     @property
     def is_v_shaped(self) -> bool:
@@ -374,6 +375,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
+        """Build a plan from the result of `to_json`, also of an older release.
+
+        Raises:
+            ValueError: an unknown field.
+        """
+        value = _with_new_names(value)
         known = {f.name for f in fields(cls)}
         if unknown := set(value) - known:
             raise ValueError(f"unknown plan fields {sorted(unknown)}")
@@ -385,7 +392,7 @@ class Plan:
         if "placement" in value:
             tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
         if value.get("synchronization") is not None:
-            tuples["synchronization"] = Synchronization(**value["synchronization"])
+            tuples["synchronization"] = Synchronization.from_json(value["synchronization"])
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
@@ -399,12 +406,26 @@ class Plan:
         elif self.batch_shares:
             axes += ", uneven shares"
         ranks = "rank" if self.world_size == 1 else "ranks"
-        sharded = "" if self.shard == "nothing" else f", {self.shard} sharded"
+        sharded = "" if self.shard == "none" else f", {self.shard} sharded"
         seldom = "" if self.synchronization is None else f", {self.synchronization}"
         return (
             f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
             f"{seldom}"
         )
+
+
+def _with_new_names(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan that an older release wrote under today's names, which are those of `[parallel]`."""
+    renamed: dict[str, Any] = with_new_names({"parallel": value})["parallel"]
+    if "compression_groups" in renamed:
+        kinds = VALUES["parallel.compression_groups.compression"]
+        renamed["compression_groups"] = [
+            (m, kinds.get(kind, kind)) for m, kind in value["compression_groups"]
+        ]
+    if "approximate" in renamed:
+        kinds = VALUES["parallel.synchronize"]
+        renamed["approximate"] = [kinds.get(one, one) for one in value["approximate"]]
+    return renamed
 
 
 def starts(shares: Sequence[int], global_batch: int) -> list[int]:
@@ -430,6 +451,6 @@ def why_equal_counts(plan: Plan) -> str | None:
         return None  # torch's schedules gather at the first use in a step, and reduce after the last one
     if plan.shard in ("gradients", "parameters"):
         return f"{plan.shard} that are sharded are exchanged within every micro-batch"
-    if plan.shard == "optimizer" and plan.offload_parameters != "nothing":
+    if plan.shard == "optimizer" and plan.offload_parameters != "none":
         return "parameters that are offloaded are gathered within every micro-batch"
     return None

@@ -8,20 +8,31 @@ them less; none computes the same as a synchronous step:
     diloco      the same, but the sites' mean change is a pseudo-gradient of an outer optimizer
                 (Douillard et al. 2023); fragments of the model in turn, overlapped with the next steps
                 (Douillard et al. 2025)
-    stale       delayed gradients: summed over the sites during the next steps, and applied that much later
+    delayed     delayed gradients: summed over the sites during the next steps, and applied that much later
                 (Ho et al. 2013, with every delay at its bound, so that a run repeats)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from wanma.job.file.renamed_keys import VALUES
 from wanma.job.sections.parallel import OuterCompression, OuterPlace, SiteKind
 
 _BLOCK = re.compile(r"^(?:\w+\.)*?\d+(?=\.)")
 """Pattern of a block's path: 'layers.3' of 'layers.3.attention.query.weight'."""
+
+_RENAMED = {"rate": "outer_learning_rate", "mix": "overlap_mixing_factor"}
+"""Renamed fields, old to new, in the plans of older runs."""
+_KEYS = {
+    "kind": "parallel.synchronize",
+    "compression": "parallel.outer_compression",
+    "offload": "parallel.outer_offload",
+}
+"""Keys of the job file whose values, some of them renamed, the fields hold."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class Synchronization:
     """Steps between two synchronizations of a fragment (H of DiLoCo)."""
     synchronous_steps: int = 0
     """First steps of the run, in which gradients are summed over the sites."""
-    rate: float = 1.0
+    outer_learning_rate: float = 1.0
     """Learning rate of the outer optimizer; 1 with no momentum gives the mean of the sites' weights."""
     momentum: float = 0.0
     """Nesterov momentum of the outer optimizer."""
@@ -42,14 +53,23 @@ class Synchronization:
     """Parts of the model that are synchronized in turn."""
     overlap_steps: int = 0
     """Steps during which a fragment's exchange runs in the background (τ of Streaming DiLoCo)."""
-    mix: float = 0.0
+    overlap_mixing_factor: float = 0.0
     """Share of its own weights that a site keeps when a background exchange arrives (α), 0 .. 1."""
     staleness: int = 0
     """Steps by which delayed gradients are applied late."""
-    compression: OuterCompression = "nothing"
+    compression: OuterCompression = "none"
     """Compression of the tensors exchanged between sites."""
-    offload: OuterPlace = "nothing"
+    offload: OuterPlace = "none"
     """Offload target of the outer weights and their momentum."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Synchronization:
+        """Build a synchronization from the JSON of a plan, also of an older release."""
+        given = {_RENAMED.get(name, name): one for name, one in value.items()}
+        for name, key in _KEYS.items():
+            if name in given:
+                given[name] = VALUES[key].get(given[name], given[name])
+        return cls(**given)
 
     def __post_init__(self) -> None:
         if min(self.sites, self.every, self.fragments) < 1:
@@ -66,7 +86,7 @@ class Synchronization:
     @property
     def is_local(self) -> bool:
         """True if sites have weights of their own between synchronizations."""
-        return self.kind != "stale"
+        return self.kind != "delayed"
 
     def is_synchronous(self, step: int) -> bool:
         """Return True if all sites take `step`, counted from 1, together."""

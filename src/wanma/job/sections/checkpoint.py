@@ -23,7 +23,7 @@ class CheckpointSection(Section):
     best_mode: Literal["min", "max"] = Field(
         "min", description="keep_best: whether a lower or a higher metric is better"
     )
-    snapshots: Literal["auto", "off"] | Annotated[int, Gt(0), Le(1_000_000_000_000)] = Field(
+    in_memory_every_steps: Literal["auto", "off"] | Annotated[int, Gt(0), Le(1_000_000_000_000)] = Field(
         "auto",
         description="steps between in-memory checkpoints, for recovery; auto: they cost at most 1 % of "
         "the time",

@@ -106,7 +106,7 @@ class ModelSection(Section):
         le=1_000_000_000,
         description="decoder: samples over which a balancing loss and the expert capacity are counted",
     )
-    capacity: float = Field(
+    capacity_factor: float = Field(
         0.0,
         ge=0,
         le=1_000_000,
@@ -137,7 +137,7 @@ class ModelSection(Section):
     image_size: int | None = Field(
         None, gt=0, le=1_000_000, description="vision: height and width in pixels; default: the data's"
     )
-    statistics_group: int = Field(
+    batch_norm_group: int = Field(
         32,
         gt=0,
         le=1_000_000_000,
@@ -325,8 +325,10 @@ class ClusterSection(Section):
         None, ge=0, le=1_000_000, description="rank of this node; default: by network position, then arrival"
     )
     rendezvous: str | None = Field(None, description="HOST:PORT at which the nodes meet")
-    interface: str | None = Field(None, description="network interface of collectives; default: by route")
-    place: str | None = Field(
+    network_interface: str | None = Field(
+        None, description="network interface of collectives; default: by route"
+    )
+    topology_address: str | None = Field(
         None,
         description="network position of this node, outermost first: 'rack-3/switch-1'; near nodes get "
         "adjacent ranks; default: the cluster file's hosts, or Slurm's topology",
@@ -337,22 +339,22 @@ class ClusterSection(Section):
     scratch: str | None = Field(
         None, description="folder on each node for tensors offloaded to disk; default: the run directory's"
     )
-    allocator: Literal["tuned", "system"] = Field(
+    host_allocator: Literal["tuned", "system"] = Field(
         "tuned", description="settings of the host memory allocator in the workers"
     )
-    start_seconds: float = Field(
+    start_timeout_seconds: float = Field(
         300.0, ge=0.1, le=31_536_000, description="timeout in seconds from launch to the first step"
     )
-    join_seconds: float = Field(
+    last_call_timeout_seconds: float = Field(
         30.0,
         ge=0,
         le=31_536_000,
         description="min_nodes: seconds for which the start waits for more nodes than those",
     )
-    hang_seconds: float = Field(
+    hang_timeout_seconds: float = Field(
         300.0, ge=0.1, le=31_536_000, description="timeout in seconds from one step to the next"
     )
-    retries: int = Field(
+    max_restarts: int = Field(
         3,
         ge=0,
         le=1_000_000,
@@ -363,7 +365,7 @@ class ClusterSection(Section):
         description="check of devices and links before ranks begin; auto: on several nodes, or after a "
         "failure",
     )
-    slow_factor: float = Field(
+    straggler_factor: float = Field(
         1.5,
         gt=1,
         le=1_000_000,
@@ -375,7 +377,7 @@ class ClusterSection(Section):
         le=31_536_000,
         description="seconds from SIGTERM to SIGKILL, in which the run saves its state",
     )
-    requeue_code: int = Field(
+    requeue_exit_code: int = Field(
         143,
         ge=1,
         le=255,

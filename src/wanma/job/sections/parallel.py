@@ -8,16 +8,16 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wanma.job.sections.base import Section
 
-Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
 ContextKind = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["nothing", "host", "disk"]
-Collectives = Literal["auto", "shared", "gloo"]
-Compression = Literal["nothing", "bf16", "fp16", "int8", "topk", "powersgd"]
-OuterCompression = Literal["nothing", "bf16", "int8"]
-SiteKind = Literal["local_sgd", "diloco", "stale"]
-OuterPlace = Literal["nothing", "host"]
+Offload = Literal["none", "host", "disk"]
+Collectives = Literal["auto", "shared_memory", "gloo"]
+Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
+OuterCompression = Literal["none", "bf16", "int8"]
+SiteKind = Literal["local_sgd", "diloco", "delayed"]
+OuterPlace = Literal["none", "host"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
 
@@ -62,21 +62,21 @@ class ParallelSection(Section):
         default_factory=list,
         description="integer weight of each data rank in the global batch (unlike devices); default: equal",
     )
-    balance: Literal["auto", "off", "on"] = Field(
+    load_balancing: Literal["auto", "off", "on"] = Field(
         "auto",
         description="adapt batch shares to the speed of the ranks during the run; auto: if the planner "
         "gave unlike devices unequal shares, and not under train.deterministic",
     )
-    share_moves: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
+    batch_share_schedule: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
         default_factory=list,
         description="[[step, batch_shares], ...]: shares from that step on, as recorded by a run with "
-        "balance",
+        "load_balancing",
     )
-    sequence: bool = Field(
+    sequence_parallel: bool = Field(
         True,
         description="tp: shard activations along the sequence between split matrices (sequence parallelism)",
     )
-    context: ContextKind = Field(
+    cp_method: ContextKind = Field(
         "ring", description="cp: method by which attention sees the complete sequence"
     )
     schedule: Schedule = Field("1f1b", description="pipeline schedule")
@@ -111,22 +111,22 @@ class ParallelSection(Section):
         "auto: if faster",
     )
     offload_parameters: Offload = Field(
-        "nothing", description="memory that holds parameters while unused: device (nothing), host, disk"
+        "none", description="memory that holds parameters while unused: device (none), host, disk"
     )
     offload_optimizer: Offload = Field(
-        "nothing", description="memory that holds optimizer state between steps: device (nothing), host, disk"
+        "none", description="memory that holds optimizer state between steps: device (none), host, disk"
     )
     offload_activations: Offload = Field(
-        "nothing", description="memory that holds activations until backward: device (nothing), host, disk"
+        "none", description="memory that holds activations until backward: device (none), host, disk"
     )
     compile: bool = Field(False, description="apply torch.compile to each block; needs a C++ compiler on CPU")
     collectives: Collectives = Field(
         "auto",
-        description="transport of collectives on CPUs: memory shared by the ranks of one node (shared), "
-        "or TCP (gloo); auto: shared on one node that has a C++ compiler",
+        description="transport of collectives on CPUs: memory shared by the ranks of one node "
+        "(shared_memory), or TCP (gloo); auto: shared_memory on one node that has a C++ compiler",
     )
     compression: Compression = Field(
-        "nothing",
+        "none",
         description="compression of gradients before the reduction: rounded (bf16, fp16, int8), largest "
         "elements (topk), or low-rank matrices (powersgd); changes the numbers",
     )
@@ -144,11 +144,11 @@ class ParallelSection(Section):
         default_factory=list,
         description="compression by parameter; the first match applies, all others: compression",
     )
-    synchronize: Literal["every_step", "local_sgd", "diloco", "stale"] = Field(
+    synchronize: Literal["every_step", "local_sgd", "diloco", "delayed"] = Field(
         "every_step",
         description="synchronization between sites, groups of replicas with slow links between them: "
-        "local_sgd and diloco exchange weights every so many steps, stale applies delayed "
-        "gradients; these change the numbers",
+        "local_sgd and diloco exchange weights every so many steps, delayed applies gradients "
+        "some steps late; these change the numbers",
     )
     sites: int | None = Field(
         None,
@@ -168,7 +168,7 @@ class ParallelSection(Section):
         le=1_000_000_000_000,
         description="local_sgd, diloco: first steps of the run, which all sites take together",
     )
-    outer_rate: float | None = Field(
+    outer_learning_rate: float | None = Field(
         None, gt=0, le=1_000, description="diloco: learning rate of the outer optimizer; default: 0.7"
     )
     outer_momentum: float | None = Field(
@@ -184,7 +184,7 @@ class ParallelSection(Section):
         description="local_sgd, diloco: steps during which an exchange runs in the background; 0: steps "
         "wait for it",
     )
-    overlap_mix: float | None = Field(
+    overlap_mixing_factor: float | None = Field(
         None,
         ge=0,
         lt=1,
@@ -192,12 +192,12 @@ class ParallelSection(Section):
         "default: 0.5",
     )
     outer_compression: OuterCompression = Field(
-        "nothing", description="local_sgd, diloco: rounding of the exchanged tensors"
+        "none", description="local_sgd, diloco: rounding of the exchanged tensors"
     )
     outer_offload: OuterPlace = Field(
-        "nothing",
-        description="local_sgd, diloco: memory that holds outer weights and momentum: device (nothing), host",
+        "none",
+        description="local_sgd, diloco: memory that holds outer weights and momentum: device (none), host",
     )
     staleness: int | None = Field(
-        None, ge=0, le=1_000, description="stale: steps by which gradients are delayed; default: 1"
+        None, ge=0, le=1_000, description="delayed: steps by which gradients are delayed; default: 1"
     )

@@ -68,7 +68,7 @@ class ResNet(_Classifier):
 
     def __init__(self, dimensions: VisionDimensions) -> None:
         super().__init__()
-        group = dimensions.statistics_group
+        group = dimensions.batch_norm_group
         self.is_large = max(dimensions.height, dimensions.width) >= _LARGE_IMAGE
         kernel, stride = (7, 2) if self.is_large else (3, 1)
         self.conv1 = nn.Conv2d(dimensions.channels, 64, kernel, stride, kernel // 2, bias=False)

@@ -74,7 +74,7 @@ class DecoderDimensions:
     """Step of the bias, or weight of the loss."""
     balance_group: int = 1
     """Sample group: number of consecutive samples over which a balancing loss and capacity count."""
-    capacity: float = 0.0
+    capacity_factor: float = 0.0
     """Capacity factor: tokens that an expert accepts per sample group, over an even share; 0: unlimited."""
     activation_function: ActivationFunction = "swiglu"
     """Activation function of the feed-forward network; experts are SwiGLU networks."""
@@ -123,5 +123,5 @@ class VisionDimensions:
     width: int
     depth: int | None
     """Depth of a ResNet, 18 or 50; None: a ConvNet."""
-    statistics_group: int
+    batch_norm_group: int
     """Sample group: number of samples that share one batch-normalization statistic."""

@@ -35,11 +35,11 @@ _EXPERT_KEYS = (
     "balance",
     "balance_rate",
     "balance_group",
-    "capacity",
+    "capacity_factor",
 )
 _BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
 """Default balance rates: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
-_VISION_KEYS = ("depth", "classes", "channels", "image_size", "statistics_group")
+_VISION_KEYS = ("depth", "classes", "channels", "image_size", "batch_norm_group")
 
 
 def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
@@ -144,7 +144,7 @@ def vision_dimensions(
         )
     if family == "convnet" and min(height, width) < 4:
         raise JobError(f"images of {height} × {width} are too small for two poolings", "use at least 4 × 4")
-    return VisionDimensions(family, known_classes, channels, height, width, depth, section.statistics_group)
+    return VisionDimensions(family, known_classes, channels, height, width, depth, section.batch_norm_group)
 
 
 def reject_keys(section: ModelSection, keys: tuple[str, ...], what: str) -> None:
@@ -158,7 +158,7 @@ def reject_dimension_keys(section: ModelSection, key: str = "model.factory") -> 
     """Reject dimensions beside a model named by `key`, which takes `model.arguments` instead."""
     # A sample group also applies to a factory's model: its batch normalization is converted.
     every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
-    keys = tuple(key for key in every if key != "statistics_group")
+    keys = tuple(key for key in every if key != "batch_norm_group")
     reject_keys(section, keys, f"{key}; give it in model.arguments")
 
 
@@ -221,10 +221,10 @@ def _check_experts(dimensions: DecoderDimensions) -> None:
             "leaves no block with experts",
             "lower model.dense_layers, or leave model.experts out",
         )
-    if dimensions.balance_group > 1 and dimensions.balance != "loss" and dimensions.capacity == 0:
+    if dimensions.balance_group > 1 and dimensions.balance != "loss" and dimensions.capacity_factor == 0:
         raise JobError(
             f"model.balance_group = {dimensions.balance_group} without anything that counts over groups",
-            "set model.balance = 'loss' or model.capacity, or remove model.balance_group",
+            "set model.balance = 'loss' or model.capacity_factor, or remove model.balance_group",
         )
 
 

@@ -92,8 +92,8 @@ class GroupedBatchNorm(_BatchNorm):
         if x.shape[0] % self.group:
             raise WanmaError(
                 f"batch normalisation over groups of {self.group} samples cannot take {x.shape[0]} rows",
-                "make every rank's micro-batch a multiple of model.statistics_group "
-                "(parallel.micro_batch, train.global_batch), or change model.statistics_group",
+                "make every rank's micro-batch a multiple of model.batch_norm_group "
+                "(parallel.micro_batch, train.global_batch), or change model.batch_norm_group",
             )
         normalized, means, variances = [], [], []
         # A single group is used as it is: gradients of slices would be copied together.

@@ -26,7 +26,7 @@ class MixtureOfExperts(nn.Module):
         hidden, width = dimensions.hidden, dimensions.expert_width
         self.router = Router(hidden, dimensions.experts)
         self.routing = Routing(dimensions)
-        self.experts = Experts(dimensions.experts, hidden, width, drops=dimensions.capacity > 0)
+        self.experts = Experts(dimensions.experts, hidden, width, drops=dimensions.capacity_factor > 0)
         self.shared = (
             FeedForward(hidden, dimensions.shared_experts * width) if dimensions.shared_experts else None
         )

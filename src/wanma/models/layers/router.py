@@ -93,7 +93,7 @@ class Routing(SampleAware):
         weights = weights * shape.weight_scale
         if self.training and torch.is_grad_enabled():
             weights = self._note(weights, scores, chosen)
-        if self.training and shape.capacity > 0:
+        if self.training and shape.capacity_factor > 0:
             chosen = self._within_capacity(chosen)
         return weights, chosen
 
@@ -223,7 +223,7 @@ class Routing(SampleAware):
         whole = self.parts.whole(chosen)  # (rows, whole sequence, experts_per_token), by position
         groups = self._by_group(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
         tokens = groups.shape[1]
-        room = math.ceil(shape.capacity * tokens * shape.experts_per_token / shape.experts)
+        room = math.ceil(shape.capacity_factor * tokens * shape.experts_per_token / shape.experts)
         picked = torch.zeros(len(groups), tokens, shape.experts, dtype=torch.int32, device=chosen.device)
         picked.scatter_(-1, groups, 1)
         place = picked.cumsum(1, dtype=torch.int32).gather(-1, groups)

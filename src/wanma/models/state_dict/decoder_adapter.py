@@ -167,7 +167,14 @@ def _comparable(dimensions: DecoderDimensions) -> dict[str, Any]:
     """Return the dimensions that a config fixes too: no settings of training, all widths resolved."""
     widths = {"head_width": dimensions.head_width, "expert_width": dimensions.expert_width}
     values = {**asdict(dimensions), **widths}
-    left_out = ("head_size", "expert_feed_forward", "dropout", "balance_rate", "balance_group", "capacity")
+    left_out = (
+        "head_size",
+        "expert_feed_forward",
+        "dropout",
+        "balance_rate",
+        "balance_group",
+        "capacity_factor",
+    )
     if dimensions.balance == "loss":
         values["balance"] = "none"
     if dimensions.experts and not dimensions.dense_layers:

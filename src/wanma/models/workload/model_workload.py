@@ -85,7 +85,7 @@ def section_workload(
 
     vision = vision_dimensions(section, image_shape, classes)
     with torch.device("meta"):
-        images = torch.empty(vision.statistics_group, vision.channels, vision.height, vision.width)
+        images = torch.empty(vision.batch_norm_group, vision.channels, vision.height, vision.width)
         return module_workload(spec.make(), (images,), blocks=(), precision=precision, frozen=frozen)
 
 

@@ -47,7 +47,7 @@ class Console:
         self.progress.see(event)
         if event["kind"] == "message" and event.get("level") in ("warning", "error"):
             self.show(event)
-        elif event["kind"] in ("recovery", "growth"):
+        elif event["kind"] in ("recovery", "resize"):
             self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:
@@ -80,11 +80,11 @@ class PlainConsole(Console):
             if self._due(event["step"]):
                 self.line(self._step_line())
         elif kind == "start":
-            if not event.get("again"):  # the recovery tells it, when it is done
+            if not event.get("is_restart"):  # the recovery tells it, when it is done
                 self.line(start_text(self.progress))
-        elif kind in ("recovery", "growth"):
+        elif kind in ("recovery", "resize"):
             self.show(recovery_message(event))
-        elif kind in ("message", "joined", "shares"):
+        elif kind in ("message", "joined", "batch_shares"):
             self.show(event)
         elif kind == "validation":
             self.line(validation_text(event))
@@ -111,7 +111,7 @@ class PlainConsole(Console):
 
 def recovery_message(event: Event) -> Event:
     """Return a recovery, or a growth of the run, as a message event, which every console shows."""
-    if event["kind"] == "growth":
+    if event["kind"] == "resize":
         return {"kind": "message", "level": "info", "text": growth_text(event)}
     return {"kind": "message", "level": "warning", "text": recovery_text(event)}
 

@@ -44,9 +44,9 @@ class LiveConsole(Console):
     def write(self, event: Event) -> None:
         with self._lock:
             self.progress.see(event)
-        if event["kind"] in ("message", "joined", "shares"):
+        if event["kind"] in ("message", "joined", "batch_shares"):
             self.show(event)
-        elif event["kind"] in ("recovery", "growth"):
+        elif event["kind"] in ("recovery", "resize"):
             self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:

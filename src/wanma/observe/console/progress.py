@@ -116,9 +116,13 @@ class Progress:
 
     def waiting_share(self) -> float | None:
         """Return rank 0's exposed communication as a share of the last steps' time; None if unknown."""
-        known = [event for event in self._window if event.get("waited")]
+        known = [event for event in self._window if event.get("exposed_communication_seconds")]
         seconds = sum(event["step_seconds"] for event in known)
-        return sum(sum(event["waited"].values()) for event in known) / seconds if seconds else None
+        return (
+            sum(sum(event["exposed_communication_seconds"].values()) for event in known) / seconds
+            if seconds
+            else None
+        )
 
     def numbers(self) -> list[str]:
         """Return texts of loss, speed, MFU, exposed communication and memory, as far as they are known."""

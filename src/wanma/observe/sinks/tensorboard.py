@@ -86,7 +86,7 @@ def to_scalars(event: Event) -> dict[str, float]:
     """Return the scalars of an event by their TensorBoard tag; empty for most kinds."""
     if event["kind"] == "step":
         named = {tag: event.get(key) for key, tag in STEP_TAGS.items()}
-        for group in ("phases", "waited", "under_way", "layer_grad_norms"):
+        for group in ("phases", "exposed_communication_seconds", "communication_seconds", "layer_grad_norms"):
             named |= {f"{group}/{name}": seconds for name, seconds in event.get(group, {}).items()}
     elif event["kind"] == "validation":
         named = {

@@ -38,19 +38,19 @@ def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
         )
     for name in cores:
         core = model.get_submodule(name)
-        if plan.context == "all_to_all":
+        if plan.cp_method == "all_to_all":
             model.set_submodule(name, AllToAllAttention(core, group))
         elif type(core) is DotProductAttention:
             model.set_submodule(name, RingAttention(group))
         else:
             raise JobError(
-                f"parallel.context = 'ring': {name} is a {type(core).__name__}, and a ring computes plain "
+                f"parallel.cp_method = 'ring': {name} is a {type(core).__name__}, and a ring computes plain "
                 "dot-product attention only",
-                "set parallel.context = 'all_to_all'",
+                "set parallel.cp_method = 'all_to_all'",
             )
     if layout.mask is not None:
         mask = model.get_submodule(layout.mask)
-        whole = mask if plan.context == "all_to_all" else None
+        whole = mask if plan.cp_method == "all_to_all" else None
         model.set_submodule(layout.mask, GatheredDocuments(group, whole))
 
 

@@ -40,11 +40,11 @@ def residual_positions(batch: Batch, plan: Plan, rank: int) -> Tensor | None:
     Raises:
         WanmaError: as `split_sequence`.
     """
-    if plan.cp == 1 and not plan.sequence:
+    if plan.cp == 1 and not plan.sequence_parallel:
         return None
     at = plan.coordinates(rank)
-    positions = context_positions(_length(batch, plan), plan.context, plan.cp, at["cp"])
-    return positions.chunk(plan.tp)[at["tp"]] if plan.sequence else positions
+    positions = context_positions(_length(batch, plan), plan.cp_method, plan.cp, at["cp"])
+    return positions.chunk(plan.tp)[at["tp"]] if plan.sequence_parallel else positions
 
 
 def split_sequence(batch: Batch, grid: Grid) -> Batch:
@@ -57,10 +57,10 @@ def split_sequence(batch: Batch, grid: Grid) -> Batch:
         WanmaError: the batch has no sequence, or one that the plan cannot cut.
     """
     plan = grid.plan
-    if plan.cp == 1 and not plan.sequence:
+    if plan.cp == 1 and not plan.sequence_parallel:
         return batch
     length = _length(batch, plan)
-    mine = context_positions(length, plan.context, plan.cp, grid.at("cp")).to(batch.samples.device)
+    mine = context_positions(length, plan.cp_method, plan.cp, grid.at("cp")).to(batch.samples.device)
 
     def part(tensor: Tensor) -> Tensor:
         return tensor[:, mine] if plan.cp > 1 and _is_sequence(tensor, length) else tensor
@@ -77,7 +77,7 @@ def split_sequence(batch: Batch, grid: Grid) -> Batch:
 
 def _length(batch: Batch, plan: Plan) -> int:
     """Return the sequence length of a batch, after a check that the plan can cut it."""
-    key = f"parallel.cp = {plan.cp}" if plan.cp > 1 else "parallel.sequence = true"
+    key = f"parallel.cp = {plan.cp}" if plan.cp > 1 else "parallel.sequence_parallel = true"
     data = batch.inputs[0] if batch.inputs else batch.targets  # a dataset may give all inputs by name
     if data.ndim < 2 or (plan.cp > 1 and not _is_sequence(batch.targets, data.shape[1])):
         raise WanmaError(

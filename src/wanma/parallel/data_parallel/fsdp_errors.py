@@ -20,7 +20,7 @@ def explained(error: Exception, plan: Plan) -> JobError | None:
             "parallel.offload_parameters out",
         )
     if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
-        out = "optimizer" if plan.device == "cpu" else "nothing"
+        out = "optimizer" if plan.device == "cpu" else "none"
         return JobError(
             f"parallel.shard = '{plan.shard}': a block changes its input in place, which is a view where "
             "blocks are sharded one by one",

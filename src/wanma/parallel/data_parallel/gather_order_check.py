@@ -135,7 +135,7 @@ class GatherWatch:
         )
 
     def _refusal(self, what: str) -> AgreedError:
-        out = "gradients" if self._plan.device == "cpu" else "nothing"
+        out = "gradients" if self._plan.device == "cpu" else "none"
         return AgreedError(
             f"parallel.shard = '{self._plan.shard}': {what}, and they can do so only together",
             f"the model uses other parts of itself for other samples: set parallel.shard = '{out}', or use "

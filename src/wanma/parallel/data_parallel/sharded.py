@@ -101,11 +101,7 @@ def shard_data(
     policy, root_policy = _precision_policies(plan, full_precision_output=full_precision_output)
     reshard = plan.reshards
     offload = offload_policy(plan)
-    if (
-        plan.device == "cpu"
-        and plan.shard in ("nothing", "optimizer")
-        and plan.offload_parameters == "nothing"
-    ):
+    if plan.device == "cpu" and plan.shard in ("none", "optimizer") and plan.offload_parameters == "none":
         # Gloo hides nothing behind compute: with one unit the ranks wait for each other once per step,
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
@@ -239,7 +235,7 @@ class Sharded:
         """
         if self.weights is not None:
             self.weights.begin_micro_batch(last)
-        at_end = self.plan.shard in ("nothing", "optimizer") or self.plan.pp > 1
+        at_end = self.plan.shard in ("none", "optimizer") or self.plan.pp > 1
         self.order.begin_micro_batch(reduces=last or not at_end)
         if at_end:
             self.model.set_requires_gradient_sync(last)

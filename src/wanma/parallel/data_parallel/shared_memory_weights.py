@@ -94,7 +94,7 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
         None where nothing can be shared: other devices, ranks of several nodes or without shared memory,
             offloaded parameters.
     """
-    if plan.device != "cpu" or plan.offload_parameters != "nothing":
+    if plan.device != "cpu" or plan.offload_parameters != "none":
         return None
     shards: dict[SharedGroup, list[tuple[str, Any]]] = {}
     for name, shard in _named_shards(model):

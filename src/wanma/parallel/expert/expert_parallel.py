@@ -48,7 +48,7 @@ def split_experts(model: nn.Module, layout: Layout, grid: Grid) -> None:
                 "set both to 1",
             )
         _split(module, grid)
-    if plan.sequence or plan.cp > 1:
+    if plan.sequence_parallel or plan.cp > 1:
         for router in (module for module in model.modules() if isinstance(module, Routing)):
             router.parts = SplitSamples(grid)
 
@@ -79,7 +79,7 @@ def _split(module: Experts, grid: Grid) -> None:
         module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
     compute_locally(module, dict.fromkeys(("gate", "up", "down"), own_shard))
     if plan.tp > 1:
-        residual: Placement = Shard(1) if plan.sequence else Replicate()
+        residual: Placement = Shard(1) if plan.sequence_parallel else Replicate()
         _sum_parts(module, grid.axis("tp"), residual)
     if plan.ep > 1:
         module.core = Exchange(module.core, grid.axis("ep").get_group())
@@ -140,9 +140,9 @@ class SplitSamples(WholeSamples):
     def __init__(self, grid: Grid) -> None:
         super().__init__()
         plan = grid.plan
-        self._kind, self._context_ranks, self._context_rank = plan.context, plan.cp, grid.at("cp")
+        self._kind, self._context_ranks, self._context_rank = plan.cp_method, plan.cp, grid.at("cp")
         self._context = grid.axis("cp").get_group() if plan.cp > 1 else None
-        self._tensor = grid.axis("tp").get_group() if plan.sequence else None
+        self._tensor = grid.axis("tp").get_group() if plan.sequence_parallel else None
 
     def total(self, counts: Tensor) -> Tensor:
         """Sum `counts` over the ranks that hold parts of the same samples."""

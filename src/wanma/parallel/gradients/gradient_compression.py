@@ -207,7 +207,7 @@ class GradientCompression:
     def _kind(self, slot: Slot) -> Compression:
         kind = self._plan.compression_of(slot.name)
         if kind == "powersgd" and not self._rank(slot):
-            return "nothing"
+            return "none"
         return kind
 
     def _rank(self, slot: Slot) -> int:

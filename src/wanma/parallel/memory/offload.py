@@ -29,14 +29,14 @@ SMALL_BYTES = 1 << 12
 
 def offload_policy(plan: Plan) -> OffloadPolicy:
     """Return FSDP2's offload policy: on GPUs, shards in host memory, be it mapped from a disk."""
-    if plan.device == "cpu" or plan.offload_parameters == "nothing":
+    if plan.device == "cpu" or plan.offload_parameters == "none":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=plan.offload_parameters == "host")
 
 
 def parameters_device(plan: Plan, device: torch.device) -> torch.device:
     """Return the device of the parameters' shards."""
-    return device if plan.offload_parameters == "nothing" else torch.device("cpu")
+    return device if plan.offload_parameters == "none" else torch.device("cpu")
 
 
 def offload_parameters(
@@ -75,7 +75,7 @@ def offload_activations(blocks: Iterable[nn.Module], plan: Plan, scratch: Scratc
 
     Results that selective recompute keeps are not autograd's and stay on the device.
     """
-    if plan.offload_activations == "nothing":
+    if plan.offload_activations == "none":
         return
     if plan.offload_activations == "host":
         luggage = _Luggage(Host())

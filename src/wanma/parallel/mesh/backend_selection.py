@@ -25,9 +25,9 @@ def backend_name(worker: Worker, device: torch.device, collectives: Collectives)
     if collectives == "gloo" or worker.world_size == 1:
         return "gloo"
     found = native_library()
-    required = collectives == "shared"
+    required = collectives == "shared_memory"
     if required and found.path is None:
-        raise WanmaError(f"parallel.collectives = 'shared' cannot be done: {found.reason}", WAY_OUT)
+        raise WanmaError(f"parallel.collectives = 'shared_memory' cannot be done: {found.reason}", WAY_OUT)
     # A rank without the library joins the meeting all the same, so that the others learn of it.
     return backend(Way(found.path, found.reason, required, worker.local_world_size))
 

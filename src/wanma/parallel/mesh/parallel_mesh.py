@@ -103,7 +103,7 @@ def process_grid(
 
     Raises:
         WanmaError: the plan needs another number of ranks than were started, or a device that is missing; or
-            `collectives` is 'shared', and shared memory cannot be used.
+            `collectives` is 'shared_memory', and shared memory cannot be used.
     """
     if plan.world_size != worker.world_size:
         raise WanmaError(

@@ -62,7 +62,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
     """Return the refusal of a change to a weight of which ranks compute with copies."""
-    replicas = "; replicas in fp32 keep the change (parallel.shard = 'nothing', train.precision = 'fp32')"
+    replicas = "; replicas in fp32 keep the change (parallel.shard = 'none', train.precision = 'fp32')"
     return JobError(
         f"{name} was changed in a forward pass, which does not compute with a rank's own weights here: they "
         "are shared out, or computed with in a lower precision",

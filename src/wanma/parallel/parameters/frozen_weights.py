@@ -56,7 +56,7 @@ def held_once(
         dtype: dtype that computes; parameters of another are gathered, to be cast.
         fixed: names of parameters that are frozen for good.
     """
-    if plan.reshards or plan.offload_parameters != "nothing":
+    if plan.reshards or plan.offload_parameters != "none":
         return set()
     return {
         parameter

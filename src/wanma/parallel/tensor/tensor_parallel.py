@@ -58,9 +58,9 @@ def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
     _check_heads(layout, size)
     for name, role in roles.items():
         _check_divides(name, model.get_submodule(name), role, layout, size)
-    if grid.plan.sequence:
+    if grid.plan.sequence_parallel:
         _refuse_undeclared(model, layout, roles)
-    axis = _Axis(grid.axis("tp"), Shard(1) if grid.plan.sequence else Replicate(), layout)
+    axis = _Axis(grid.axis("tp"), Shard(1) if grid.plan.sequence_parallel else Replicate(), layout)
     for name, role in roles.items():
         _ROLES[role](model.get_submodule(name), axis)
     tie_parameters(model, layout.tied)
@@ -173,7 +173,8 @@ def _vocabulary(module: nn.Module, axis: _Axis) -> None:
         if isinstance(axis.residual, Shard) and tokens.shape[1] % axis.size:
             raise WanmaError(
                 f"a sequence of {tokens.shape[1]} tokens does not divide among {axis.size} tensor ranks",
-                f"make data.sequence_length a multiple of {axis.size}, or set parallel.sequence = false",
+                f"make data.sequence_length a multiple of {axis.size}, or set parallel.sequence_parallel = "
+                "false",
             )
         mine = tokens - start
         is_here = (mine >= 0) & (mine < held)
@@ -257,7 +258,7 @@ def _refuse_undeclared(model: nn.Module, layout: Layout, roles: dict[str, Tensor
         if layout.experts is not None and fnmatchcase(name, layout.experts):
             continue
         raise JobError(
-            f"parallel.sequence: the layout of {type(model).__name__} does not say what {name} does with "
-            "a part of the sequence",
-            "set parallel.sequence = false",
+            f"parallel.sequence_parallel: the layout of {type(model).__name__} does not say what {name} does "
+            "with a part of the sequence",
+            "set parallel.sequence_parallel = false",
         )

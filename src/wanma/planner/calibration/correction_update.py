@@ -104,10 +104,10 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
             found[kind] = expected[phase], measured[phase]
 
     # With offload a miss may be the copy's or the compute's beside it: no factor may absorb it.
-    if plan.offload_parameters == plan.offload_activations == "nothing":
+    if plan.offload_parameters == plan.offload_activations == "none":
         compare("compute", "forward_backward")
     compare("communication", "communication")
-    if plan.offload_parameters == plan.offload_optimizer == "nothing":
+    if plan.offload_parameters == plan.offload_optimizer == "none":
         compare("optimizer", "optimizer")
     inside = expected["forward_backward"] - step.compute - step.bubble
     if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:

@@ -40,7 +40,7 @@ def plans(ranks: int) -> dict[Operator, Plan]:
     found = {_PLAIN: _plan(dp_replicate=ranks)}
     if ranks > 1:
         if ranks % 2 == 0:
-            found["blocks_tensor"] = _plan(tp=2, dp_replicate=ranks // 2, sequence=True)
+            found["blocks_tensor"] = _plan(tp=2, dp_replicate=ranks // 2, sequence_parallel=True)
         found["blocks_gradients"] = _plan(dp_shard=ranks, shard="gradients")
         found["blocks_parameters"] = _plan(dp_shard=ranks, shard="parameters")
     return found

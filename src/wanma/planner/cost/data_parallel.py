@@ -87,7 +87,7 @@ class DataParallel:
 
     def _exchange_seconds(self, parameters: float) -> tuple[float, float]:
         reduces = self.is_by_block and self.shards.size > 1
-        if not reduces and self.plan.offload_parameters == "nothing":
+        if not reduces and self.plan.offload_parameters == "none":
             return 0.0, 0.0
         whole, gather, reduce = parameters / self.plan.tp, 0.0, 0.0
         if self.gathers_again and not self.has_common_weights:
@@ -176,7 +176,7 @@ class DataParallel:
         Sharded weights are cast before they are gathered: each rank casts its shard.
         """
         whole = parameters * self.copied_share / self.plan.tp
-        if self.software.weights == "copies" or self.plan.shard != "nothing" or self.weight_bytes >= 4.0:
+        if self.software.weights == "copies" or self.plan.shard != "none" or self.weight_bytes >= 4.0:
             return 0.0
         return streaming_seconds(self.machine.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
 
@@ -271,7 +271,7 @@ def block_key(plan: Plan) -> tuple[object, ...]:
     # These decide whether the ranks of a node share the model states.
     on_machines = (plan.tp, plan.world_size) if exchanges and plan.device == "cpu" else None
     away = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
-    return plan.shard == "nothing", by_block, on_machines, away
+    return plan.shard == "none", by_block, on_machines, away
 
 
 def exposed(communication: float, compute: float) -> float:

@@ -120,4 +120,4 @@ def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, m
     element = ELEMENT_BYTES[plan.precision]
     whole = plan.micro_batch * sequence / plan.cp * dimensions.hidden * element
     seconds = send_seconds(machine, plan.stage_ranks, whole / plan.tp)
-    return seconds if plan.sequence else seconds + all_gather_seconds(machine, Group(plan.tp), whole)
+    return seconds if plan.sequence_parallel else seconds + all_gather_seconds(machine, Group(plan.tp), whole)

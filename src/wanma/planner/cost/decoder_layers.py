@@ -121,12 +121,12 @@ class Software:
 
     def has_common_weights(self, plan: Plan) -> bool:
         """Return whether ranks that shard weights compute with one common copy of them."""
-        return plan.shard_ranks > 1 and plan.offload_parameters == "nothing" and self.shares_memory(plan)[0]
+        return plan.shard_ranks > 1 and plan.offload_parameters == "none" and self.shares_memory(plan)[0]
 
     def holds_frozen_whole(self, plan: Plan) -> bool:
         """Return whether every data rank stores all frozen weights of its stage."""
         is_gathered = plan.shard == "parameters" and (plan.pp == 1 or (plan.fp8 and plan.tp == 1))
-        is_gathered |= plan.offload_parameters != "nothing"
+        is_gathered |= plan.offload_parameters != "none"
         return self.rounds_frozen and not is_gathered and not self.has_common_weights(plan)
 
 
@@ -247,7 +247,7 @@ def block_time(
     hidden, tp = dimensions.hidden, plan.tp
     tokens = plan.micro_batch * sequence / plan.cp
     # Layers between the split matrices run on every `tp` rank for all tokens, or for its part of them.
-    between = tokens / tp if plan.sequence else tokens
+    between = tokens / tp if plan.sequence_parallel else tokens
     full = plan.recompute == "full"
     halves = full or (plan.recompute == "selective" and software.selective == "products")
     precision = product_precision(plan, software)
@@ -290,7 +290,7 @@ def block_time(
 
 def _tensor_exchange(machine: Machine, plan: Plan, moved: float) -> float:
     group = Group(plan.tp)
-    if plan.sequence:
+    if plan.sequence_parallel:
         gather = all_gather_seconds(machine, group, moved, of="tensor_gather")
         return gather + reduce_scatter_seconds(machine, group, moved, of="tensor_scatter")
     return all_reduce_seconds(machine, group, moved)
@@ -369,7 +369,7 @@ def _attention(
         return 0.0
     element = ELEMENT_BYTES[plan.precision]
     keys_and_values = tokens * kv_heads * (width + value) * element
-    if plan.context == "all_to_all":
+    if plan.cp_method == "all_to_all":
         # Queries, keys and values on the way there, the output on the way back.
         moved = keys_and_values + tokens * heads * (width + value) * element
         return all_to_all_seconds(machine, Group(plan.cp, tp), moved)

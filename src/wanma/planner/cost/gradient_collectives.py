@@ -89,7 +89,7 @@ class Summing:
         kind, machine = self._kind(), self.machine
         if group.size == 1 or not elements:
             return 0.0
-        if kind == "nothing":
+        if kind == "none":
             return all_reduce_seconds(machine, group, elements * self.whole_bytes, algorithm)
         inside = group.inside(machine.links[0], machine.devices)
         by_machines = algorithm == "hierarchical" and 1 < inside < group.size
@@ -121,7 +121,7 @@ class Summing:
         They are buckets, or the single unit that FSDP2 has of replicas on a CPU; with `is_cut`, parts of
         these. Other units of FSDP2 are reduced one by one, and each counts as one part.
         """
-        if self.plan.device != "cpu" or self.plan.shard not in ("nothing", "optimizer"):
+        if self.plan.device != "cpu" or self.plan.shard not in ("none", "optimizer"):
             return 1
         together = self.plan.bucket_bytes / self.whole_bytes if self.plan.computes_with_state else elements
         return max(math.ceil(elements / (min(TOGETHER_ELEMENTS, together) if is_cut else together)), 1)
@@ -151,10 +151,10 @@ class Summing:
         Args:
             compressed: the plan's method compresses this collective, because these shards are not replicated.
         """
-        kind, machine = self._kind() if compressed else "nothing", self.machine
+        kind, machine = self._kind() if compressed else "none", self.machine
         if group.size == 1 or not elements:
             return 0.0
-        if kind == "nothing":
+        if kind == "none":
             return reduce_scatter_seconds(machine, group, elements * self.whole_bytes)
         if kind == "powersgd":
             return all_reduce_seconds(machine, group, elements * self._thin_bytes()) + self._moving(
@@ -164,9 +164,9 @@ class Summing:
         return all_to_all_seconds(machine, group, elements * each) + self._moving(kind, elements)
 
     def _kind(self) -> Compression:
-        """Return the plan's method, or "nothing" where it would not make elements smaller."""
+        """Return the plan's method, or "none" where it would not make elements smaller."""
         kind = self.plan.compression
-        return "nothing" if CODEC_BYTES.get(kind, 0.0) >= self.whole_bytes else kind
+        return "none" if CODEC_BYTES.get(kind, 0.0) >= self.whole_bytes else kind
 
     def _thin_bytes(self) -> float:
         """Return the bytes per element of PowerSGD's two thin factors in fp32."""
@@ -204,7 +204,7 @@ def sent_bytes(plan: Plan, whole: float) -> tuple[float, float]:
     of_each = (ranks - 1) / ranks * elements  # once; an all-reduce sends it twice
     plain = (1 if scatters else 2) * 4.0 * of_each
     match plan.compression:
-        case "nothing":
+        case "none":
             return plain, plain
         case "topk":
             chosen = CHOSEN_BYTES * plan.compression_share * of_each

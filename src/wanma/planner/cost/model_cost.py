@@ -44,7 +44,7 @@ class Pieces(NamedTuple):
 
 def pieces_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans with equal layer costs, for one model, hardware model and framework."""
-    split = (plan.tp, plan.cp, plan.ep, plan.sequence, plan.context, plan.pp > 1)
+    split = (plan.tp, plan.cp, plan.ep, plan.sequence_parallel, plan.cp_method, plan.pp > 1)
     return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8, is_moving(plan))
 
 

@@ -35,7 +35,7 @@ class Moved(NamedTuple):
 def is_moving(plan: Plan) -> bool:
     """Return whether the plan offloads anything."""
     places = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
-    return any(place != "nothing" for place in places)
+    return any(place != "none" for place in places)
 
 
 def gathers_again(plan: Plan) -> bool:
@@ -43,12 +43,12 @@ def gathers_again(plan: Plan) -> bool:
 
     They are where weights are sharded or offloaded; a pipeline keeps them gathered to the end of the step.
     """
-    return (plan.shard == "parameters" or plan.offload_parameters != "nothing") and plan.pp == 1
+    return (plan.shard == "parameters" or plan.offload_parameters != "none") and plan.pp == 1
 
 
 def updates_on_host(plan: Plan) -> bool:
     """Return whether the optimizer runs on the CPUs beside a GPU, where offloaded weights are stored."""
-    return plan.device != "cpu" and plan.offload_parameters != "nothing"
+    return plan.device != "cpu" and plan.offload_parameters != "none"
 
 
 def copy_seconds(machine: Machine, plan: Plan, place: Offload, moved_bytes: float, *, out: bool) -> float:
@@ -56,7 +56,7 @@ def copy_seconds(machine: Machine, plan: Plan, place: Offload, moved_bytes: floa
 
     On a CPU host memory is the device's own, and takes none.
     """
-    if place == "nothing" or moved_bytes <= 0:
+    if place == "none" or moved_bytes <= 0:
         return 0.0
     seconds = moved_bytes / machine.host.link_bytes_per_second if plan.device != "cpu" else 0.0
     if place == "disk":  # through the host's memory, one after the other
@@ -80,7 +80,7 @@ def gradients_seconds(machine: Machine, plan: Plan, shards: float) -> float:
     Their weights are offloaded there. Gradients stay in host memory, also where weights are offloaded to
     disk.
     """
-    place: Offload = "host" if updates_on_host(plan) else "nothing"
+    place: Offload = "host" if updates_on_host(plan) else "none"
     return copy_seconds(machine, plan, place, shards * master_bytes(plan), out=True)
 
 

@@ -13,7 +13,7 @@ from wanma.planner.hardware_model.collective_time import Group, all_gather_secon
 from wanma.planner.hardware_model.model import Machine
 from wanma.planner.hardware_model.operator_time import streaming_seconds
 
-SENT_BYTES = {"nothing": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+SENT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
 """Bytes per element of a pseudo-gradient as it is sent, by compression method."""
 
 _TOLD_BYTES = 128.0
@@ -64,7 +64,7 @@ def between_sites(
     if not seldom.is_local:
         beside = min(seldom.staleness, 1)  # more may be in flight, but each step sends as much again
         return Between(sent, all_reduce_seconds(machine, sites, sent), 1.0, beside, 0.0, told)
-    if seldom.compression == "nothing":
+    if seldom.compression == "none":
         seconds = all_reduce_seconds(machine, sites, sent)
     else:
         seconds = all_gather_seconds(machine, sites, sent * plan.sites)

@@ -187,7 +187,7 @@ class _Device:
             row = operator.row_elements * ELEMENT_BYTES[self.plan.precision]
             moved *= max(1.0, SECTOR_BYTES / row)
         # Between split products each rank has a part of the sequence, or of the width.
-        shared = self.tp if self.plan.sequence else 1
+        shared = self.tp if self.plan.sequence_parallel else 1
         return streaming_seconds(self.chip, moved / shared, operator.kernels)
 
     def _product(self, operator: Operator, product: Product, elements: float) -> float:
@@ -259,7 +259,7 @@ def _with_exchanges(part: PartTime, layer: Layer, plan: Plan, machine: Machine) 
         group = Group(plan.tp)
         one = (
             2 * all_gather_seconds(machine, group, moved)
-            if plan.sequence
+            if plan.sequence_parallel
             else all_reduce_seconds(machine, group, moved)
         )
         part = replace(
@@ -284,7 +284,7 @@ def _context_seconds(attention: Attention, plan: Plan, machine: Machine) -> floa
     share = attention.sequences * plan.micro_batch / plan.cp * element / plan.tp
     widths = attention.head_width + attention.value_width
     keys_and_values = share * attention.keys * attention.kv_heads * widths
-    if plan.context == "all_to_all":
+    if plan.cp_method == "all_to_all":
         queries = share * attention.queries * attention.heads * widths
         return all_to_all_seconds(machine, Group(plan.cp, plan.tp), keys_and_values + queries)
     return (plan.cp - 1) * send_seconds(machine, plan.tp, keys_and_values)
@@ -313,4 +313,4 @@ def module_boundary_seconds(workload: Workload, plan: Plan, machine: Machine) ->
     )
     whole = plan.micro_batch / plan.cp * widest * ELEMENT_BYTES[plan.precision]
     seconds = send_seconds(machine, plan.stage_ranks, whole / plan.tp)
-    return seconds if plan.sequence else seconds + all_gather_seconds(machine, Group(plan.tp), whole)
+    return seconds if plan.sequence_parallel else seconds + all_gather_seconds(machine, Group(plan.tp), whole)

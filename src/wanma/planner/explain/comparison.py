@@ -185,7 +185,7 @@ def _data(problem: Problem, plan: Plan, other: Plan) -> str:
     ranks = plan.data_ranks * plan.cp
     if ranks == 1:
         return ""
-    shared = "" if plan.shard == "nothing" else f", {plan.shard} sharded over {plan.shard_ranks}"
+    shared = "" if plan.shard == "none" else f", {plan.shard} sharded over {plan.shard_ranks}"
     if _rounded(plan) != _rounded(other):
         shared += f", gradients {_rounded(plan)} instead of {_rounded(other)}"
     return f"{_axis(problem, 'DP', ranks, plan.tp)}{shared}"
@@ -249,11 +249,11 @@ def _said(text: str) -> Callable[[Plan], str]:
 
 
 def _tensor_exchange(plan: Plan) -> str:
-    return "exposed all-gather and reduce-scatter" if plan.sequence else "exposed all-reduce"
+    return "exposed all-gather and reduce-scatter" if plan.sequence_parallel else "exposed all-reduce"
 
 
 def _context_exchange(plan: Plan) -> str:
-    return "exposed ring exchange" if plan.context == "ring" else "exposed all-to-all"
+    return "exposed ring exchange" if plan.cp_method == "ring" else "exposed all-to-all"
 
 
 Cause = Callable[[Problem, Plan, Plan], str]

@@ -14,7 +14,7 @@ from wanma.job.sections.parallel import Recompute, Shard
 from wanma.planner.forecast.problem import Problem
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages, planned_cuts
 
-SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 MOST_SIZES = 3
 """Number of doublings of a mesh dimension, and of shares of recompute, that are tried."""
 
@@ -80,7 +80,7 @@ def families(problem: Problem) -> dict[str, Family]:
         "micro_batch": _micro_batch,
         "shard": _shard,
         "dp_shard": _more_shards,
-        "sequence": _sequence,
+        "sequence_parallel": _sequence,
         "offload_optimizer": partial(_offload, "offload_optimizer"),
         "offload_activations": partial(_offload, "offload_activations"),
         "offload_parameters": partial(_offload, "offload_parameters"),
@@ -115,20 +115,20 @@ def _micro_batch(plan: Plan) -> Iterator[Plan]:
 
 def _shard(plan: Plan) -> Iterator[Plan]:
     """Yield higher shard levels, among all data ranks where nothing was sharded before."""
-    if plan.shard == "nothing" and plan.cp == 1:
+    if plan.shard == "none" and plan.cp == 1:
         plan = replace(plan, dp_replicate=plan.sites, dp_shard=plan.data_ranks // plan.sites)
     yield from (replace(plan, shard=shard) for shard in SHARDS[SHARDS.index(plan.shard) + 1 :])
 
 
 def _more_shards(plan: Plan) -> Iterator[Plan]:
-    while plan.shard != "nothing" and plan.dp_replicate // plan.sites % 2 == 0:
+    while plan.shard != "none" and plan.dp_replicate // plan.sites % 2 == 0:
         plan = replace(plan, dp_replicate=plan.dp_replicate // 2, dp_shard=plan.dp_shard * 2)
         yield plan
 
 
 def _sequence(plan: Plan) -> Iterator[Plan]:
-    if plan.tp > 1 and not plan.sequence:
-        yield replace(plan, sequence=True)
+    if plan.tp > 1 and not plan.sequence_parallel:
+        yield replace(plan, sequence_parallel=True)
 
 
 def _schedule(plan: Plan) -> Iterator[Plan]:
@@ -138,7 +138,7 @@ def _schedule(plan: Plan) -> Iterator[Plan]:
 
 def _offload(key: str, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with `key` offloaded: to host memory from a GPU, else to disk."""
-    if getattr(plan, key) == "nothing":
+    if getattr(plan, key) == "none":
         place: dict[str, Any] = {key: "host" if plan.device == "cuda" else "disk"}
         yield replace(plan, **place)
 
@@ -151,10 +151,10 @@ def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]
             return
         fewer = "dp_replicate" if from_replicas else "dp_shard"
         plan = replace(plan, **{axis: getattr(plan, axis) * 2, fewer: getattr(plan, fewer) // 2})
-        if plan.shard != "nothing" and plan.dp_shard * plan.cp == 1:
-            plan = replace(plan, shard="nothing")
+        if plan.shard != "none" and plan.dp_shard * plan.cp == 1:
+            plan = replace(plan, shard="none")
         if axis == "tp":
-            plan = replace(plan, sequence=True)
+            plan = replace(plan, sequence_parallel=True)
         yield cut(plan) if axis == "pp" else plan
 
 

@@ -141,15 +141,15 @@ def _part(whole: int, parts: int, at: int) -> range:
 
 
 def _positions(plan: Plan, at: dict[str, int], length: int) -> tuple[range, ...]:
-    """Return the positions of a rank, as `parallel.sequence` does, but without torch."""
-    if plan.context == "ring" and plan.cp > 1:
+    """Return the positions of a rank, as `parallel.sequence_parallel` does, but without torch."""
+    if plan.cp_method == "ring" and plan.cp > 1:
         piece = length // (2 * plan.cp)
         mirrored = 2 * plan.cp - 1 - at["cp"]
         pieces = [range(at["cp"] * piece, (at["cp"] + 1) * piece)]
         pieces.append(range(mirrored * piece, (mirrored + 1) * piece))
     else:
         pieces = [_part(length, plan.cp, at["cp"])]
-    if not plan.sequence:
+    if not plan.sequence_parallel:
         return tuple(pieces)
     flat = [position for run in pieces for position in run]
     part = _part(len(flat), plan.tp, at["tp"])

@@ -2,9 +2,9 @@
 
     useful_time(problem, plan, step).share       # of the run's time, that of work that counts
 
-The intervals are the job's own: in-memory checkpoints every `checkpoint.snapshots` steps, on disk every
-`checkpoint.every_steps`. Nodes fail as often as their cluster file says (`days_between_failures`), else as
-Llama 3's did; those without accelerators as often as one GPU with its share of a node. A lost node is
+The intervals are the job's own: in-memory checkpoints every `checkpoint.in_memory_every_steps` steps, on disk
+every `checkpoint.every_steps`. Nodes fail as often as their cluster file says (`days_between_failures`), else
+as Llama 3's did; those without accelerators as often as one GPU with its share of a node. A lost node is
 replaced by the time its checkpoints are restored. Pure functions, without torch.
 """
 
@@ -67,7 +67,7 @@ def places(problem: Problem, plan: Plan, step: StepTime) -> tuple[Recovery, tupl
         return Recovery(disk), (disk_seconds,)
     stall, copied = _copying(problem, plan, step, size)
     sent = size / problem.machine.links[-1].bandwidth_bytes_per_second if has_partner(job) else 0.0
-    wanted = job.checkpoint.snapshots
+    wanted = job.checkpoint.in_memory_every_steps
     every = wanted if isinstance(wanted, int) else steps_between(stall, step.seconds)
     every = max(every, math.ceil((copied + sent) / step.seconds))  # each waits for the one before
     if every >= steps:  # rarer than on disk: they restore nothing, and still stall

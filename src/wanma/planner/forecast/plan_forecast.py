@@ -114,7 +114,7 @@ def memory_setting(problem: Problem, plan: Plan) -> Setting:
     """Return the inputs of a memory forecast beside model and plan."""
     train = problem.job.train
     count = plan.accumulation(max(global_batches(problem.job)))
-    if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
+    if problem.job.parallel.load_balancing == "on" and plan.data_ranks > 1:
         count = max(count, 2)  # a rank with a larger share may need several micro-batches, and accumulates
     return Setting(
         rule_of(train),
@@ -260,7 +260,7 @@ def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
     return (
         f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
         f"{LEAST_SHARE:.0%} of its time would be useful; save more often (checkpoint.every_steps), and keep "
-        "copies in memory (checkpoint.snapshots)"
+        "copies in memory (checkpoint.in_memory_every_steps)"
     )
 
 

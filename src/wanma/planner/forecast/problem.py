@@ -149,7 +149,7 @@ def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
     In-memory checkpoints count where the job sets their interval.
     """
     waiting, kept = float(needed.host_bytes), 0
-    if isinstance(problem.job.checkpoint.snapshots, int):
+    if isinstance(problem.job.checkpoint.in_memory_every_steps, int):
         kept = snapshot_bytes(problem.job, problem.workload, plan)
         waiting += kept + (needed.memory_bytes if plan.device == "cpu" else 0)
     (node,) = problem.cluster.nodes
@@ -158,7 +158,7 @@ def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
         here = min(max(len(node.devices), 1), plan.world_size)
     if waiting * here <= node.memory_bytes * HOST_SHARE:
         return None
-    snapshots = f" ({bytes_text(kept * here)} of it as checkpoint.snapshots)" if kept else ""
+    snapshots = f" ({bytes_text(kept * here)} of it as checkpoint.in_memory_every_steps)" if kept else ""
     return (
         f"{bytes_text(waiting * here)} would wait in the memory of {node.name}{snapshots}, which has "
         f"{bytes_text(node.memory_bytes)}"

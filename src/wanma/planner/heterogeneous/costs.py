@@ -224,7 +224,7 @@ class MixedCosts:
     ) -> Units:
         machine, software = self.fleet.kinds[node].machine, self.software
         view = self._view(tp, micro_batch, recompute).but(pp=2 if pipelined else 1)
-        view = _shared(view, 2, "optimizer" if sharded else "nothing")
+        view = _shared(view, 2, "optimizer" if sharded else "none")
         data = DataParallel(view, machine, software, self._trained_share)
         pieces = decoder_pieces(self.dimensions, self.problem.sequence, view, machine, software)
         pieces = trained_pieces(pieces, self.problem.workload, view, machine, software)
@@ -247,8 +247,8 @@ class MixedCosts:
 
     def _view(self, tp: int, micro_batch: int, recompute: Recompute) -> Plan:
         """Return a plan of equal devices in which one stage is as in a placed plan."""
-        sequence = self.start.sequence and tp > 1
-        return self.start.but(tp=tp, micro_batch=micro_batch, recompute=recompute, sequence=sequence)
+        sequence = self.start.sequence_parallel and tp > 1
+        return self.start.but(tp=tp, micro_batch=micro_batch, recompute=recompute, sequence_parallel=sequence)
 
     # ------------------------------------------------------------ time
 
@@ -297,7 +297,7 @@ class MixedCosts:
             link = self.fleet.across
             start = max(here.start_seconds, there.start_seconds)
             seconds = start + link.latency_seconds + link.seconds(message, message)
-        if self.start.sequence:
+        if self.start.sequence_parallel:
             return seconds
         gathers = (
             all_gather_seconds(here, Group(one.tp), whole),

@@ -39,16 +39,16 @@ def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
     if reason := _misplaced(plan, fleet):
         return reason
     shares = _in_order_of_machines(plan)
-    sharded = plan.shard != "nothing" and plan.dp_replicate > 1
+    sharded = plan.shard != "none" and plan.dp_replicate > 1
     return replace(
         plan,
         placement=(),
         dp_replicate=1 if sharded else plan.dp_replicate,
         dp_shard=plan.dp_replicate if sharded else 1,
-        shard=plan.shard if sharded else "nothing",
+        shard=plan.shard if sharded else "none",
         micro_batch=plan.placement[0].micro_batch,
         recompute=plan.placement[0].recompute,
-        sequence=plan.sequence and plan.tp > 1,
+        sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         stage_cuts=plan.placement[0].stage_cuts,
         batch_shares=shares if len(set(shares)) > 1 else (),
     )

@@ -91,7 +91,9 @@ def search_mixed(
             "plans on unlike machines are searched for decoders only",
             "plan for one kind of machines of the cluster, or give parallel.batch_shares",
         )
-    costs = MixedCosts(problem, fleet, replace(start, sequence=problem.job.parallel.sequence))
+    costs = MixedCosts(
+        problem, fleet, replace(start, sequence_parallel=problem.job.parallel.sequence_parallel)
+    )
     search = _Search(costs, space or MixedSpace.of_kinds(len(fleet.kinds)), tolerance)
     if not search.usable:
         names = ", ".join(kind.name for kind in fleet.kinds)

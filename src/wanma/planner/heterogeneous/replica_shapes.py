@@ -61,7 +61,7 @@ class MixedSpace:
     """Numbers of stages of one replica."""
     micro_batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
-    shard: tuple[Shard, ...] = ("optimizer", "nothing")
+    shard: tuple[Shard, ...] = ("optimizer", "none")
     spanning: int = 10
     """Largest number of stages of a replica that spans two kinds."""
     rest: bool = True
@@ -249,4 +249,4 @@ def _tp_fits(costs: MixedCosts, node: int, tp: int) -> bool:
     """Return whether `tp` ranks fit into a node, and divide the model's dimensions and the sequence."""
     if costs.fleet.kinds[node].on_each % tp or not tensor_fits(costs.dimensions, tp):
         return False
-    return not costs.start.sequence or costs.problem.sequence % tp == 0
+    return not costs.start.sequence_parallel or costs.problem.sequence % tp == 0

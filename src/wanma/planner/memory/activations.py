@@ -90,7 +90,7 @@ def decoder_block(
 def bytes_per_token(tensors: Iterable[Kept], plan: Plan) -> float:
     """Return the bytes per token of these tensors on one rank of `tp`."""
     compute = BYTES[plan.precision]
-    ranks = {"tp": plan.tp, "sequence": plan.tp if plan.sequence else 1, "nothing": 1}
+    ranks = {"tp": plan.tp, "sequence": plan.tp if plan.sequence_parallel else 1, "nothing": 1}
     return sum(
         tensor.elements
         / ranks[tensor.split]
@@ -123,7 +123,7 @@ def kept_tensors(
 def layer_block(layer: Layer, plan: Plan) -> BlockBytes:
     """Return the activation bytes of a block whose elements were traced, but not its operators."""
     every = layer.activation_elements_per_sample
-    whole = WHOLE_SHARE / plan.tp if plan.sequence else WHOLE_SHARE
+    whole = WHOLE_SHARE / plan.tp if plan.sequence_parallel else WHOLE_SHARE
     share = (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp
     size = share * plan.micro_batch * BYTES[plan.precision]
     inputs = _known(layer.input_elements_per_sample, every * INPUT_SHARE)
@@ -181,7 +181,7 @@ def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, softwar
             tensors.append(Kept("head norms' inputs", (heads + seen) * width, "tp"))
             tensors.append(Kept("head norms' scales", heads + seen, "tp", element_bytes=4))
     tensors.append(Kept("attended", heads * width, "tp", _COSTLY))
-    if plan.cp > 1 and plan.context == "all_to_all":
+    if plan.cp > 1 and plan.cp_method == "all_to_all":
         tensors.append(Kept("attended, given back", heads * width, "tp"))
     if software.attention == "scores":
         # Softmax, its dropout's mask, and the masked output: 2 + 1 + 2 bytes.
@@ -198,7 +198,7 @@ def kv_heads_seen(dimensions: DecoderDimensions, plan: Plan) -> int:
     Each rank has at least one; heads are repeated until the ranks of an all-to-all can share them.
     """
     seen = max(dimensions.kv_heads, plan.tp)
-    if plan.cp > 1 and plan.context == "all_to_all":
+    if plan.cp > 1 and plan.cp_method == "all_to_all":
         seen *= plan.cp // math.gcd(max(seen // plan.tp, 1), plan.cp)
     return seen
 
@@ -275,9 +275,9 @@ def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list
         products.append((hidden, "nothing"))
     only: tuple[Recompute, ...] = ("selective",)
     tensors = [Kept(f"product {2 * at}", size, split, only) for at, (size, split) in enumerate(products[::2])]
-    if plan.sequence:
+    if plan.sequence_parallel:
         tensors.append(Kept("scattered sums", (1 + networks) * hidden, "sequence", only))
-    if plan.cp > 1 and plan.context == "all_to_all":
+    if plan.cp > 1 and plan.cp_method == "all_to_all":
         tensors.append(Kept("exchanged heads", exchanged, "tp", only))
     if experts and plan.ep > 1:
         tensors.append(Kept("exchanged copies", 2 * dimensions.experts_per_token * hidden, "nothing", only))

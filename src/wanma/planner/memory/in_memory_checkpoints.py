@@ -35,7 +35,7 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     use them, or where `plan` offloads states to disk, which then have no copy in memory.
     """
     on_disk = "disk" in (plan.offload_parameters, plan.offload_optimizer)
-    if job.checkpoint.snapshots == "off" or job.cluster.retries == 0 or on_disk:
+    if job.checkpoint.in_memory_every_steps == "off" or job.cluster.max_restarts == 0 or on_disk:
         return 0.0
     element_bytes = 8 if plan.precision == "fp64" else 4
     rounds = job.model.factory is None

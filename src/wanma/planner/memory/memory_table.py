@@ -61,7 +61,7 @@ class MemoryTable(NamedTuple):
 
 def table_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans with the same memory table, for one workload and one framework."""
-    of_model = (plan.tp, plan.sequence, plan.cp, plan.context, plan.ep, plan.pp > 1)
+    of_model = (plan.tp, plan.sequence_parallel, plan.cp, plan.cp_method, plan.ep, plan.pp > 1)
     return (*of_model, plan.micro_batch, plan.precision, plan.compile)
 
 
@@ -106,7 +106,7 @@ def tabulate(
         whole = _whole_parameters(dimensions, plan, experts=sparse)
         kind = _kind(layer, plan, parts, whole, dimensions.experts)
         kinds.append(kind._replace(matrices=_matrices(dimensions, plan, kind)))
-    between = dimensions.hidden / (plan.tp if plan.sequence else 1)
+    between = dimensions.hidden / (plan.tp if plan.sequence_parallel else 1)
     if dimensions.tie_embeddings and plan.pp > 1:
         last += dimensions.vocabulary * dimensions.hidden / plan.tp
     return MemoryTable(
@@ -196,7 +196,7 @@ def _travelling(dimensions: DecoderDimensions, plan: Plan) -> float:
     if plan.cp > 1:
         seen = kv_heads_seen(dimensions, plan) * (dimensions.head_width + dimensions.value_width) / plan.tp
         heads = dimensions.heads * (dimensions.head_width + dimensions.value_width) / plan.tp
-        ring = plan.context == "ring"
+        ring = plan.cp_method == "ring"
         exchanged.append(2 * seen * (compute + max(compute, 4)) if ring else 2 * (heads + seen) * compute)
     if plan.ep > 1:
         exchanged.append(2.0 * dimensions.experts_per_token * dimensions.hidden * compute)

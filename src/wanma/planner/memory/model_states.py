@@ -226,7 +226,7 @@ def _shards(  # noqa: C901, PLR0915  # one balance of many terms that share thei
     # the next block while one computes.
     # In a pipeline blocks stay gathered after their backward, and gradients unsharded to the step's end.
     around = 1 if plan.device == "cpu" else 2
-    away = plan.offload_parameters != "nothing"
+    away = plan.offload_parameters != "none"
     by_block = (plan.shard == "parameters" or away) and plan.pp == 1
     gathered = mine.ends + around * mine.block if by_block else mine.held
     frozen = _frozen_bytes(plan, compute, master) if rounds_frozen else float(master)
@@ -243,7 +243,7 @@ def _shards(  # noqa: C901, PLR0915  # one balance of many terms that share thei
     # micro-batch, unsharded gradients are accumulated in fp32 until the last.
     # On a CPU they are one unit where they are unsharded anyway (`parallel.shard`), and with one shard the
     # buffer becomes the gradient.
-    whole_kind = plan.shard in ("nothing", "optimizer")
+    whole_kind = plan.shard in ("none", "optimizer")
     one_unit = plan.device == "cpu" and whole_kind and not away
     unit = mine.held if one_unit else max(mine.ends, mine.block)
     # The layers outside the blocks are one unit, whose unsharded gradients wait for the last of them.
@@ -336,21 +336,21 @@ def _shards(  # noqa: C901, PLR0915  # one balance of many terms that share thei
     outer, under_way = (copies * shards * master * trained_share for copies in _between_sites(plan))
     remainder = error_bytes(plan, mine.held, shards)
     state = elements * master
-    elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
+    elsewhere = {"none": 0.0, "host": 0.0, "disk": 0.0}
     if plan.synchronization is not None and plan.synchronization.offload == "host":
         elsewhere["host"] += outer
         outer = 0.0
     elsewhere[plan.offload_parameters] += parameters
     if away and plan.device == "cuda":
         # Then the update runs on the host, where the shards' states are.
-        here = "host" if plan.offload_optimizer == "nothing" else plan.offload_optimizer
+        here = "host" if plan.offload_optimizer == "none" else plan.offload_optimizer
         elsewhere[here] += state
         of_shards = 0.0 if accumulates else shards * master
         elsewhere["host"] += average + shards * master * trained_share
         accumulated, final = max(accumulated - of_shards, 0.0), final - of_shards
         made = max(made - behind * of_shards, 0.0)
         state = average = 0.0
-    elif plan.offload_optimizer != "nothing":
+    elif plan.offload_optimizer != "none":
         elsewhere[plan.offload_optimizer] += state
         state = min(state, state / max(shards, 1) * UPDATED_TOGETHER)
     return State(

@@ -192,7 +192,7 @@ class RankMemory(NamedTuple):
     @property
     def forecast(self) -> Forecast:
         """Return the memory forecast of this rank, by kind."""
-        peak, away = self.peak, {"nothing": 0.0, "host": self.state.host, "disk": self.state.disk}
+        peak, away = self.peak, {"none": 0.0, "host": self.state.host, "disk": self.state.disk}
         away[self.plan.offload_activations] += self.away
         return Forecast(
             parameters_bytes=int(self.state.parameters + peak.gone),
@@ -396,17 +396,17 @@ def _activations(
             parts = kind.bytes
             plain = count * flight * ((1 - share) * parts.kept + share * parts.inputs)
             costly = count * flight * share * parts.costly if plan.recompute == "selective" else 0.0
-            if plan.offload_activations == "nothing":
+            if plan.offload_activations == "none":
                 kept += plain + costly
             else:  # results that selective recompute saves stay on the device
                 kept, away = kept + costly, away + plain
-            stays = costly + (plain if plan.offload_activations == "nothing" else 0.0)
+            stays = costly + (plain if plan.offload_activations == "none" else 0.0)
             block = max(block, stays / (count * flight) if flight else 0.0)
             working = max(working, parts.working)
-            if again or plan.offload_activations != "nothing":
+            if again or plan.offload_activations != "none":
                 deepest = max(deepest, parts.kept)
     # A recomputed or fetched block exists as a whole in backward; on a GPU the next one is fetched beside it.
-    around = 2 if plan.device == "cuda" and plan.offload_activations != "nothing" else 1
+    around = 2 if plan.device == "cuda" and plan.offload_activations != "none" else 1
     return _Activations(kept, block, working + around * deepest, away)
 
 

@@ -150,7 +150,7 @@ def _activations(
     runs_again = np.array([kind != "none" for kind, _ in recomputes])
     shares = np.array([share for _, share in recomputes]) * runs_again
     is_selective = np.array([kind == "selective" for kind, _ in recomputes])
-    stays = plan.offload_activations == "nothing"
+    stays = plan.offload_activations == "none"
     kept = np.zeros(len(recomputes))
     block = np.zeros(len(recomputes))
     deepest = np.zeros(len(recomputes))

@@ -92,7 +92,7 @@ def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
         from wanma.models.layers.batch_norm import couples_samples
 
         if couples_samples(objects["model"]):
-            workload = replace(workload, samples_together=job.model.statistics_group)
+            workload = replace(workload, samples_together=job.model.batch_norm_group)
     return ModelRead(workload, None)
 
 

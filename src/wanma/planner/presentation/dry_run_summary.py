@@ -108,7 +108,7 @@ def _recompute(plan: Plan) -> str:
 def _offloaded(plan: Plan) -> str:
     kinds = ("parameters", "optimizer", "activations")
     places = {kind: getattr(plan, f"offload_{kind}") for kind in kinds}
-    return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "nothing")
+    return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "none")
 
 
 def _memory_table(forecast: Forecast, prepared: Prepared) -> RenderableType:

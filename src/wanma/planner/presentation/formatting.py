@@ -100,7 +100,7 @@ def gradients_words(plan: Plan) -> str:
 
 
 def _settings(plan: Plan) -> Iterable[str]:
-    if plan.shard != "nothing":
+    if plan.shard != "none":
         yield f"{plan.shard} sharded"
     if plan.placement:
         yield "unlike replicas"
@@ -111,10 +111,10 @@ def _settings(plan: Plan) -> Iterable[str]:
     if plan.recompute != "none":
         share = f" of {plan.recompute_share:.0%}" if plan.recompute_share < 1 else ""
         yield f"{plan.recompute} recompute{share}"
-    if plan.tp > 1 and not plan.sequence:
+    if plan.tp > 1 and not plan.sequence_parallel:
         yield "whole sequences"
     if plan.cp > 1:
-        yield plan.context
+        yield plan.cp_method
     if plan.hierarchical:
         yield "gradients by machines first"
     if plan.compile:
@@ -126,7 +126,7 @@ def _settings(plan: Plan) -> Iterable[str]:
     if words := compression_words(plan):
         yield f"gradients {words}"
     for kind in ("parameters", "optimizer", "activations"):
-        if (place := getattr(plan, f"offload_{kind}")) != "nothing":
+        if (place := getattr(plan, f"offload_{kind}")) != "none":
             yield f"{kind} on {place}"
     if plan.batch_shares:
         yield "uneven shares of the batch"

@@ -49,7 +49,7 @@ A plan uses one only if the job allows it (`parallel.allow`) or asks for it.
 BETWEEN_SITES = {
     "local_sgd": "lets sites go on by themselves and averages their weights now and then",
     "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
-    "stale": "applies gradients some steps late",
+    "delayed": "applies gradients some steps late",
 }
 """Approximations by synchronization between sites; used only if the job asks (`parallel.synchronize`)."""
 
@@ -161,13 +161,13 @@ def _placed(asked: _Asked) -> _Reason | None:
 
 def _untimed(asked: _Asked) -> _Reason | None:
     """Refuse load balancing where the plan's ranks cannot be timed."""
-    reason = why_not_timed(asked.plan) if asked.job.parallel.balance == "on" else None
+    reason = why_not_timed(asked.plan) if asked.job.parallel.load_balancing == "on" else None
     if reason is None or asked.plan.data_ranks == 1:
         return None
     return _Reason(
-        f"parallel.balance = 'on': {reason}",
-        "set parallel.balance = 'off' and parallel.batch_shares by hand, or parallel.shard to 'nothing' or "
-        "'optimizer'",
+        f"parallel.load_balancing = 'on': {reason}",
+        "set parallel.load_balancing = 'off' and parallel.batch_shares by hand, or parallel.shard to 'none' "
+        "or 'optimizer'",
     )
 
 

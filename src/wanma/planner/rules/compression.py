@@ -19,7 +19,7 @@ def compresses(job: Job) -> bool:
     """Return whether the job itself asks for gradient compression."""
     parallel = job.parallel
     groups = (group.compression for group in parallel.compression_groups)
-    return any(method != "nothing" for method in (parallel.compression, *groups))
+    return any(method != "none" for method in (parallel.compression, *groups))
 
 
 def plan_fields(job: Job) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def unused_key(job: Job) -> JobError | None:
     for key, method in {"share": "topk", "rank": "powersgd", "from_step": None}.items():
         name = f"compression_{key}"
         value, default = getattr(parallel, name), type(parallel).model_fields[name].default
-        is_used = method in methods if method is not None else bool(methods - {"nothing"})
+        is_used = method in methods if method is not None else bool(methods - {"none"})
         if value != default and not is_used:
             wanted = f"'{method}'" if method is not None else "compressed"
             return JobError(
@@ -89,7 +89,7 @@ def compression_words(plan: Plan) -> str:
     if not plan.compressions:
         return ""
     words = {
-        "nothing": "whole",
+        "none": "whole",
         "topk": f"by the largest {100 * plan.compression_share:g}% of their elements",
         "powersgd": f"in rank {plan.compression_rank}",
     }
@@ -124,4 +124,4 @@ def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
 
 
 def _first(plan: Plan) -> str:
-    return plan.compression if plan.compression != "nothing" else min(plan.compressions)
+    return plan.compression if plan.compression != "none" else min(plan.compressions)

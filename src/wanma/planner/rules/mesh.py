@@ -50,7 +50,7 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
                 f"the plan needs {ranks_here} GPUs on {node.name}, which has {len(node.devices)}",
                 "lower the sizes in [parallel], add nodes, or set cluster.device = 'cpu'",
             )
-    if plan.shard != "nothing" and plan.dp_shard * plan.cp == 1:
+    if plan.shard != "none" and plan.dp_shard * plan.cp == 1:
         raise JobError(
             f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
             f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",
@@ -88,9 +88,9 @@ def check_shards(plan: Plan) -> None:
     Raises:
         JobError: names the keys.
     """
-    if plan.shard == "nothing" and plan.dp_shard > 1:
+    if plan.shard == "none" and plan.dp_shard > 1:
         raise JobError(
-            f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
+            f"parallel.shard = 'none' with parallel.dp_shard = {plan.dp_shard}",
             f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
         )
 
@@ -248,11 +248,11 @@ def _check_context(job: Job, plan: Plan) -> None:
         )
     length, unit = job.data.sequence_length, plan.sequence_unit
     if (job.data.text or job.data.sources) and not sequence_fits(plan, length):
-        pieces = "twice as many pieces as ranks" if plan.context == "ring" else "as many pieces as ranks"
-        shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence else ""
+        pieces = "twice as many pieces as ranks" if plan.cp_method == "ring" else "as many pieces as ranks"
+        shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence_parallel else ""
         raise JobError(
-            f"data.sequence_length = {length} cannot be cut evenly: {key} with parallel.context = "
-            f"'{plan.context}' needs {pieces}{shared}",
+            f"data.sequence_length = {length} cannot be cut evenly: {key} with parallel.cp_method = "
+            f"'{plan.cp_method}' needs {pieces}{shared}",
             f"use a multiple of {unit} for data.sequence_length, or a smaller parallel.cp",
         )
 
@@ -261,9 +261,9 @@ def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
     """Check that all-to-all gives each context rank an equal share of the heads that `tp` leaves."""
     if not heads_fit(dimensions, plan):
         raise JobError(
-            f"parallel.cp = {plan.cp} with parallel.context = 'all_to_all' cannot share model.heads = "
+            f"parallel.cp = {plan.cp} with parallel.cp_method = 'all_to_all' cannot share model.heads = "
             f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
-            "set parallel.context = 'ring', which takes any number of heads, or use a cp × tp that divides "
+            "set parallel.cp_method = 'ring', which takes any number of heads, or use a cp × tp that divides "
             "the heads",
         )
 
@@ -323,10 +323,10 @@ def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
 def _check_sequence(job: Job, plan: Plan) -> None:
     """Check that sequence parallelism over `tp` divides the sequence evenly."""
     length = job.data.sequence_length
-    if plan.sequence and (job.data.text or job.data.sources) and length % plan.tp:
+    if plan.sequence_parallel and (job.data.text or job.data.sources) and length % plan.tp:
         raise JobError(
             f"data.sequence_length = {length} does not divide among parallel.tp = {plan.tp} ranks",
-            f"make it a multiple of {plan.tp}, or set parallel.sequence = false",
+            f"make it a multiple of {plan.tp}, or set parallel.sequence_parallel = false",
         )
 
 

@@ -38,7 +38,7 @@ def tensor_fits(dimensions: DecoderDimensions, tp: int) -> bool:
 
 def heads_fit(dimensions: DecoderDimensions, plan: Plan) -> bool:
     """Return whether all-to-all gives each context rank an equal share of the heads that `tp` leaves."""
-    return plan.cp == 1 or plan.context == "ring" or dimensions.heads % (plan.tp * plan.cp) == 0
+    return plan.cp == 1 or plan.cp_method == "ring" or dimensions.heads % (plan.tp * plan.cp) == 0
 
 
 def sequence_fits(plan: Plan, length: int) -> bool:
@@ -56,7 +56,7 @@ def experts_fit(dimensions: DecoderDimensions | None, plan: Plan) -> bool:
 
 def shard_fits(shard: Shard, dp_shard: int, cp: int) -> bool:
     """Return whether the shard level and the number of ranks that shard agree."""
-    return dp_shard == 1 if shard == "nothing" else dp_shard * cp > 1
+    return dp_shard == 1 if shard == "none" else dp_shard * cp > 1
 
 
 def takes_backward_apart(plan: Plan) -> str | None:

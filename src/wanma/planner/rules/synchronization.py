@@ -22,17 +22,17 @@ al. 2025, section 3; the interval is the shortest that these papers have for mod
 
 _LOCAL = ("local_sgd", "diloco")
 _KINDS_OF_KEYS: dict[str, tuple[str, ...]] = {
-    "sites": (*_LOCAL, "stale"),
+    "sites": (*_LOCAL, "delayed"),
     "synchronize_every": _LOCAL,
     "synchronous_steps": _LOCAL,
-    "outer_rate": ("diloco",),
+    "outer_learning_rate": ("diloco",),
     "outer_momentum": ("diloco",),
     "fragments": _LOCAL,
     "overlap_steps": _LOCAL,
-    "overlap_mix": _LOCAL,
+    "overlap_mixing_factor": _LOCAL,
     "outer_compression": _LOCAL,
     "outer_offload": _LOCAL,
-    "staleness": ("stale",),
+    "staleness": ("delayed",),
 }
 """Synchronization methods to which each key of [parallel] applies."""
 
@@ -54,7 +54,7 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
             "each site has as many replicas as the others",
             f"leave parallel.sites out, or make parallel.dp_replicate a multiple of {sites}",
         )
-    if kind == "stale":
+    if kind == "delayed":
         staleness = STALENESS if parallel.staleness is None else parallel.staleness
         return Synchronization(kind, sites, staleness=staleness)
     every = parallel.synchronize_every or EVERY
@@ -70,12 +70,12 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
             f"fragment's next one begins, after parallel.synchronize_every = {every} steps",
             f"set parallel.overlap_steps below {every}, or raise parallel.synchronize_every",
         )
-    mix = OVERLAP_MIX if parallel.overlap_mix is None else parallel.overlap_mix
+    mix = OVERLAP_MIX if parallel.overlap_mixing_factor is None else parallel.overlap_mixing_factor
     outer: dict[str, Any] = {}
     if kind == "diloco":
         momentum = parallel.outer_momentum
         outer = {
-            "rate": parallel.outer_rate or OUTER_RATE,
+            "outer_learning_rate": parallel.outer_learning_rate or OUTER_RATE,
             "momentum": OUTER_MOMENTUM if momentum is None else momentum,
         }
     return Synchronization(
@@ -85,7 +85,7 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
         parallel.synchronous_steps,
         fragments=parallel.fragments,
         overlap_steps=parallel.overlap_steps,
-        mix=mix if parallel.overlap_steps else 0.0,
+        overlap_mixing_factor=mix if parallel.overlap_steps else 0.0,
         compression=parallel.outer_compression,
         offload=parallel.outer_offload,
         **outer,
@@ -108,7 +108,7 @@ def check_sites(job: Job, plan: Plan) -> None:
             "checkpoint of sites yet",
             "leave parallel.compression out; parallel.outer_compression makes smaller what sites exchange",
         )
-    if plan.offload_parameters != "nothing":
+    if plan.offload_parameters != "none":
         raise JobError(
             f"{key} with parallel.offload_parameters = '{plan.offload_parameters}': what sites exchange is "
             "made from weights and gradients that are on the device",
@@ -152,11 +152,12 @@ def _check_keys(parallel: ParallelSection) -> None:
                 f"parallel.synchronize = '{kind}'",
                 f"leave it out, or set parallel.synchronize = {means}",
             )
-    if parallel.overlap_mix is not None and not parallel.overlap_steps:
+    if parallel.overlap_mixing_factor is not None and not parallel.overlap_steps:
         raise JobError(
-            f"parallel.overlap_mix = {parallel.overlap_mix:g} with parallel.overlap_steps = 0: no step is "
+            f"parallel.overlap_mixing_factor = {parallel.overlap_mixing_factor:g} with "
+            "parallel.overlap_steps = 0: no step is "
             "taken while an exchange is waited for",
-            "leave parallel.overlap_mix out, or set parallel.overlap_steps",
+            "leave parallel.overlap_mixing_factor out, or set parallel.overlap_steps",
         )
     if parallel.auto and kind != "every_step":
         raise JobError(

@@ -53,9 +53,9 @@ def _idle_of_layout(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         for name in ("schedule", "virtual_stages", "stage_cuts"):
             yield f"parallel.{name}", "there is no pipeline (parallel.pp = 1)"
     if plan.cp == 1:
-        yield "parallel.context", "sequences are not split (parallel.cp = 1)"
+        yield "parallel.cp_method", "sequences are not split (parallel.cp = 1)"
     if plan.tp == 1:
-        yield "parallel.sequence", "matrices are not split (parallel.tp = 1)"
+        yield "parallel.sequence_parallel", "matrices are not split (parallel.tp = 1)"
     if plan.shard_ranks == 1 and not parallel.auto:
         yield "parallel.shard", "there is one rank to hold it all (parallel.dp_shard = 1)"
     if plan.dp_replicate == 1:
@@ -64,10 +64,10 @@ def _idle_of_layout(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.world_size == 1:
         yield "parallel.collectives", "there is one rank"
     if ranks == 1:
-        for name in ("overlap", "compression", "balance"):
+        for name in ("overlap", "compression", "load_balancing"):
             yield f"parallel.{name}", "no other rank has gradients to sum with (one data rank)"
     if plan.sites == 1:
-        for name in ("outer_compression", "overlap_steps", "overlap_mix"):
+        for name in ("outer_compression", "overlap_steps", "overlap_mixing_factor"):
             yield f"parallel.{name}", "there is one site, which exchanges nothing"
     if plan.recompute == "none" and parallel.recompute == "none":
         yield "parallel.recompute_share", "nothing is recomputed (parallel.recompute = 'none')"
@@ -99,11 +99,14 @@ def _idle_of_training(job: Job) -> Iterator[tuple[str, str]]:
 def _idle_of_machines(job: Job) -> Iterator[tuple[str, str]]:
     parallel, cluster = job.parallel, job.cluster
     if cluster.nodes == 1:
-        for name in ("node_rank", "rendezvous", "place"):
+        for name in ("node_rank", "rendezvous", "topology_address"):
             yield f"cluster.{name}", "there is one machine (cluster.nodes = 1)"
         yield "checkpoint.partner", "there is no other machine to copy to (cluster.nodes = 1)"
     if cluster.min_nodes is None:
-        yield "cluster.join_seconds", "the start waits for all machines (cluster.nodes = 'MIN..MAX')"
+        yield (
+            "cluster.last_call_timeout_seconds",
+            "the start waits for all machines (cluster.nodes = 'MIN..MAX')",
+        )
     if "disk" not in (parallel.offload_parameters, parallel.offload_optimizer, parallel.offload_activations):
         yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*)"
 

@@ -92,7 +92,7 @@ def _rank(seconds: float, plan: Plan, memory_bytes: float) -> tuple[object, ...]
 def complexity(plan: Plan) -> tuple[int, ...]:
     """Return a plan's complexity as a sort key: ranks, split dimensions, optional features, shard level."""
     split = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
-    extras = (plan.recompute != "none") + plan.sequence + plan.compile + (plan.virtual_stages > 1)
+    extras = (plan.recompute != "none") + plan.sequence_parallel + plan.compile + (plan.virtual_stages > 1)
     return plan.world_size, split, extras, SHARDS.index(plan.shard)
 
 

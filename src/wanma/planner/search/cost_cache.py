@@ -218,9 +218,9 @@ class Tables:
         plain = plan.but(
             micro_batch=size,
             shard="optimizer",
-            offload_parameters="nothing",
-            offload_optimizer="nothing",
-            offload_activations="nothing",
+            offload_parameters="none",
+            offload_optimizer="none",
+            offload_activations="none",
         )
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plain, machine, habits, 0.0)
@@ -288,7 +288,7 @@ class Tables:
 
     def boundary(self, plan: Plan) -> float:
         """Return the seconds to send a stage's output to the next rank."""
-        split = (plan.tp, plan.cp, plan.sequence, plan.world_size // plan.pp, plan.micro_batch)
+        split = (plan.tp, plan.cp, plan.sequence_parallel, plan.world_size // plan.pp, plan.micro_batch)
         return self._once(("boundary", *split, plan.precision), lambda: seconds_between(self.problem, plan))
 
     def setting(self, plan: Plan, micro_batches: int) -> Setting:

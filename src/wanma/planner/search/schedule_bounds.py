@@ -62,7 +62,7 @@ class Sketch:
         shares = self.recomputes.of_stages(tuple(sum(counts) for counts in mine)).T
         parts = [kind.bytes for kind in self._table.kinds]
         costly = shares * self.recomputes.is_selective
-        stays = self.plan.offload_activations == "nothing"
+        stays = self.plan.offload_activations == "none"
         kept = np.zeros(shares.shape)
         for kind, part in enumerate(parts):
             blocks = np.array([[counts[kind]] for counts in mine])

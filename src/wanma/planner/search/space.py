@@ -45,7 +45,7 @@ Sizes = tuple[int, ...] | range | None
 Share = tuple[int, int, Shard]
 """State sharding: (dp_replicate, dp_shard, shard level)."""
 
-SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 VIRTUAL: Mapping[Schedule, tuple[int, ...]] = MappingProxyType(
     {"interleaved_1f1b": (2, 3, 4, 6, 8, 12), "interleaved_zero_bubble": (1, 2)}
 )
@@ -83,8 +83,8 @@ class Space:
     tp: Sizes = None
     ep: Sizes = None
     shard: tuple[Shard, ...] = SHARDS
-    sequence: tuple[bool, ...] = (True, False)
-    context: tuple[ContextKind, ...] = ("ring", "all_to_all")
+    sequence_parallel: tuple[bool, ...] = (True, False)
+    cp_method: tuple[ContextKind, ...] = ("ring", "all_to_all")
     micro_batch: Sizes = None
     """Micro-batch sizes, in samples; None: the smallest for each number of micro-batches."""
     schedules: tuple[tuple[Schedule, int], ...] = ()
@@ -158,8 +158,8 @@ class Space:
             tp=sizes("tp", alone),
             ep=sizes("ep", alone if dimensions is not None and dimensions.experts else (1,)),
             shard=(parallel.shard,) if parallel.shard is not None else SHARDS,
-            sequence=kept("sequence", (True, False)),
-            context=kept("context", ("ring", "all_to_all")),
+            sequence_parallel=kept("sequence_parallel", (True, False)),
+            cp_method=kept("cp_method", ("ring", "all_to_all")),
             micro_batch=(parallel.micro_batch,) if parallel.micro_batch is not None else None,
             schedules=_schedules(job),
             stage_cuts=tuple(parallel.stage_cuts) or None,
@@ -277,17 +277,17 @@ def splits(space: Space, grid: Grid) -> Iterator[Plan]:
         cp=grid.cp,
         tp=grid.tp,
         ep=grid.ep,
-        shard="nothing",
+        shard="none",
         micro_batch=1,
         virtual_stages=1,
         stage_cuts=(),
         recompute="none" if len(space.recompute) > 1 else space.recompute[0][0],
         recompute_share=1.0 if len(space.recompute) > 1 else space.recompute[0][1] or 1.0,
     )
-    contexts = space.context if grid.cp > 1 else space.context[:1]
-    sequences = space.sequence if grid.tp > 1 else (False,)
+    contexts = space.cp_method if grid.cp > 1 else space.cp_method[:1]
+    sequences = space.sequence_parallel if grid.tp > 1 else (False,)
     for sequence, context in itertools.product(sequences, contexts):
-        split = plain.but(sequence=sequence, context=context)
+        split = plain.but(sequence_parallel=sequence, cp_method=context)
         if space.length is not None and not sequence_fits(split, space.length):
             continue
         if space.dimensions is not None and not heads_fit(space.dimensions, split):
@@ -376,7 +376,7 @@ def samples_together(job: Job, dimensions: DecoderDimensions | None, workload: W
     if workload is not None and workload.samples_together > 1:
         return workload.samples_together
     if (job.model.preset or job.model.family or "").startswith("resnet"):
-        return job.model.statistics_group
+        return job.model.batch_norm_group
     if dimensions is not None and dimensions.couples_samples:
         return dimensions.balance_group
     return 1

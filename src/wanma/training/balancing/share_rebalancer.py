@@ -38,7 +38,7 @@ class Moved:
     """Change of the batch shares from one step on."""
 
     step: int
-    """Number of optimizer steps before the change, as in `parallel.share_moves`."""
+    """Number of optimizer steps before the change, as in `parallel.batch_share_schedule`."""
     shares: tuple[int, ...]
     before: tuple[int, ...]
     reason: str
@@ -67,10 +67,12 @@ class ShareMoves:
         self.plan = plan
         self.notes: list[str] = []
         self._job, self._grid, self._state = job, grid, state
-        self._moves = job.parallel.share_moves
+        self._moves = job.parallel.batch_share_schedule
         if self._moves and len(self._moves[0][1]) != plan.data_ranks:  # the run has grown or shrunk since
             self._moves = []
-            self.notes.append(f"parallel.share_moves is left: there are {plan.data_ranks} data ranks now")
+            self.notes.append(
+                f"parallel.batch_share_schedule is left: there are {plan.data_ranks} data ranks now"
+            )
         self._is_on = balances(job, plan)
         self._unit = unit_of(job, plan, parallel)
         if self._moves:
@@ -125,7 +127,7 @@ class ShareMoves:
         listed = next((tuple(shares) for at, shares in self._moves if at == step), None)
         if listed is not None:
             self._take_up(listed)
-            return Moved(step, listed, before, "parallel.share_moves")
+            return Moved(step, listed, before, "parallel.batch_share_schedule")
         if decision is None:
             return None
         wrong = wrong_shares(self._job, self.plan, decision.shares, self._unit.rows, step)
@@ -165,7 +167,7 @@ class ShareMoves:
         told = f"the shares of the batch that the run had moved to at step {step} ({_listed(shares)})"
         why: str | None
         if not self._is_on:
-            why = "nothing moves shares now (parallel.balance)"
+            why = "nothing moves shares now (parallel.load_balancing)"
         elif len(shares) != self.plan.data_ranks:
             why = f"there are {self.plan.data_ranks} data ranks now"
         else:
@@ -194,8 +196,8 @@ def balances(job: Job, plan: Plan) -> bool:
     By default they do only where the planner gave unlike devices unlike shares: elsewhere a slow rank is a
     fault that is reported, and runs of one layout are equal bit for bit.
     """
-    asked = job.parallel.balance
-    if plan.data_ranks == 1 or asked == "off" or job.parallel.share_moves:
+    asked = job.parallel.load_balancing
+    if plan.data_ranks == 1 or asked == "off" or job.parallel.batch_share_schedule:
         return False
     if asked == "on":
         return True

@@ -175,7 +175,11 @@ class StepSnapshots:
         """Messages for the user at the start."""
         self._plan, self._worker, self._state = plan, worker, state
         self._replicas, self._identity, self._compare = replicas, identity, compare
-        self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
+        self._fixed = (
+            job.checkpoint.in_memory_every_steps
+            if isinstance(job.checkpoint.in_memory_every_steps, int)
+            else None
+        )
         self._interval = Interval(every)
         self._last_step = state.step
         if worker.restart is not None and worker.restart.kept_step is not None:
@@ -200,25 +204,27 @@ class StepSnapshots:
         self._snapshots = self._open(job)
 
     def _open(self, job: Job) -> Snapshots | None:
-        images, wanted = self._worker.images, job.checkpoint.snapshots
+        images, wanted = self._worker.images, job.checkpoint.in_memory_every_steps
         if wanted == "off":
             if self._insists_on_partner:
                 raise JobError(
-                    "checkpoint.partner = true, but checkpoint.snapshots = 'off'",
-                    "set checkpoint.snapshots = 'auto', or checkpoint.partner = 'auto'",
+                    "checkpoint.partner = true, but checkpoint.in_memory_every_steps = 'off'",
+                    "set checkpoint.in_memory_every_steps = 'auto', or checkpoint.partner = 'auto'",
                 )
             return None
         if images is None:
             if self._fixed is not None:
                 self.notes.append(
-                    f"checkpoint.snapshots = {wanted} has no effect: without a supervisor nobody keeps them"
+                    f"checkpoint.in_memory_every_steps = {wanted} has no effect: without a supervisor nobody "
+                    "keeps them"
                 )
             return None
         if "disk" in (self._plan.offload_parameters, self._plan.offload_optimizer):
             reason = "this plan keeps state on disk, because memory has no room for it"
             if self._fixed is not None:
                 raise JobError(
-                    f"checkpoint.snapshots = {wanted}, but {reason}", "set checkpoint.snapshots = 'off'"
+                    f"checkpoint.in_memory_every_steps = {wanted}, but {reason}",
+                    "set checkpoint.in_memory_every_steps = 'off'",
                 )
             self.notes.append(
                 f"no snapshots in memory: {reason}; a failure goes back to the newest checkpoint"
@@ -248,7 +254,7 @@ class StepSnapshots:
             return None
         if job.checkpoint.partner is False:
             return None
-        silence = timedelta(seconds=job.cluster.hang_seconds)
+        silence = timedelta(seconds=job.cluster.hang_timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=silence, group_desc="partner")
         busy = None if self._fixed is not None else lambda: self._state.parallel.communication.is_busy
         return Partner(images, worker.rank, worker.ranks_by_node, group, busy)
@@ -448,7 +454,8 @@ class StepSnapshots:
             raise WanmaError(
                 f"snapshots of this node's ranks take {bytes_text(needed)} of memory, of which "
                 f"{bytes_text(free)} are free",
-                "set checkpoint.snapshots = 'off', use more machines, or shard the state (parallel.shard)",
+                "set checkpoint.in_memory_every_steps = 'off', use more machines, or shard the state "
+                "(parallel.shard)",
             )
 
     def _fail(self, error: WanmaError) -> None:

@@ -66,7 +66,7 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     """
     started = time.perf_counter()
     plan.coordinates(rank)
-    plan = replace(plan, compile=False, offload_parameters="nothing", offload_activations="nothing")
+    plan = replace(plan, compile=False, offload_parameters="none", offload_activations="none")
     # The nodes of the ranks are unknown here: a hierarchical sum is shown as one all-reduce.
     plan = replace(plan, hierarchical=False)
     with _fake_world(plan.world_size, rank):

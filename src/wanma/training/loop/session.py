@@ -152,7 +152,7 @@ class Session:
         ):  # before the module is distributed: afterwards it is no plain one
             frozen = partial(is_frozen, groups=self.job.train.parameter_groups)
             self._workload = module_workload(model, _checked(example), frozen=frozen)
-        spec = with_adapters(custom_spec(model, self.job.model.statistics_group), self.job.model)
+        spec = with_adapters(custom_spec(model, self.job.model.batch_norm_group), self.job.model)
         self._parallel = parallelize(
             with_frozen(spec, self.job.train.parameter_groups),
             self.plan,

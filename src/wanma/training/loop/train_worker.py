@@ -126,7 +126,7 @@ def train(worker: Worker, request: Request) -> str:
 
 def longest_silence(job: Job) -> float:
     """Return the seconds that the supervisor may wait for a sign of life."""
-    return max(job.cluster.hang_seconds, job.cluster.start_seconds)
+    return max(job.cluster.hang_timeout_seconds, job.cluster.start_timeout_seconds)
 
 
 def choose_spec(request: Request, data: Any) -> ModelSpec:
@@ -135,7 +135,7 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     if model is not None:
         register_hooks(model, request.parameter_hooks)
         section = request.job.model
-        return with_adapters(custom_spec(model, section.statistics_group), section)
+        return with_adapters(custom_spec(model, section.batch_norm_group), section)
     return model_spec(
         request.job.model,
         vocabulary=data.vocabulary,

@@ -51,7 +51,7 @@ class StateHome:
     def _home(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         """Return `value` in its offload target."""
         local = local_part(value)
-        if self._place == "nothing" or (self._place == "host" and local.device.type == "cpu"):
+        if self._place == "none" or (self._place == "host" and local.device.type == "cpu"):
             return value
         home = self._homes.get((parameter, key))
         if home is None:
@@ -73,7 +73,7 @@ def state_home(plan: Plan, scratch: Scratch | None) -> StateHome | None:
     Returns:
         None where state stays on the device, and no parameters on disk hold memory to release.
     """
-    if plan.offload_optimizer == "nothing" and plan.offload_parameters != "disk":
+    if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return None
     return StateHome(plan.offload_optimizer, scratch)
 

@@ -183,7 +183,7 @@ def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
     if reach == "model":
         what = "several tensors together"
         axes += ["pp"] if plan.pp > 1 else []
-        if not axes and plan.offload_optimizer != "nothing":
+        if not axes and plan.offload_optimizer != "none":
             raise JobError(
                 f"the optimizer {optimizer.name} looks at {what}, but parallel.offload_optimizer = "
                 f"'{plan.offload_optimizer}' updates some after the others",

@@ -33,7 +33,7 @@ def initial_state(job: Job, plan: Plan, grid: Grid, parallel: Parallel, own: Own
         LossScale.start(train),
         WeightAverage(parallel.trainable(), train.weight_average) if train.weight_average > 0 else None,
     )
-    if plan.device == "cpu" and plan.offload_optimizer == "nothing":
+    if plan.device == "cpu" and plan.offload_optimizer == "none":
         state.updater.reserve_state()
     if plan.synchronization is not None:
         state.sites = BetweenSites(plan, grid, parallel, state.updater)

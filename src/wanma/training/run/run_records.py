@@ -58,7 +58,7 @@ def tell_start(
     fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
     rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
     fields |= {"rate_unit": rate_unit} | ({"source": source} if source else {})
-    recorder.event("start", **fields, **({"again": True} if again else {}))
+    recorder.event("start", **fields, **({"is_restart": True} if again else {}))
 
 
 def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:
@@ -72,7 +72,7 @@ def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) 
     """
     change = asdict(restart.change) if restart.change is not None else None
     recorder.event(
-        "recovery" if restart.failure else "growth",
+        "recovery" if restart.failure else "resize",
         **({"failure": restart.failure, "attempt": restart.attempt} if restart.failure else {}),
         **({"change": change} if change is not None else {}),
         source=source,

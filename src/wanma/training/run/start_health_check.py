@@ -77,7 +77,7 @@ def together(mine: DeviceHealth, cluster: ClusterSection, worker: Worker) -> Hea
             f"half of all links pass {usual:,.0f} MB/s or more",
             "run the same command on another machine, or set cluster.health_check = 'never'",
         )
-    return _summary(found, hosts, links, nodes, cluster.slow_factor, time.perf_counter() - began)
+    return _summary(found, hosts, links, nodes, cluster.straggler_factor, time.perf_counter() - began)
 
 
 def _summary(

@@ -198,7 +198,7 @@ class Trainer:
         """Close files. A failed run gives a pending save some time: its other ranks may be gone."""
         try:
             if failed:
-                seconds = min(LAST_SAVE_SECONDS, self.job.cluster.hang_seconds / 2)
+                seconds = min(LAST_SAVE_SECONDS, self.job.cluster.hang_timeout_seconds / 2)
                 self._report_saves(self._checkpointer.wait(seconds), "")
                 self._checkpointer.sweep()
             else:
@@ -314,7 +314,7 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._rate,
                 "phases": phases,
-                **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
+                **spent.numbers(),
                 "memory_bytes": held_bytes(self.grid.device.type),
                 **expert_numbers(self._noted, agreement.targets),
                 **compression_numbers(self.state.parallel.compression),
@@ -332,10 +332,10 @@ class Trainer:
         if self._moved is not None:
             moved = self._moved
             self._recorder.event(
-                "shares",
+                "batch_shares",
                 step=moved.step,
                 batch_shares=list(moved.shares),
-                before=list(moved.before),
+                previous_batch_shares=list(moved.before),
                 level="info",
                 text=moved.text,
             )
@@ -397,7 +397,7 @@ class Trainer:
     def tell_health(self, health: Health) -> None:
         """Record the result of the health check before the start."""
         if self._recorder is not None:
-            self._recorder.event("health", **health.fields, text=health.text)
+            self._recorder.event("health_check", **health.fields, text=health.text)
             for warning in health.warnings:
                 self.message(warning, "warning")
 

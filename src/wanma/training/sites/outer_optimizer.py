@@ -49,7 +49,11 @@ class OuterStep:
 
     def numbers(self) -> dict[str, float]:
         """Return the metrics for the step's record."""
-        return {"outer_seconds": self.seconds, "outer_norm": self.norm, "outer_fragments": self.fragments}
+        return {
+            "outer_seconds": self.seconds,
+            "pseudo_gradient_norm": self.norm,
+            "outer_fragments": self.fragments,
+        }
 
 
 @dataclass
@@ -135,7 +139,7 @@ class OuterUpdates:
         squares: list[Tensor] = []
         count = 0
         for difference in self._ripe(step, is_last):
-            squares.append(self._apply(difference, plan.mix))
+            squares.append(self._apply(difference, plan.overlap_mixing_factor))
             count += 1
         due = plan.due(step)
         for fragment in due:
@@ -256,9 +260,9 @@ class OuterUpdates:
             elif plan.momentum > 0:
                 momentum = local_part(self.momentum[name])
                 momentum.mul_(plan.momentum).add_(moved)
-                outer.sub_(moved.add(momentum, alpha=plan.momentum), alpha=plan.rate)
+                outer.sub_(moved.add(momentum, alpha=plan.momentum), alpha=plan.outer_learning_rate)
             else:
-                outer.sub_(moved, alpha=plan.rate)
+                outer.sub_(moved, alpha=plan.outer_learning_rate)
             if mix:
                 mine.lerp_(outer.to(mine), 1 - mix)
             else:

@@ -119,7 +119,7 @@ def check_policy(step: int, wrong: str, policy: Policy, key: str, retried: Colle
     if policy == "retry" and step not in retried:
         raise AgreedError(
             f"step {step}: {wrong}",
-            f"{key} = 'retry' makes the step again after a recovery (cluster.retries), and leaves it out if "
-            "that comes back",
+            f"{key} = 'retry' makes the step again after a recovery (cluster.max_restarts), and leaves it "
+            "out if that comes back",
             retry_step=step,
         )

@@ -25,9 +25,9 @@ def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, T
             activations may have been infinite.
 
     Returns:
-        metrics of the experts for the step's record, if the model has any: `expert_load`, the most tokens of
-            one expert over the mean, in the layer where that is worst; and `balance_loss`, the sum over
-            tokens.
+        metrics of the experts for the step's record, if the model has any: `expert_load_imbalance`, the
+            most tokens of one expert over the mean, in the layer where that is worst; and `balance_loss`, the
+            sum over tokens.
     """
     if not model.noting:
         return {}
@@ -44,7 +44,7 @@ def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, T
             for name, module in model.noting.items()
         ]
     )
-    if grid.at("tp") > 0 and not grid.plan.sequence:
+    if grid.at("tp") > 0 and not grid.plan.sequence_parallel:
         packed.zero_()  # the first tensor rank saw the same tokens
     if grid.plan.world_size > 1:
         dist.all_reduce(packed)
@@ -62,6 +62,6 @@ def _of_experts(totals: list[Tensor]) -> dict[str, Tensor]:
         return {}
     worst = [total[:-1].max() * (len(total) - 1) / total[:-1].sum().clamp(min=1) for total in totals]
     return {
-        "expert_load": torch.stack(worst).max(),
+        "expert_load_imbalance": torch.stack(worst).max(),
         "balance_loss": torch.stack([total[-1] for total in totals]).sum(),
     }

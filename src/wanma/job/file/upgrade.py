@@ -1,0 +1,142 @@
+"""Upgrade of a job file in place: old keys and values get their new names, and all else stays.
+
+    changes = upgrade_file(Path("gpt.toml"))    # [Change(7, 'parallel.context → parallel.cp_method')]
+
+The names come from `renamed_keys`, and their positions from the scanner of `key_lines`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import JobError
+from wanma.job.file.key_lines import Token
+from wanma.job.file.parser import parse_tokens, read_text
+from wanma.job.file.renamed_keys import Renaming, dotted_name, renamings, with_new_names
+
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Renamed key or value of a file."""
+
+    line: int
+    text: str
+
+
+def upgrade_file(path: Path, *, dry_run: bool = False) -> list[Change]:
+    """Rewrite the TOML or YAML file of a job under the new names; return the changes, first line first.
+
+    Comments, order, quotes, line ends and the file's mode stay. It is replaced as a whole or not at all.
+
+    Args:
+        path: the file; its suffix says whether it is YAML.
+        dry_run: only return the changes.
+
+    Raises:
+        JobError: the file cannot be read, parsed or written, or gives a key under both names.
+    """
+    read_text(path)  # for its errors; it changes line ends
+    text, changes = upgraded(path.read_bytes().decode(), path)
+    if changes and not dry_run:
+        _replace(path, text)
+    return changes
+
+
+def upgraded(text: str, path: Path = Path("job.toml")) -> tuple[str, list[Change]]:
+    """Return the text of a job file under the new names, and the changes.
+
+    Args:
+        text: text of the file.
+        path: file that errors name; its suffix says whether the text is YAML.
+
+    Raises:
+        JobError: the text cannot be parsed, or gives a key under both names.
+    """
+    plain = text.removeprefix(_BYTE_ORDER_MARK).replace("\r\n", "\n")
+    tables, tokens = parse_tokens(path, plain)
+    found = renamings(tables)
+    _refuse_both(path, found, tokens)
+    edits = [edit for _, edit in sorted(_edits(found, tokens).items())]
+    changes = [Change(token.line, _described(one)) for token, one in edits]
+    replaced = [(token, _quoted(plain[token.start : token.stop], one)) for token, one in edits]
+    if not _reads_as(path, _with(plain, replaced), with_new_names(tables)):
+        listed = "\n  ".join(f"{path}:{change.line}: {change.text}" for change in changes)
+        raise JobError(f"{path} cannot be rewritten in place; change by hand:\n  {listed}")
+    return _with(text, replaced), changes
+
+
+def _refuse_both(path: Path, found: Iterable[Renaming], tokens: Iterable[Token]) -> None:
+    lines = {token.path: token.line for token in tokens if token.is_key}
+    for one in found:
+        if not one.is_value and one.new_path in lines:
+            raise JobError(
+                f"{path}:{lines[one.path]}: {one}, and line {lines[one.new_path]} gives that, too",
+                f"remove one of the two, then `wanma job --upgrade {path}` again",
+            )
+
+
+def _edits(
+    found: Iterable[Renaming], tokens: Iterable[Token]
+) -> dict[tuple[int, int], tuple[Token, Renaming]]:
+    """Return the renaming of each token that has an old name, by its position."""
+    by_path = {(one.path, not one.is_value): one for one in found}
+    return {
+        (token.start, token.stop): (token, by_path[token.path, token.is_key])
+        for token in tokens
+        if (token.path, token.is_key) in by_path
+    }
+
+
+def _described(one: Renaming) -> str:
+    if one.is_value:
+        return f"{dotted_name(one.new_path)}: '{one.old}' → '{one.new}'"
+    return f"{one.old} → {one.new}"
+
+
+def _quoted(old: str, one: Renaming) -> str:
+    """Return the new name in the quotes of the old one."""
+    new = one.new if one.is_value else one.new.rpartition(".")[2]
+    quote = old[0] if old[0] in "\"'" else ""
+    return f"{quote}{new}{quote}"
+
+
+def _with(raw: str, replaced: Iterable[tuple[Token, str]]) -> str:
+    """Return `raw` with tokens replaced; their positions count no byte order mark, and CRLF as one."""
+    begin = len(raw) - len(raw.removeprefix(_BYTE_ORDER_MARK))
+    ends: list[int] = []  # positions of the line ends that are CRLF, as tokens count them
+    at = -1
+    while (at := raw.find("\r\n", at + 1)) >= 0:
+        ends.append(at - begin - len(ends))
+    parts, last = [], 0
+    for token, new in replaced:
+        start, stop = (begin + one + bisect_left(ends, one) for one in (token.start, token.stop))
+        parts += [raw[last:start], new]
+        last = stop
+    return "".join([*parts, raw[last:]])
+
+
+def _reads_as(path: Path, text: str, tables: dict[str, Any]) -> bool:
+    try:
+        return parse_tokens(path, text)[0] == tables
+    except JobError:
+        return False
+
+
+def _replace(path: Path, text: str) -> None:
+    target = path.resolve()  # a link stays one
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(text.encode())
+        shutil.copymode(target, temporary)
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
