@@ -132,7 +132,7 @@ def custom_spec(model: nn.Module, batch_norm_group: int | None = None) -> ModelS
 
     Args:
         model: the module.
-        statistics_group: converts its batch normalization to groups of that many samples, in place.
+        batch_norm_group: converts its batch normalization to groups of that many samples, in place.
             Without it, `couples_samples` names what a plan of more than one micro-batch must refuse.
 
     Raises:
