@@ -15,7 +15,7 @@ from wanma.planner.sample_groups import Group
 
 
 def check_batch_shares(job: Job) -> None:
-    """Check a job's `batch_shares` and `batch_share_schedule` against its data-parallel sizes and its load balancing.
+    """Check `batch_shares`, `batch_share_schedule` and load balancing against the data-parallel sizes.
 
     Raises:
         JobError: names the keys.
