@@ -51,7 +51,10 @@ ROOT_FILES = {
 
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80
-TOO_LONG = {"planner/cost/decoder_layers.py:_attention", "planner/memory/model_states.py:_shards"}
+TOO_LONG = {
+    "planner/cost/decoder_layers.py:_attention",
+    "planner/memory/model_states.py:_sharded_model_states",
+}
 """Functions that are still longer."""
 
 UNDEFINING_WORDS = {"what", "how", "where", "whether", "when", "which", "who", "why", "of", "that", "those"}

@@ -10,7 +10,7 @@ import pytest
 
 from wanma.cli.parser import build_parser, parse
 from wanma.job.file.loading import parse_override
-from wanma.job.file.schema import keys
+from wanma.job.file.schema import schema_keys
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
@@ -34,7 +34,7 @@ def test_every_command_is_one_that_wanma_accepts(page: Path) -> None:
         parsed = parse(build_parser(), shlex.split(line, comments=True))
         for override in getattr(parsed, "overrides", []):
             path = ".".join(parse_override(override).path)
-            assert path in keys() or path == "parallel", f"{line}: there is no key {path}"
+            assert path in schema_keys() or path == "parallel", f"{line}: there is no key {path}"
 
 
 def test_the_guide_lists_all_its_pages() -> None:

@@ -8,17 +8,17 @@ import signal
 import pytest
 
 from support.ranks import RankCrashError, run_ranks
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
 
-def crash(worker: Worker) -> None:
+def crash(worker: WorkerContext) -> None:
     if worker.rank == 1:
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGSEGV)
     raise ConnectionError("closed by peer")
 
 
-def refuse(worker: Worker) -> None:
+def refuse(worker: WorkerContext) -> None:
     raise ValueError(f"not on rank {worker.rank}")
 
 

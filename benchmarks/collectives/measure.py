@@ -22,8 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from wanma.collectives.shared_memory.backend import Way, backend, shared_group
-from wanma.parallel.mesh.backend_selection import native_library
+from wanma.collectives.shared_memory.backend import (
+    SharedMemoryOptions,
+    as_shared_memory_group,
+    register_backend,
+)
+from wanma.parallel.mesh.backend_selection import load_collectives_library
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 IN_PLACE = ("all_reduce", "all_gather", "reduce_scatter")
@@ -49,12 +53,14 @@ def measure(
     rank: int, ranks: int, collective: str, sizes: tuple[float, ...], folder: str, output: str
 ) -> None:
     torch.set_num_threads(1)
-    found = native_library()
+    found = load_collectives_library()
     if found.path is None:
-        raise SystemExit(f"error: there is nothing to compare: {found.reason}")
+        raise SystemExit(f"error: there is nothing to compare: {found.failure_reason}")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     gloo = dist.group.WORLD
-    shared = dist.new_group(backend=backend(Way(found.path, required=True, local_ranks=ranks)))
+    shared = dist.new_group(
+        backend=register_backend(SharedMemoryOptions(found.path, is_required=True, local_world_size=ranks))
+    )
     assert gloo is not None
     seconds: dict[str, dict[str, float]] = {}
     for size in sizes:
@@ -107,8 +113,8 @@ def _runner(
     ranks, me = group.size(), group.rank()
 
     def made(count: int) -> Tensor:
-        shared = shared_group(group) if in_place else None
-        return torch.zeros(count) if shared is None else shared.allocate(count, torch.float32).zero_()
+        shared = as_shared_memory_group(group) if in_place else None
+        return torch.zeros(count) if shared is None else shared.allocate_tensor(count, torch.float32).zero_()
 
     whole = made(elements)
     if collective == "all_reduce":

@@ -19,11 +19,11 @@ from benchmarks.mixed.gated import VARIABLE
 from benchmarks.mixed.quota import Held, held_back
 from benchmarks.recovery.watch import read_lines
 from benchmarks.turns import Start, Turn, blocks, foreign_cpu, own_clocks, steps_between, take_turns_by_steps
-from wanma.data.opening import prepare
+from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory
-from wanma.training.balancing.share_allocation import Pace, Unit, best_shares
-from wanma.training.balancing.share_rebalancer import WINDOW_STEPS
+from wanma.training.balancing.share_allocation import RankSpeed, ShareGranularity, minimax_shares
+from wanma.training.balancing.share_rebalancer import MIN_WINDOW_STEPS
 
 Shares = tuple[int, int]
 """Samples per step of each rank."""
@@ -128,7 +128,7 @@ def prepare_data(setting: Setting) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(setting.job("even", setting.by_quota, setting.total_steps))
-        prepare(load_job(path).data)
+        prepare_job_data(load_job(path).data)
 
 
 def plan_shares(setting: Setting, venv: Path) -> Shares:
@@ -151,16 +151,16 @@ def plan_shares(setting: Setting, venv: Path) -> Shares:
             pace(read_lines(run.metrics)[PLANNING_WARMUP:-1], samples)
             for run, samples in zip(training.runs, by_quota, strict=True)
         ]
-    shares = best_shares(paces, setting.batch, Unit())
+    shares = minimax_shares(paces, setting.batch, ShareGranularity())
     assert shares is not None
     return shares[0], shares[1]
 
 
-def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> Pace:
+def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> RankSpeed:
     """Return the pace of a rank with these steps of so many samples."""
     computing = statistics.median(line["phases"]["forward_backward"] for line in lines)
     whole = statistics.median(line["step_seconds"] for line in lines)
-    return Pace(computing / samples, whole - computing)
+    return RankSpeed(computing / samples, whole - computing)
 
 
 def measure(
@@ -180,7 +180,7 @@ def measure(
     Raises:
         BenchmarkError: a command failed, or a quota was never set.
     """
-    change = setting.settle + number % WINDOW_STEPS if contender == "changed" else 0
+    change = setting.settle + number % MIN_WINDOW_STEPS if contender == "changed" else 0
     trainings = {
         contender: Training(setting, contender, planned, folder, setting.total_steps, change),
         IDEAL: Training(setting, IDEAL, planned, folder, MANY_STEPS),

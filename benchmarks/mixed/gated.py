@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gate import Gate
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
 VARIABLE = "GATE"
 """Environment variable with the path of the gate's file."""
@@ -25,22 +25,22 @@ def main() -> int:
     return command.main(sys.argv[1:])
 
 
-def train_worker(worker: Worker, payload: bytes) -> None:
+def train_worker(worker: WorkerContext, payload: bytes) -> None:
     """Run `wanma train`'s rank entry point; the time at the gate is excluded from steps."""
     from wanma.training.loop import train_worker as main
     from wanma.training.run.trainer import Trainer
-    from wanma.training.step.parameter_update import Agreement
+    from wanma.training.step.parameter_update import StepTotals
 
     gate = Gate(Path(os.environ[VARIABLE]), worker.world_size)
-    record = Trainer.record
+    record = Trainer.record_step
 
-    def record_and_wait(self: Trainer, agreement: Agreement) -> None:
-        record(self, agreement)
+    def record_and_wait(self: Trainer, totals: StepTotals) -> None:
+        record(self, totals)
         began = time.perf_counter()
         gate.wait(worker.rank, self.state.step)
         self._step_started += time.perf_counter() - began
 
-    Trainer.record = record_and_wait  # type: ignore[method-assign]  # in this process alone
+    Trainer.record_step = record_and_wait  # type: ignore[method-assign]  # in this process alone
     main.train_worker(worker, payload)
 
 

@@ -74,7 +74,7 @@ class Held(threading.Thread):
     def _process(self) -> int | None:
         """Return the process of the rank, with which its log begins; None before."""
         try:
-            found = re.search(r"process (\d+)", self._run.log(self._rank).read_text())
+            found = re.search(r"process (\d+)", self._run.rank_log(self._rank).read_text())
         except FileNotFoundError:
             return None
         return int(found[1]) if found else None

@@ -21,10 +21,10 @@ from torch.distributed.pipelining import schedules, stage
 
 from benchmarks.parallel.bubble import Kind, Operation
 from wanma.job.file.loading import load_job
-from wanma.job.run.worker import Worker
-from wanma.parallel.pipeline.pipeline_runner import Pipeline
-from wanma.planner.preparation.job_planning import first_layout, prepare_job
-from wanma.training.loop.train_request import Request
+from wanma.job.run.worker import WorkerContext
+from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
+from wanma.planner.preparation.job_planning import initial_layout, prepare_job
+from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import train
 
 
@@ -35,16 +35,16 @@ def main() -> None:
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = load_job(options.job)
-    plan = prepare_job(job, first_layout(job)).plan
+    plan = prepare_job(job, initial_layout(job)).plan
     options.folder.mkdir(exist_ok=True)
-    worker = Worker(
+    worker = WorkerContext(
         *(rank, rank, ranks, ranks, 0, 1, options.folder),
         store_host=os.environ["MASTER_ADDR"],
         store_port=int(os.environ["MASTER_PORT"]),
     )
     recorder = Recorder()
     recorder.attach()
-    train(worker, Request(job, plan))
+    train(worker, TrainRequest(job, plan))
     steps = [[asdict(operation) for operation in step] for step in recorder.steps]
     (options.folder / f"operations-{rank}.json").write_text(json.dumps(steps))
     if rank == 0:
@@ -60,14 +60,14 @@ class Recorder:
 
     def attach(self) -> None:
         """Attach clocks to torch's stages and schedules, and to wanma's pipeline, which begins the steps."""
-        run = Pipeline.run
+        run = PipelineRunner.forward_backward
 
         @wraps(run)
         def step(*arguments: Any, **keywords: Any) -> Any:
             self.steps.append([])
             return run(*arguments, **keywords)
 
-        Pipeline.run = step  # type: ignore[method-assign]  # that is the purpose
+        PipelineRunner.forward_backward = step  # type: ignore[method-assign]  # that is the purpose
         base: Any = stage._PipelineStageBase
         base.forward_one_chunk = self._timed(base.forward_one_chunk, lambda *_, **__: "forward")
         base.backward_one_chunk = self._timed(

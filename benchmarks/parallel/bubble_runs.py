@@ -14,7 +14,7 @@ from benchmarks.parallel.contenders import Setting, default_setting, torchrun
 from benchmarks.train.contenders import Command
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Schedule
-from wanma.planner.pipeline.schedules import bubble_share
+from wanma.planner.pipeline.schedules import bubble_fraction
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 _TIMEOUT_SECONDS = 600.0
@@ -86,10 +86,10 @@ def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]
         [[Operation(**one) for one in rank[number]] for rank in by_rank] for number in chosen
     ]
     return {
-        "theory": bubble_share(plan.schedule, plan.pp, plan.virtual_stages, pipeline.micro_batches),
+        "theory": bubble_fraction(plan.schedule, plan.pp, plan.virtual_stages, pipeline.micro_batches),
         # Ranks that share a core give it to each other while they wait: the clock then tells nothing.
         "measured": _middle([measured_share(step) for step in steps]) if plan.pp <= cores() else None,
-        "replayed": _middle([replayed_share(step, plan.stages) for step in steps]),
+        "replayed": _middle([replayed_share(step, plan.stage_count) for step in steps]),
         "unevenness": _middle([unevenness(step) for step in steps]),
         "cuts": list(plan.stage_cuts),
         "foreign_cpu": round(finished.foreign_cpu, 3),

@@ -18,7 +18,7 @@ from benchmarks.train.contenders import (
     with_speed,
 )
 from benchmarks.turns import blocks, take_turns
-from wanma.elastic.workers.environment import worker_environment
+from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection
 from wanma.models.config.presets import DECODER_PRESETS
@@ -128,7 +128,7 @@ def torchrun(setting: Setting, *script: str) -> Command:
 def tuned_environment(setting: Setting) -> dict[str, str]:
     """Return the variables that wanma gives its ranks."""
     plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
-    return worker_environment(ClusterSection(), plan)
+    return make_worker_environment(ClusterSection(), plan)
 
 
 def peer_command(setting: Setting) -> Command:

@@ -46,7 +46,7 @@ from benchmarks.parallel.context import measure_link
 from benchmarks.parallel.report import report
 from benchmarks.train.contenders import wanma_command
 from benchmarks.train.report import ratios
-from wanma.data.opening import prepare
+from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 
 Result = TypeVar("Result")
@@ -153,7 +153,7 @@ def _prepare_data(job: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(job)
-        prepare(load_job(path).data)
+        prepare_job_data(load_job(path).data)
 
 
 def _name(setting: Setting | Bubble) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.planner.machines import machine
-from wanma.planner.hardware_model.model import TILES, Chip
+from wanma.planner.hardware_model.model import TILES, DeviceModel
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 
 Array = npt.NDArray[np.float64]
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _products(
-    tables: Path, stem: str, chip: Chip
+    tables: Path, stem: str, chip: DeviceModel
 ) -> Iterator[tuple[str, tuple[float, float, float, float, float, int]]]:
     """Yield attainable share, fill, and bytes of casting per element of the input.
 
@@ -89,8 +89,8 @@ def _products(
         yield precision, (attainable, filled, casting, error, bias, int(chosen.sum()))
 
 
-def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:
-    """Return `operator_time.product_seconds` for many products at once, at the full peak."""
+def _wave_seconds(chip: DeviceModel, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:
+    """Return `operator_time.matmul_seconds` for many products at once, at the full peak."""
     peak = chip.peak_flops_per_second[precision]
     seconds = np.full(m.shape, np.inf)
     for rows, columns, share in TILES:
@@ -100,13 +100,13 @@ def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill
     return seconds
 
 
-def _moved_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array) -> Array:
+def _moved_seconds(chip: DeviceModel, precision: str, m: Array, n: Array, k: Array) -> Array:
     element = ELEMENT_BYTES[precision]
     moved = element * (m * k + k * n) + max(element, 2.0) * m * n
     return moved / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)
 
 
-def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float]:
+def _attention(tables: Path, stem: str, chip: DeviceModel) -> tuple[float, float, float]:
     """Return the fit for causal prefill in 16 bits with heads 128 wide, enough of them to fill the device."""
     names = ["batch_size", "isl", "num_heads", "head_dim", "attn_dtype", "kv_cache_dtype", "window_size"]
     table = _columns(tables / f"{stem}_context_attention_perf.parquet", [*names, "latency"])
@@ -131,7 +131,7 @@ def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float
 
 
 def _collectives(tables: Path, stem: str) -> tuple[float, float, float, float, float]:
-    """Return start, latency of one step, rate of one direction within a node, and ramp (see `Link`).
+    """Return start, latency of one step, rate of one direction within a node, and ramp (see `LinkLevel`).
 
     They are those of gathers and scatters; messages weigh equally. All-reduce is left out: some switches add
     up on the way.

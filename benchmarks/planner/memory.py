@@ -16,9 +16,9 @@ from typing import Literal
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import TABLES, Case, Record, UnusableRowError, case_of
 from wanma.job.forecast.forecast import Workload
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.memory.peak import RankMemory, memory_of_ranks
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.memory.peak import RankMemory, pipeline_rank_memory
 
 GIB = 1 << 30
 
@@ -42,9 +42,11 @@ class Judged:
     @property
     def forecast(self) -> float:
         """Forecast of the source's figure in GiB."""
-        state, total = self.rank.state, self.rank.total
+        state, total = self.rank.model_states, self.rank.total
         if self.meaning == "blocks":
-            total = state.parameters + state.optimizer + state.accumulated + self.rank.kept
+            total = (
+                state.parameters + state.optimizer + state.accumulated_gradients + self.rank.saved_activations
+            )
         elif self.meaning == "allocated":
             total = state.parameters + state.optimizer + sum(self.rank.peak)
         return total / GIB
@@ -97,13 +99,13 @@ def _judge(record: Record) -> Judged:
         raise UnusableRowError("nobody says what its figure counts, and it grows where tp does")
     meaning, changed = habits
     case = changed(case_of(record))
-    ranks = memory_of_ranks(
+    ranks = pipeline_rank_memory(
         _workload(case, meaning),
         case.plan,
         "adamw",
-        micro_batches=case.plan.accumulation(case.global_batch),
+        micro_batches=case.plan.gradient_accumulation_steps(case.global_batch),
         dimensions=case.dimensions,
-        software=case.software,
+        framework=case.software,
         in_flight=case.in_flight,
     )
     rank = ranks[0] if meaning == "blocks" else max(ranks, key=lambda rank: rank.total)
@@ -113,7 +115,7 @@ def _judge(record: Record) -> Judged:
 def _workload(case: Case, meaning: Meaning) -> Workload:
     """Return the workload, with biases if the program has GPT's."""
     dimensions = case.dimensions
-    workload = decoder_workload(dimensions, case.sequence)
+    workload = compute_decoder_workload(dimensions, case.sequence)
     if case.software.architecture == "llama":
         return workload
     first, blocks, last = workload.layers
@@ -136,8 +138,8 @@ def _megatron(case: Case) -> Case:
     Weights are separate copies, inputs are gathered once more in backward, and a parameter takes 18 bytes, of
     which its gradient has four (the figure's 22B on 8 devices).
     """
-    habits = replace(case.software, weights="copies", accumulated_bytes=4)
-    software = replace(habits, regathers=True, boundary_buffers=False)
+    habits = replace(case.software, weight_storage="copies", accumulation_bytes=4)
+    software = replace(habits, regathers_sequence=True, stage_buffer_per_micro_batch=False)
     return replace(case, software=software)
 
 
@@ -148,7 +150,7 @@ def _simumax(case: Case) -> Case:
     """
     case = _megatron(case)
     plan = replace(case.plan, cp_method="all_to_all")
-    software = replace(case.software, empty_gradients=True, selective="attention")
+    software = replace(case.software, dummy_weight_gradients=True, selective_recompute="attention")
     return replace(case, plan=plan, software=software)
 
 
@@ -158,7 +160,9 @@ def _titan(case: Case) -> Case:
     Beside the logits in 16 bits, it keeps the copy or the input of its logarithm, the gradient of that and of
     the copy.
     """
-    return replace(case, software=Software(fused=case.software.fused, logits_copies=7.0))
+    return replace(
+        case, software=FrameworkTraits(fuses_pointwise=case.software.fuses_pointwise, logits_copies=7.0)
+    )
 
 
 _HABITS: tuple[tuple[str, tuple[Meaning, Callable[[Case], Case]]], ...] = (
@@ -206,8 +210,8 @@ def row(one: Judged) -> str:
     rank, mark = one.rank, "fit" if one.case.is_fitted else "   "
     peak = rank.peak
     parts = {
-        "parameters": rank.state.parameters,
-        "optimizer": rank.state.optimizer,
+        "parameters": rank.model_states.parameters,
+        "optimizer": rank.model_states.optimizer,
         **peak._asdict(),
     }
     kinds = " ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size > GIB / 200)

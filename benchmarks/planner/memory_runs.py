@@ -21,9 +21,9 @@ from benchmarks.common import RESULTS, machine, run_command
 from benchmarks.planner.memory import RUNS_HEADING
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ModelSection
-from wanma.models.workload.model_workload import section_dimensions, section_workload
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.memory.peak import CPU_RUNTIME_BYTES, memory_of_ranks
+from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.memory.peak import CPU_RUNTIME_BYTES, pipeline_rank_memory
 
 STATE = RESULTS / "planner-memory-runs.json"
 SEQUENCE, BATCH, STEPS = 256, 8, 4
@@ -169,19 +169,19 @@ def report(state: dict[str, Any]) -> str:
             continue
         measured, plan = state[run.name]["memory_bytes"], Plan.from_json(state[run.name]["plan"])
         section = ModelSection(**MODELS[run.model])
-        workload = section_workload(
-            section, vocabulary=None, sequence_length=SEQUENCE, image_shape=None, classes=None
+        workload = build_section_workload(
+            section, vocabulary_size=None, sequence_length=SEQUENCE, image_shape=None, classes=None
         )
         assert workload is not None
-        forecast = memory_of_ranks(
+        forecast = pipeline_rank_memory(
             workload,
             plan,
             "adamw",
-            micro_batches=plan.accumulation(BATCH),
-            dimensions=section_dimensions(section, None),
-            software=Software(
-                fused=plan.compile,
-                sharing_machines=int(run.parallel.get("collectives") != "gloo"),
+            micro_batches=plan.gradient_accumulation_steps(BATCH),
+            dimensions=resolve_section_decoder_config(section, None),
+            framework=FrameworkTraits(
+                fuses_pointwise=plan.compile,
+                shared_memory_nodes=int(run.parallel.get("collectives") != "gloo"),
                 logits_copies=1.0,  # as of every decoder of ours: `planner.problem`
             ),
         )[0].forecast

@@ -17,26 +17,26 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import RESULTS, commit, machine, table
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.plan.placement import Replicas
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.plan.placement import ReplicaPlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.presets import PUBLISHED_PRESETS
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.forecast.problem import MEMORY_SHARE, Problem, problem_of
-from wanma.planner.heterogeneous.costs import MixedCosts
-from wanma.planner.heterogeneous.node_pools import Fleet, fleet_of
-from wanma.planner.heterogeneous.placement_search import search_mixed
-from wanma.planner.heterogeneous.simulation import simulated_seconds
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.presets import PRETRAINED_PRESETS
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE, PlanningProblem, build_problem
+from wanma.planner.heterogeneous.costs import HeterogeneousCosts
+from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware, build_heterogeneous_hardware
+from wanma.planner.heterogeneous.placement_search import search_placements
+from wanma.planner.heterogeneous.simulation import simulate_step
 from wanma.planner.search.result import Candidate
 
 SAILOR = "16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G"
 # As wide and deep as the published ones, but with three matrices of 8/3 hidden in each feed-forward network,
 # which have the parameters of two of 4 hidden.
 MODELS = {
-    "opt-350m": DecoderDimensions(24, 1024, 16, 16, 2752, 50272, tie_embeddings=True),
-    "gpt-neo-2.7b": DecoderDimensions(32, 2560, 20, 20, 6912, 50304, tie_embeddings=True),
+    "opt-350m": DecoderConfig(24, 1024, 16, 16, 2752, 50272, tie_embeddings=True),
+    "gpt-neo-2.7b": DecoderConfig(32, 2560, 20, 20, 6912, 50304, tie_embeddings=True),
 }
 FOUR_KINDS = (
     ("H100 SXM", 4, "8x400G"),
@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def setting(
-    cluster: str, dimensions: DecoderDimensions, batch: int, sequence: int, precision: str
-) -> tuple[Problem, Fleet]:
+    cluster: str, dimensions: DecoderConfig, batch: int, sequence: int, precision: str
+) -> tuple[PlanningProblem, HeterogeneousHardware]:
     job = Job.model_validate(
         {
             "model": {"family": "decoder"},
@@ -77,22 +77,22 @@ def setting(
             "train": {"global_batch": batch, "precision": precision},
         }
     )
-    machines = parse_cluster(cluster)
-    problem = problem_of(job, machines, decoder_workload(dimensions, sequence), dimensions)
-    return problem, fleet_of(machines, MEMORY_SHARE)
+    machines = parse_shorthand(cluster)
+    problem = build_problem(job, machines, compute_decoder_workload(dimensions, sequence), dimensions)
+    return problem, build_heterogeneous_hardware(machines, USABLE_DEVICE_MEMORY_SHARE)
 
 
-def gain(dimensions: DecoderDimensions) -> dict[str, Any]:
+def gain(dimensions: DecoderConfig) -> dict[str, Any]:
     """Return the simulated times of the best plan, of each kind alone and of the even split."""
     problem, fleet = setting(SAILOR, dimensions, 2048, 2048, "fp16")
     start = Plan(precision="fp16", device="cuda")
     began = time.process_time()
-    found = search_mixed(problem, fleet, start)
+    found = search_placements(problem, fleet, start)
     taken = time.process_time() - began
-    costs = MixedCosts(problem, fleet, replace(start, sequence_parallel=True))
+    costs = HeterogeneousCosts(problem, fleet, replace(start, sequence_parallel=True))
     best = found.candidates[0]
     rows = [row("best", best, costs, fleet)]
-    for number, kind in enumerate(fleet.kinds):
+    for number, kind in enumerate(fleet.pools):
         alone = next(one for one in found.candidates if nodes(one.plan) == {number})
         rows.append(row(f"{kind.name} alone", alone, costs, fleet))
         if number == smallest(fleet):
@@ -100,23 +100,23 @@ def gain(dimensions: DecoderDimensions) -> dict[str, Any]:
     return {"seconds": taken, "rows": rows}
 
 
-def smallest(fleet: Fleet) -> int:
+def smallest(fleet: HeterogeneousHardware) -> int:
     """Return the kind with the least memory, whose plan all devices can run."""
-    return min(range(len(fleet.kinds)), key=lambda number: fleet.kinds[number].memory_bytes)
+    return min(range(len(fleet.pools)), key=lambda number: fleet.pools[number].memory_limit_bytes)
 
 
-def even_split(alone: Candidate, fleet: Fleet, batch: int) -> Candidate:
+def even_split(alone: Candidate, fleet: HeterogeneousHardware, batch: int) -> Candidate:
     """Return replicas as in the smallest kind's best plan on all devices, with equal shares of the batch."""
     (like,) = alone.plan.placement
     each = sum(place.tp for place in like.places)
     placement = tuple(
-        Replicas(
-            kind.devices // each,
+        ReplicaPlacement(
+            kind.device_count // each,
             tuple(replace(place, node=number) for place in like.places),
             like.micro_batch,
             like.recompute,
         )
-        for number, kind in enumerate(fleet.kinds)
+        for number, kind in enumerate(fleet.pools)
     )
     count = sum(one.count for one in placement)
     base, extra = divmod(batch, count)
@@ -129,22 +129,22 @@ def nodes(plan: Plan) -> set[int]:
     return {place.node for one in plan.placement for place in one.places}
 
 
-def row(name: str, one: Candidate, costs: MixedCosts, fleet: Fleet) -> list[Any]:
+def row(name: str, one: Candidate, costs: HeterogeneousCosts, fleet: HeterogeneousHardware) -> list[Any]:
     batch = costs.problem.global_batch
     return [
         name,
         words(one.plan, fleet),
         one.seconds if name != "even split" else None,
-        simulated_seconds(costs, one.plan, batch),
+        simulate_step(costs, one.plan, batch),
     ]
 
 
-def words(plan: Plan, fleet: Fleet) -> str:
+def words(plan: Plan, fleet: HeterogeneousHardware) -> str:
     """Return a text such as '128 × (24 A100 SXM 40 GB) of 7–8 samples in micro-batches of 4'."""
     parts, first = [], 0
     for one in plan.placement:
         stages = ", ".join(
-            f"{place.blocks} {fleet.kinds[place.node].name}{f' tp {place.tp}' if place.tp > 1 else ''}"
+            f"{place.blocks} {fleet.pools[place.node].name}{f' tp {place.tp}' if place.tp > 1 else ''}"
             for place in one.places
         )
         sizes = plan.batch_shares[first : first + one.count]
@@ -161,9 +161,9 @@ def search_time(scale: int) -> dict[str, Any]:
     """Return the search time of Llama 3 70B on four kinds of devices."""
     cluster = " + ".join(f"{scale * count}x8 {name}, {cards}" for name, count, cards in FOUR_KINDS)
     batch = min(max(256 * scale, 256), 16384)
-    problem, fleet = setting(cluster, PUBLISHED_PRESETS["llama-3-70b"], batch, 4096, "bf16")
+    problem, fleet = setting(cluster, PRETRAINED_PRESETS["llama-3-70b"], batch, 4096, "bf16")
     began = time.process_time()
-    found = search_mixed(problem, fleet, Plan(precision="bf16", device="cuda"))
+    found = search_placements(problem, fleet, Plan(precision="bf16", device="cuda"))
     best, alone = found.candidates[0], [one for one in found.candidates if len(nodes(one.plan)) == 1]
     return {
         "seconds": time.process_time() - began,

@@ -24,8 +24,8 @@ from benchmarks.planner.machines import machine
 from wanma.job.forecast.forecast import StepTime, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Precision
-from wanma.models.workload.model_workload import module_workload
-from wanma.planner.cost.decoder_layers import Software
+from wanma.models.workload.model_workload import trace_module_workload
+from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.cost.traced_module import module_step_time
 
 
@@ -151,7 +151,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 @cache
 def workload(model: str, precision: Precision) -> Workload:
     make, inputs = MODELS[model]
-    return module_workload(make, inputs, precision=precision, autocast=True)
+    return trace_module_workload(make, inputs, precision=precision, autocast=True)
 
 
 def forecast(row: Row) -> StepTime:
@@ -159,7 +159,9 @@ def forecast(row: Row) -> StepTime:
     precision: Precision = "fp16" if row.precision == "amp" else "fp32"
     # SGD with momentum reads a gradient, a weight and a momentum and writes two of them; no clipping.
     # Autocast casts what it multiplies, and no tables: `casts` of all parameters would be of those.
-    software = Software(optimizer_bytes=20, channels_last=row.precision == "amp", weights="copies")
+    software = FrameworkTraits(
+        optimizer_bytes=20, channels_last=row.precision == "amp", weight_storage="copies"
+    )
     plan = Plan(micro_batch=row.micro_batch, precision=precision, device="cuda")
     return module_step_time(
         workload(row.model, precision), plan, row.global_batch, machine(row.device, 1), software

@@ -29,8 +29,8 @@ from benchmarks.common import RESULTS, ROOT, BenchmarkError, commit, machine, ru
 from benchmarks.planner.quiet import Watch
 from benchmarks.planner.real_cases import MODELS, cases, job_text
 from benchmarks.planner.real_report import report, steps_that_count
-from wanma.data.opening import prepare
-from wanma.hardware.discovery.node import discover
+from wanma.data.opening import prepare_job_data
+from wanma.hardware.discovery.node import discover_node
 from wanma.job.file.loading import load_job
 from wanma.planner.hardware_model.calibration import load_calibration
 
@@ -68,7 +68,7 @@ def _calibrate(state: dict[str, Any], seconds: float) -> None:
         command += ["--seconds", str(len(RANKS) * seconds), "--output", str(output)]
         run_command([sys.executable, *command], os.environ, log, TIMEOUT_SECONDS + 3 * len(RANKS) * seconds)
         calibration = load_calibration(output)
-    for one in calibration.measured:
+    for one in calibration.devices:
         print(f"{one.ranks} ranks: {one.disturbed} of {len(one.points)} disturbed")
     state["calibration"] = calibration.to_json()
     state["machine"] = machine()
@@ -133,7 +133,7 @@ def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str
     with tempfile.TemporaryDirectory(prefix="wanma-real-") as folder:
         job, run = Path(folder) / "job.toml", Path(folder) / "run"
         job.write_text(job_text(name, layout, steps))
-        prepare(load_job(job).data)
+        prepare_job_data(load_job(job).data)
         command = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run)]
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_", "MKL_"))
@@ -158,7 +158,7 @@ def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str
         "commit": commit(),
         "foreign_limit": foreign_limit,
         "plan": planned["plan"],
-        "cluster": discover().to_json(),
+        "cluster": discover_node().to_json(),
         "memory_bytes": max(record["memory_bytes"] for record in records[:-1]),
         "steps": timed,
     }

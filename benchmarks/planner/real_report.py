@@ -12,14 +12,14 @@ from typing import Any
 from benchmarks.common import Estimate, estimate, table
 from benchmarks.planner.real_cases import CHECKED, MODELS, TAUGHT, cases, job_text
 from wanma.job.cluster import Cluster
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
-from wanma.models.workload.model_workload import section_dimensions, section_workload
-from wanma.planner.calibration.correction_update import Observed, learned
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import problem_of
-from wanma.planner.hardware_model.calibration import Calibration, Corrections
+from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
+from wanma.planner.calibration.correction_update import ObservedStep, update_corrections
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import build_problem
+from wanma.planner.hardware_model.calibration import Calibration, CorrectionFactors
 
 LEAST_STEPS = 5
 """Minimum quiet steps of a row."""
@@ -34,7 +34,7 @@ class Row:
     plan: Plan
     cluster: Cluster
     seconds: Estimate
-    observed: Observed
+    observed: ObservedStep
     steps: int
 
 
@@ -90,7 +90,7 @@ def read_rows(state: Mapping[str, Any]) -> list[Row]:
                 Plan.from_json(own[-1]["plan"]),
                 Cluster.from_json(own[-1]["cluster"]),
                 seconds,
-                Observed(seconds.median, phases, memory),
+                ObservedStep(seconds.median, phases, memory),
                 len(quiet),
             )
         )
@@ -104,15 +104,15 @@ def steps_that_count(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def forecast_of(row: Row, calibration: Calibration) -> Forecast:
     """Return the forecast of the plan that ran."""
-    job = job_from(tomllib.loads(job_text(row.model, row.layout, steps=100)))
+    job = to_job(tomllib.loads(job_text(row.model, row.layout, steps=100)))
     vocabulary, length = MODELS[row.model].vocabulary, MODELS[row.model].sequence
-    workload = section_workload(
-        job.model, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None
+    workload = build_section_workload(
+        job.model, vocabulary_size=vocabulary, sequence_length=length, image_shape=None, classes=None
     )
     assert workload is not None  # a decoder's is known
-    dimensions = section_dimensions(job.model, vocabulary)
-    problem = problem_of(job, row.cluster, workload, dimensions, calibration, ranks=row.plan.world_size)
-    return forecast(problem, row.plan)
+    dimensions = resolve_section_decoder_config(job.model, vocabulary)
+    problem = build_problem(job, row.cluster, workload, dimensions, calibration, ranks=row.plan.world_size)
+    return forecast_plan(problem, row.plan)
 
 
 def step_seconds(row: Row, calibration: Calibration) -> float:
@@ -123,15 +123,17 @@ def step_seconds(row: Row, calibration: Calibration) -> float:
 
 def teach(calibration: Calibration, rows: Sequence[Row]) -> Calibration:
     """Return the calibration corrected by these runs, in turn."""
-    (device,) = {one.device for one in calibration.measured}
+    (device,) = {one.device for one in calibration.devices}
     for row in rows:
         corrected = partial(_corrected, row, calibration, device)
-        corrections, _ = learned(calibration.correction(device), row.plan, corrected, row.observed)
+        corrections, _ = update_corrections(
+            calibration.corrections_for(device), row.plan, corrected, row.observed
+        )
         calibration = calibration.with_corrections(device, corrections)
     return calibration
 
 
-def _corrected(row: Row, calibration: Calibration, device: str, corrections: Corrections) -> Forecast:
+def _corrected(row: Row, calibration: Calibration, device: str, corrections: CorrectionFactors) -> Forecast:
     return forecast_of(row, calibration.with_corrections(device, corrections))
 
 
@@ -235,7 +237,7 @@ def _corrections(calibration: Calibration) -> str:
             for name in ("compute", "communication", "optimizer", "unused")
         )
         lines.append(f"Learned of {device} in {one.runs} runs: {factors}.\n")
-    return "\n".join(lines) or f"Nothing was learned yet: {Corrections()}.\n"
+    return "\n".join(lines) or f"Nothing was learned yet: {CorrectionFactors()}.\n"
 
 
 def _count_models(rows: Sequence[Row]) -> int:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.planner.machines import machine
-from wanma.hardware.catalogue.lookup import find_named
+from wanma.hardware.catalogue.lookup import find_by_name
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Schedule
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.hardware_model.model import Machine
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.hardware_model.model import HardwareModel
 
 Record = dict[str, str]
 
@@ -31,12 +31,12 @@ class Case:
 
     source: str
     name: str
-    dimensions: DecoderDimensions
+    dimensions: DecoderConfig
     sequence: int
     plan: Plan
     global_batch: int
-    machine: Machine
-    software: Software
+    machine: HardwareModel
+    software: FrameworkTraits
     in_flight: int | None
     measured_seconds: float
     """Measured seconds of a step; NaN if a row has only memory."""
@@ -130,9 +130,10 @@ def _plain_case(record: Record) -> Case:
         plan=plan,
         global_batch=number("global_batch"),
         machine=_machine(record),
-        software=Software(
-            product_precision="nvfp4" if precision == "nvfp4" else None,
-            splits_experts=number("ep") * tp <= plan.stage_ranks,  # else there are no ranks to hold the parts
+        software=FrameworkTraits(
+            matmul_precision="nvfp4" if precision == "nvfp4" else None,
+            splits_experts=number("ep") * tp
+            <= plan.ranks_per_pipeline_rank,  # else there are no ranks to hold the parts
         ),
         in_flight=None,
         measured_seconds=float(record["step_time_s"] or "nan"),
@@ -151,16 +152,21 @@ def _name(record: Record) -> str:
     return f"{record['model']} s{record['seq']} {devices} {axes} b{batch} {record['precision']}"
 
 
-def _dimensions(record: Record) -> DecoderDimensions:
+def _dimensions(record: Record) -> DecoderConfig:
     layers, hidden, heads, kv_heads, wide, vocabulary = (
         int(record[key]) for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
     )
     model = record["model"].lower()
-    plain = DecoderDimensions(layers, hidden, heads, kv_heads, wide, vocabulary)
+    plain = DecoderConfig(layers, hidden, heads, kv_heads, wide, vocabulary)
     # Of the published configurations, what the table has no column for.
     if "deepseek" in model:
         latent = replace(
-            plain, query_rank=1536, key_value_rank=512, head_size=128, rotary_size=64, value_size=128
+            plain,
+            query_rank=1536,
+            key_value_rank=512,
+            explicit_head_dim=128,
+            explicit_rope_head_dim=64,
+            explicit_value_head_dim=128,
         )
         three = "v3" in model
         return replace(
@@ -174,32 +180,39 @@ def _dimensions(record: Record) -> DecoderDimensions:
         )
     if "qwen3_" in model:
         return replace(
-            plain, head_size=128, head_norm=True, experts=128, experts_per_token=8, expert_feed_forward=wide
+            plain,
+            explicit_head_dim=128,
+            qk_norm=True,
+            experts=128,
+            experts_per_token=8,
+            expert_feed_forward=wide,
         )
     if "gpt oss" in model:
-        return replace(plain, head_size=64, experts=128, experts_per_token=4, expert_feed_forward=wide)
+        return replace(
+            plain, explicit_head_dim=64, experts=128, experts_per_token=4, expert_feed_forward=wide
+        )
     return plain
 
 
-def _machine(record: Record) -> Machine:
-    if find_named(record["gpu"]) is None:
+def _machine(record: Record) -> HardwareModel:
+    if find_by_name(record["gpu"]) is None:
         raise UnusableRowError("different devices in one run, which this forecast does not take")
     network = 800.0 if "800 Gb/s per node" in record["notes"] else None
     return machine(record["gpu"], int(record["n_gpus"]), network)
 
 
-MEGATRON_2021 = Software(
+MEGATRON_2021 = FrameworkTraits(
     architecture="gpt",
     attention="scores",
-    selective="attention",
+    selective_recompute="attention",
     data_overlap=False,
     gradient_bytes=2,
-    weights="copies",
-    accumulated_bytes=2,
-    waits_for_sends=True,
+    weight_storage="copies",
+    accumulation_bytes=2,
+    blocking_sends=True,
 )
 # Since 2022 products add their gradients up themselves (--no-gradient-accumulation-fusion turns that off).
-MEGATRON_2022 = replace(MEGATRON_2021, adds_in_product=True)
+MEGATRON_2022 = replace(MEGATRON_2021, fuses_gradient_accumulation=True)
 
 
 def _megatron_2021(_: Record, case: Case) -> Case:
@@ -254,7 +267,7 @@ _FLASH_2_ON_HOPPER = 0.6
 
 def _foundry(record: Record, case: Case) -> Case:
     # Composer's FSDP in bf16 throughout, eager PyTorch; FlashAttention in Triton (its first version).
-    software = Software(
+    software = FrameworkTraits(
         architecture="gpt", attention_efficiency=_FLASH_1[record["gpu"][:4]], gradient_bytes=2
     )
     return replace(case, software=software)
@@ -267,14 +280,16 @@ def _titan(record: Record, case: Case) -> Case:
     return replace(
         case,
         plan=plan,
-        software=Software(fused=compiled, gradient_bytes=4, attention_efficiency=_FLASH_2_ON_HOPPER),
+        software=FrameworkTraits(
+            fuses_pointwise=compiled, gradient_bytes=4, attention_efficiency=_FLASH_2_ON_HOPPER
+        ),
     )
 
 
 def _megascale(_: Record, case: Case) -> Case:
     # Megatron of autumn 2023 in bf16, whose gradients are in 32 bits; with fused attention unless the row
     # says that scores are computed again: they would not fit into memory.
-    software = replace(MEGATRON_2022, gradient_bytes=4, accumulated_bytes=4)
+    software = replace(MEGATRON_2022, gradient_bytes=4, accumulation_bytes=4)
     if case.plan.recompute != "selective":
         software = replace(software, attention="fused", attention_efficiency=_FLASH_1["A100"])
     return replace(case, software=software)
@@ -287,12 +302,12 @@ def _nemo(_: Record, case: Case) -> Case:
     software = replace(
         case.software,
         architecture="gpt" if is_gpt else "llama",
-        fused=True,
-        selective="attention",
+        fuses_pointwise=True,
+        selective_recompute="attention",
         tensor_overlap=0.7,
         gradient_bytes=4,
-        weights="copies",
-        adds_in_product=True,
+        weight_storage="copies",
+        fuses_gradient_accumulation=True,
     )
     return replace(case, software=software)
 
@@ -311,30 +326,30 @@ def _bridge(record: Record, case: Case) -> Case:
     whole = case.dimensions.experts > 0 and newest and not plain
     software = replace(
         case.software,
-        fused=True,
-        graphs=whole,
-        selective="attention",
+        fuses_pointwise=True,
+        cuda_graphs=whole,
+        selective_recompute="attention",
         tensor_overlap=0.7,
         gradient_bytes=2,
-        weights="copies",
-        accumulated_bytes=2,
-        adds_in_product=True,
+        weight_storage="copies",
+        accumulation_bytes=2,
+        fuses_gradient_accumulation=True,
         fuses_experts=whole,
         expert_overlap=whole,
-        routes_once=not plain,
-        frozen="LoRA" in record["source"],
+        deduplicates_dispatch=not plain,
+        frozen_base_weights="LoRA" in record["source"],
     )
     return replace(case, software=software)
 
 
 def _simumax(_: Record, case: Case) -> Case:
-    software = Software(
-        fused=True,
+    software = FrameworkTraits(
+        fuses_pointwise=True,
         data_overlap=False,
         gradient_bytes=4,
         fuses_experts=False,
-        weights="copies",
-        adds_in_product=True,
+        weight_storage="copies",
+        fuses_gradient_accumulation=True,
     )
     return replace(case, software=software)
 

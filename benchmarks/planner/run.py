@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import TABLES, Case, read_cases
 from wanma.job.forecast.forecast import StepTime
-from wanma.planner.cost.decoder import step_time
+from wanma.planner.cost.decoder import decoder_step_time
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def forecast(case: Case) -> StepTime:
-    return step_time(
+    return decoder_step_time(
         case.dimensions,
         case.sequence,
         case.plan,

@@ -19,14 +19,14 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 from benchmarks.planner.machines import cluster
 from wanma.job.sections.job import Job
-from wanma.models.config.presets import GPT_PRESETS
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.forecast.problem import Problem, problem_of
+from wanma.models.config.presets import OWN_PRESETS
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.forecast.problem import PlanningProblem, build_problem
 from wanma.planner.search.branch_and_bound import search
-from wanma.planner.search.result import Found
-from wanma.planner.search.space import Space
+from wanma.planner.search.result import SearchResult
+from wanma.planner.search.space import SearchSpace
 
-GPT_3 = GPT_PRESETS["gpt-3-175b"]
+GPT_3 = OWN_PRESETS["gpt-3-175b"]
 SEQUENCE = 2048
 TABLE = RESULTS / "planner-search.md"
 DEVICES = (64, 256, 1024, 4096, 16384, 100_000)
@@ -64,7 +64,7 @@ def measured(devices: int, repeats: int, context: tuple[int, ...] | None = None)
         context: sizes of `cp`; default: those of a job that sets none.
     """
     problem = gpt_3(devices)
-    space = Space.of_job(problem.job, problem.cluster, problem.dimensions)
+    space = SearchSpace.from_job(problem.job, problem.cluster, problem.dimensions)
     if context is not None:
         space = replace(space, cp=context)
     seconds: list[float] = []
@@ -75,7 +75,7 @@ def measured(devices: int, repeats: int, context: tuple[int, ...] | None = None)
     return _line(devices, problem, found, seconds)
 
 
-def gpt_3(devices: int) -> Problem:
+def gpt_3(devices: int) -> PlanningProblem:
     """Return the problem of 1,536 sequences per step, as published for up to 1,024 A100s.
 
     With more devices the batch grows in proportion.
@@ -87,10 +87,10 @@ def gpt_3(devices: int) -> Problem:
             "train": {"global_batch": 1536 * max(devices // 1024, 1), "precision": "bf16"},
         }
     )
-    return problem_of(job, cluster("A100 SXM", devices), decoder_workload(GPT_3, SEQUENCE), GPT_3)
+    return build_problem(job, cluster("A100 SXM", devices), compute_decoder_workload(GPT_3, SEQUENCE), GPT_3)
 
 
-def _line(devices: int, problem: Problem, found: Found, seconds: list[float]) -> str:
+def _line(devices: int, problem: PlanningProblem, found: SearchResult, seconds: list[float]) -> str:
     best = found.best
     chosen = "nothing fits"
     if best is not None:
@@ -99,7 +99,7 @@ def _line(devices: int, problem: Problem, found: Found, seconds: list[float]) ->
         assert best.forecast.model_flops_utilisation is not None
         chosen = f"{best.plan}; {step.seconds:.1f} s, MFU {best.forecast.model_flops_utilisation:.0%}"
     return (
-        f"| {devices:,} | {problem.global_batch:,} | {found.considered:,} | {statistics.median(seconds):.2f} "
+        f"| {devices:,} | {problem.global_batch:,} | {found.plan_count:,} | {statistics.median(seconds):.2f} "
         f"| {min(seconds):.2f} to {max(seconds):.2f} | {chosen} |"
     )
 

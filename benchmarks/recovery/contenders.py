@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
 from benchmarks.recovery.watch import ProcessorTime, Watch, cost, read_lines
-from wanma.elastic.workers.environment import worker_environment
+from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import ClusterSection
@@ -154,7 +154,7 @@ class Command:
     environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        tuned = worker_environment(ClusterSection(), Plan())
+        tuned = make_worker_environment(ClusterSection(), Plan())
         stated = [f"{name}={value}" for name, value in self.environment.items() if name not in tuned]
         return " ".join([*stated, *self.arguments])
 
@@ -163,7 +163,7 @@ def command(setting: Setting, contender: Contender) -> Command:
     if contender.kind == "wanma":
         return Command(("wanma", "train", "job.toml", *contender.options, "--run-dir", "run"), {})
     plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
-    tuned = worker_environment(ClusterSection(), plan)
+    tuned = make_worker_environment(ClusterSection(), plan)
     given = ("--task", "task.json", "--progress", "progress")
     if contender.kind == "torchft":
         cluster = ("python", "benchmarks/recovery/peers/torchft_cluster.py", str(setting.ranks))
@@ -235,9 +235,9 @@ class WanmaRun:
 
     def process(self, rank: int) -> int:
         """Return the process of a rank in the first generation, with which its log begins."""
-        found = re.search(r"generation 1, process (\d+)", self._run.log(rank).read_text())
+        found = re.search(r"generation 1, process (\d+)", self._run.rank_log(rank).read_text())
         if found is None:
-            raise BenchmarkError(f"{self._run.log(rank)} does not say which process rank {rank} is")
+            raise BenchmarkError(f"{self._run.rank_log(rank)} does not say which process rank {rank} is")
         return int(found[1])
 
     def supervision(self) -> dict[str, int]:
@@ -247,7 +247,7 @@ class WanmaRun:
 
     def newest_process(self, rank: int) -> int:
         """Return the process of a rank in the newest generation."""
-        found = re.findall(r"generation \d+, process (\d+)", self._run.log(rank).read_text())
+        found = re.findall(r"generation \d+, process (\d+)", self._run.rank_log(rank).read_text())
         return int(found[-1])
 
     def digest(self) -> str:

@@ -37,7 +37,7 @@ from benchmarks.common import (
 )
 from benchmarks.recovery.contenders import PARTS, Contender, Setting, command, measure
 from benchmarks.recovery.report import report
-from wanma.data.opening import open_data, prepare
+from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.job.file.loading import load_job
 
 
@@ -120,8 +120,8 @@ def prepare_inputs(folder: Path, setting: Setting) -> None:
     path.write_text(setting.job(str(corpus), str(folder / "cache")))
     (folder / "task.json").write_text(json.dumps(setting.task()))
     loaded = load_job(path)
-    prepare(loaded.data)
-    rows = open_data(loaded.data, loaded.train).batch(range(setting.steps * setting.batch))
+    prepare_job_data(loaded.data)
+    rows = open_dataset(loaded.data, loaded.train).batch(range(setting.steps * setting.batch))
     tokens = np.concatenate([rows.inputs[0].numpy(), rows.targets.numpy()[:, -1:]], axis=1)
     shape = (setting.steps, setting.ranks, setting.batch // setting.ranks, setting.sequence + 1)
     np.save(folder / "tokens.npy", tokens.reshape(shape))

@@ -14,30 +14,37 @@ from collections.abc import Sequence
 
 from benchmarks.common import RESULTS, commit, table
 from wanma.planner.forecast.failure_model import (
-    LLAMA3,
-    Copy,
-    Failures,
-    Recovery,
-    best_intervals,
+    LLAMA3_FAILURE_RATES,
+    CheckpointTier,
+    CheckpointTiers,
+    FailureRates,
     daly_interval,
-    simulate,
-    useful_share,
+    expected_goodput,
+    optimal_intervals,
+    simulate_goodput,
     young_interval,
 )
-from wanma.planner.forecast.goodput import DISK_SECONDS, MEMORY_SECONDS, PARTNER_SECONDS
+from wanma.planner.forecast.goodput import (
+    DISK_RESTART_SECONDS,
+    MEMORY_RESTART_SECONDS,
+    PARTNER_RESTART_SECONDS,
+)
 
 STEP, DEVICES = 6.0, (1_024, 16_384, 100_000)
-MEMORY, PARTNER = Copy(0.05, MEMORY_SECONDS, 0.5), Copy(0.05, PARTNER_SECONDS, 1.0)
-DISK = Copy(0.05, DISK_SECONDS, 60.0)
+MEMORY, PARTNER = (
+    CheckpointTier(0.05, MEMORY_RESTART_SECONDS, 0.5),
+    CheckpointTier(0.05, PARTNER_RESTART_SECONDS, 1.0),
+)
+DISK = CheckpointTier(0.05, DISK_RESTART_SECONDS, 60.0)
 SYSTEMS = {
-    "disk, training waits 30 s; 10 min": Recovery(Copy(30.0, 600.0)),
-    "disk in the background; 10 min": Recovery(Copy(0.05, 600.0, 60.0)),
-    "disk in the background; 2 min": Recovery(DISK),
-    "and own memory; 10 s": Recovery(DISK, None, MEMORY),
-    "and a partner's memory; 30 s": Recovery(DISK, PARTNER, MEMORY),
-    "the same, shrinks for 1 h": Recovery(DISK, PARTNER, MEMORY, shrink_seconds=3600 / 128),
+    "disk, training waits 30 s; 10 min": CheckpointTiers(CheckpointTier(30.0, 600.0)),
+    "disk in the background; 10 min": CheckpointTiers(CheckpointTier(0.05, 600.0, 60.0)),
+    "disk in the background; 2 min": CheckpointTiers(DISK),
+    "and own memory; 10 s": CheckpointTiers(DISK, None, MEMORY),
+    "and a partner's memory; 30 s": CheckpointTiers(DISK, PARTNER, MEMORY),
+    "the same, shrinks for 1 h": CheckpointTiers(DISK, PARTNER, MEMORY, replica_loss_seconds=3600 / 128),
 }
-RSC1 = Failures.observed(0, 6.5, 0, devices=8, days=1000)
+RSC1 = FailureRates.from_counts(0, 6.5, 0, devices=8, days=1000)
 """Failure rate of RSC-1: 6.50 in 1,000 days of a node of 8 A100 (Kokolis et al. 2025, arXiv 2410.21680)."""
 PUBLISHED = (("Llama 3", 16_384, 0.90), ("MegaScale", 12_288, 0.90), ("ByteRobust", 9_600, 0.97))
 PLACES = ["copies; from failure to next step", "GPUs", "best steps between", "formula", "played"]
@@ -63,41 +70,50 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
 
-    def played(recovery: Recovery, every: Sequence[float], devices: int) -> str:
+    def played(recovery: CheckpointTiers, every: Sequence[float], devices: int) -> str:
         """Return the mean and standard deviation over the runs, as text."""
-        runs = [simulate(LLAMA3, recovery, every, devices, options.days, at) for at in range(options.runs)]
+        runs = [
+            simulate_goodput(LLAMA3_FAILURE_RATES, recovery, every, devices, options.days, at)
+            for at in range(options.runs)
+        ]
         return f"{100 * statistics.mean(runs):.2f} ± {100 * statistics.stdev(runs):.2f}"
 
-    def system(name: str, recovery: Recovery, devices: int) -> list[str]:
-        every = best_intervals(LLAMA3, recovery, devices, STEP)
+    def system(name: str, recovery: CheckpointTiers, devices: int) -> list[str]:
+        every = optimal_intervals(LLAMA3_FAILURE_RATES, recovery, devices, STEP)
         steps = ", ".join(f"{seconds / STEP:.0f}" for seconds in every)
-        share = f"{100 * useful_share(LLAMA3, recovery, every, devices):.2f}"
+        share = f"{100 * expected_goodput(LLAMA3_FAILURE_RATES, recovery, every, devices):.2f}"
         return [name, f"{devices:,}", steps, share, played(recovery, every, devices)]
 
     def snapshots(devices: int, steps: int) -> list[str]:
-        near = [Copy(0.05, restore, 0.5) for restore in (1.0, 10.0, 60.0, 600.0)]
+        near = [CheckpointTier(0.05, restore, 0.5) for restore in (1.0, 10.0, 60.0, 600.0)]
         every = (STEP * steps, STEP * steps, STEP * max(steps, 100))
         return [
             f"{devices:,}",
             f"{steps:,}",
-            *(played(Recovery(DISK, at, at), every, devices) for at in near),
+            *(played(CheckpointTiers(DISK, at, at), every, devices) for at in near),
         ]
 
     def checkpoints(devices: int, minutes: int) -> list[str]:
-        disks = [Copy(0.05, restore, 60.0) for restore in (60.0, 120.0, 600.0, 1800.0)]
+        disks = [CheckpointTier(0.05, restore, 60.0) for restore in (60.0, 120.0, 600.0, 1800.0)]
         every = (STEP, STEP, 60.0 * minutes)
-        shares = (played(Recovery(disk, PARTNER, MEMORY), every, devices) for disk in disks)
+        shares = (played(CheckpointTiers(disk, PARTNER, MEMORY), every, devices) for disk in disks)
         return [f"{devices:,}", str(minutes), *shares]
 
     def check(stall: float) -> list[str]:
-        mean, recovery = LLAMA3.seconds_between(16_384), Recovery(Copy(stall, 600.0))
-        every, daly = best_intervals(LLAMA3, recovery, 16_384, 0.01), daly_interval(stall, mean)
-        share = 100 * useful_share(LLAMA3, recovery, (daly,), 16_384)
+        mean, recovery = (
+            LLAMA3_FAILURE_RATES.mean_seconds_between(16_384),
+            CheckpointTiers(CheckpointTier(stall, 600.0)),
+        )
+        every, daly = (
+            optimal_intervals(LLAMA3_FAILURE_RATES, recovery, 16_384, 0.01),
+            daly_interval(stall, mean),
+        )
+        share = 100 * expected_goodput(LLAMA3_FAILURE_RATES, recovery, (daly,), 16_384)
         row = [f"{stall:g}", *(f"{seconds:,.1f}" for seconds in (young_interval(stall, mean), daly, *every))]
         return [*row, f"{share:.2f}", played(recovery, every, 16_384)]
 
     def published(name: str, devices: int, share: float) -> list[str]:
-        hours = [rates.seconds_between(devices) / 3600 for rates in (LLAMA3, RSC1)]
+        hours = [rates.mean_seconds_between(devices) / 3600 for rates in (LLAMA3_FAILURE_RATES, RSC1)]
         return [
             name,
             f"{devices:,}",

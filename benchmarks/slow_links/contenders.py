@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.slow_links.interface import ADDRESSES, NAME, PORT
 from benchmarks.train.contenders import Command, train_once, with_speed
-from wanma.elastic.protocol.shared_secret import VARIABLE as SECRET
-from wanma.elastic.workers.environment import worker_environment
+from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE as SECRET
+from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection
 
@@ -161,7 +161,7 @@ def ddp_command(setting: Setting) -> Command:
         *("benchmarks/train/peers/train_ddp.py", "--job", "job.toml", "--result", "result.json"),
         *(f"--batch={setting.batch}", "--fused"),
     )
-    tuned = worker_environment(ClusterSection(), Plan(dp_replicate=RANKS, threads_per_rank=1))
+    tuned = make_worker_environment(ClusterSection(), Plan(dp_replicate=RANKS, threads_per_rank=1))
     return Command((*_apart(setting), *words), {**tuned, "GLOO_SOCKET_IFNAME": NAME})
 
 

@@ -44,7 +44,7 @@ from benchmarks.slow_links.contenders import (
     wanma_command,
 )
 from benchmarks.slow_links.report import DDP, ratios, report
-from wanma.data.opening import prepare
+from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 
 
@@ -102,7 +102,7 @@ def _prepare_data(setting: Setting) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(setting.job(None))
-        prepare(load_job(path).data)
+        prepare_job_data(load_job(path).data)
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:

@@ -36,7 +36,7 @@ from benchmarks.common import (
     take_pairs,
     undisturbed,
 )
-from wanma.data.opening import open_data, prepare
+from wanma.data.opening import open_dataset, prepare_job_data
 from wanma.job.file.loading import load_job
 
 STEPS = 2
@@ -128,8 +128,8 @@ def prepare_inputs(folder: Path, ranks: int) -> None:
     corpus.write_text("".join(f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(20_000)))
     path.write_text(job(ranks, str(corpus), str(folder / "cache")))
     loaded = load_job(path)
-    prepare(loaded.data)
-    rows = open_data(loaded.data, loaded.train).batch(range(STEPS * ranks))
+    prepare_job_data(loaded.data)
+    rows = open_dataset(loaded.data, loaded.train).batch(range(STEPS * ranks))
     tokens = np.concatenate([rows.inputs[0].numpy(), rows.targets.numpy()[:, -1:]], axis=1)
     np.save(folder / "tokens.npy", tokens.reshape(STEPS, ranks, SEQUENCE + 1))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
 from benchmarks.turns import Start
-from wanma.elastic.workers.environment import worker_environment
+from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection
 
@@ -141,7 +141,7 @@ def peer_command(setting: Setting) -> Command:
     environment = dict(peer.environment)
     if setting.table == "b":
         plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
-        environment |= worker_environment(ClusterSection(), plan)
+        environment |= make_worker_environment(ClusterSection(), plan)
     return Command(tuple(arguments), environment)
 
 

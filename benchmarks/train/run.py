@@ -35,7 +35,7 @@ from benchmarks.common import (  # after the path is set
 )
 from benchmarks.train.contenders import PEERS, Setting, measure, peer_command, wanma_command
 from benchmarks.train.report import ratios, report
-from wanma.data.opening import prepare
+from wanma.data.opening import prepare_job_data
 from wanma.job.file.loading import load_job
 
 
@@ -90,7 +90,7 @@ def _prepare_data(setting: Setting) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
         path.write_text(setting.job(one_process=False))
-        prepare(load_job(path).data)
+        prepare_job_data(load_job(path).data)
 
 
 def _name(setting: Setting) -> str:

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from wanma.data.opening import open_data
+from wanma.data.opening import open_dataset
 from wanma.job.file.loading import load_job
-from wanma.models.model_spec import build_model, model_spec
+from wanma.models.model_spec import build_model, resolve_model_spec
 
 
 def arguments() -> argparse.Namespace:
@@ -46,10 +46,10 @@ class Workload:
         self.compile: bool = options.compile
         self.fused: bool = options.fused
         self.bf16 = job.train.precision == "bf16"
-        data = open_data(job.data, job.train)
-        spec = model_spec(
+        data = open_dataset(job.data, job.train)
+        spec = resolve_model_spec(
             job.model,
-            vocabulary=data.vocabulary,
+            vocabulary_size=data.vocabulary_size,
             sequence_length=job.data.sequence_length,
             image_shape=None,
             classes=None,

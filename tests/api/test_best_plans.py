@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import wanma
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.planner.preparation import job_cluster
 
 LINE = "8 H100"
@@ -51,7 +51,7 @@ def test_every_way_of_saying_job_and_cluster_gives_the_same(
         '[parallel]\nschedule = "1f1b"\nrecompute = "none"\ncp = 1\n'
     )
     hall.write_text('[[nodes]]\ndevice = "H100 SXM"\n')
-    assert wanma.plan(job_from(JOB), parse_cluster(LINE)) == best
+    assert wanma.plan(to_job(JOB), parse_shorthand(LINE)) == best
     assert wanma.plan(file, hall) == best
     assert wanma.plan(str(file), str(hall)) == best
 
@@ -60,7 +60,10 @@ def test_what_the_job_says_is_kept_and_overrides_count() -> None:
     plans = wanma.plan(JOB, LINE, overrides=["parallel.tp=2", "train.global_batch=32"], keep=3)
     assert len(plans) == 3
     assert all(plan.tp == 2 for plan, _ in plans)
-    assert all(plan.accumulation(32) * plan.micro_batch * plan.data_ranks >= 32 for plan, _ in plans)
+    assert all(
+        plan.gradient_accumulation_steps(32) * plan.micro_batch * plan.data_parallel_size >= 32
+        for plan, _ in plans
+    )
 
 
 def test_plans_and_the_function_itself_pickle(best: list[tuple[Any, Any]]) -> None:
@@ -77,14 +80,14 @@ def test_a_module_is_planned_for_by_an_example_of_its_inputs() -> None:
     plan, forecast = plans[0]
     assert (plan.tp, plan.pp, plan.cp) == (1, 1, 1)
     parameters = 4096 * 4096 + 4096 + 4096 * 10 + 10
-    assert forecast.optimizer_bytes * plan.shard_ranks == pytest.approx(8 * parameters, rel=0.02)
+    assert forecast.optimizer_bytes * plan.shard_group_size == pytest.approx(8 * parameters, rel=0.02)
     assert forecast.step is not None
     with pytest.raises(JobError, match=r"wanma\.plan of a Sequential needs to know what goes into"):
         wanma.plan(module, LINE)
 
 
 def test_without_rates_there_is_one_plan_by_rule() -> None:
-    laptop = Cluster((Node("laptop", 8, 16 << 30, ()),))
+    laptop = Cluster((NodeGroup("laptop", 8, 16 << 30, ()),))
     ((plan, forecast),) = wanma.plan({"model": {"preset": "gpt-1m"}}, laptop)
     assert plan.world_size == 1
     assert forecast.step is None
@@ -92,7 +95,7 @@ def test_without_rates_there_is_one_plan_by_rule() -> None:
 
 
 def test_without_a_cluster_it_plans_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_cluster, "discover", lambda: parse_cluster("2 H100"))
+    monkeypatch.setattr(job_cluster, "discover_node", lambda: parse_shorthand("2 H100"))
     plans = wanma.plan(JOB)
     assert plans
     assert {plan.world_size for plan, _ in plans} <= {1, 2}

@@ -11,20 +11,25 @@ import pytest
 from rich.console import Console
 
 from support.command import share_compiled
-from wanma.api.calibration.corrections import learn
-from wanma.api.calibration.machine_calibration import Found, calibrate, calibration_table, quickest
+from wanma.api.calibration.corrections import correct_calibration
+from wanma.api.calibration.machine_calibration import (
+    CalibrationPass,
+    calibrate,
+    calibration_table,
+    minimum_times,
+)
 from wanma.cli.main import main
-from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.node import discover_node
 from wanma.hardware.discovery.resource_limits import cpu_model
-from wanma.job.cluster import Node
+from wanma.job.cluster import NodeGroup
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.planner.hardware_model.builder import machine_of
-from wanma.planner.hardware_model.calibration import Measured, Point, load_calibration
-from wanma.planner.hardware_model.operator_time import product_seconds
+from wanma.planner.hardware_model.builder import build_hardware_model
+from wanma.planner.hardware_model.calibration import BenchmarkPoint, DeviceCalibration, load_calibration
+from wanma.planner.hardware_model.operator_time import matmul_seconds
 
-ON_CPU = not discover().nodes[0].devices
+ON_CPU = not discover_node().nodes[0].devices
 
 
 @pytest.mark.slow
@@ -39,7 +44,7 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     (found,) = measured
     assert told == ["measuring 2 ranks of " + f"{found.threads} threads"]
     assert path == tmp_path / "cache" / "wanma" / "calibration.json"
-    assert load_calibration().measured == (found,)
+    assert load_calibration().devices == (found,)
     assert (found.device, found.ranks) == (cpu_model(), 2)
     assert {point.operator for point in found.points} >= {
         "product",
@@ -58,9 +63,9 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     assert not found.machine.host.doubt
     assert "torch" in found.host
 
-    machine = machine_of(discover(), calibration=load_calibration(), ranks=2)
+    machine = build_hardware_model(discover_node(), calibration=load_calibration(), ranks=2)
     assert not machine.unknown
-    large = product_seconds(machine.chip, 1024, 1024, 1024, "fp32")
+    large = matmul_seconds(machine.chip, 1024, 1024, 1024, "fp32")
     assert 1e9 < 2 * 1024**3 / large < 1e13
     shown = io.StringIO()
     Console(file=shown, width=140).print(calibration_table(measured))
@@ -74,40 +79,42 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
         '[cluster]\ndevice = "cpu"\n'
     )
     assert main(["train", str(job), "--run-dir", str(tmp_path / "run"), "observe.console=quiet"]) == 0
-    learned = learn(RunDirectory(tmp_path / "run"))
+    learned = correct_calibration(RunDirectory(tmp_path / "run"))
     missed = [
         abs(one / learned.measured_seconds - 1) for one in (learned.before_seconds, learned.after_seconds)
     ]
     assert missed[1] <= missed[0]
-    assert load_calibration().correction(cpu_model()).runs == 1
+    assert load_calibration().corrections_for(cpu_model()).runs == 1
 
 
 def test_of_what_was_measured_several_times_the_least_counts() -> None:
-    def found(*seconds: float, disturbed: int) -> Found:
-        points = tuple(Point("product", (64, 64, number), one, "fp32") for number, one in enumerate(seconds))
-        return Found(points, disturbed, None)
+    def found(*seconds: float, disturbed: int) -> CalibrationPass:
+        points = tuple(
+            BenchmarkPoint("product", (64, 64, number), one, "fp32") for number, one in enumerate(seconds)
+        )
+        return CalibrationPass(points, disturbed, None)
 
-    best = quickest([found(1.0, 5.0, disturbed=2), found(3.0, 4.0, disturbed=1)])
+    best = minimum_times([found(1.0, 5.0, disturbed=2), found(3.0, 4.0, disturbed=1)])
     assert [point.seconds for point in best.points] == [1.0, 4.0]
     assert [point.shape[-1] for point in best.points] == [0, 1]
-    assert best.disturbed == 1
+    assert best.contended_measurements == 1
 
 
 def test_numbers_of_ranks_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def measured(_node: Node, _plan: Plan, seconds: float) -> Found:
+    def measured(_node: NodeGroup, _plan: Plan, seconds: float) -> CalibrationPass:
         told[-1] += f" for {seconds:g} s"
-        return Found((), 0, None)
+        return CalibrationPass((), 0, None)
 
-    def fitted(_node: Node, plan: Plan, _found: Found) -> Measured:
-        return Measured("a processor", plan.world_size, 1, machine_of(discover()))
+    def fitted(_node: NodeGroup, plan: Plan, _found: CalibrationPass) -> DeviceCalibration:
+        return DeviceCalibration("a processor", plan.world_size, 1, build_hardware_model(discover_node()))
 
-    monkeypatch.setattr("wanma.api.calibration.machine_calibration._measure", measured)
-    monkeypatch.setattr("wanma.api.calibration.machine_calibration._fitted", fitted)
+    monkeypatch.setattr("wanma.api.calibration.machine_calibration._run_pass", measured)
+    monkeypatch.setattr("wanma.api.calibration.machine_calibration._fit_machine", fitted)
     calibrate(ranks=[1, 2], seconds=24.0, output=tmp_path / "kept.json", progress=told.append)
-    threads = max(discover().nodes[0].cores // 2, 1)
-    one, two = f"1 rank of {max(discover().nodes[0].cores, 1)} threads", f"2 ranks of {threads} threads"
+    threads = max(discover_node().nodes[0].cores // 2, 1)
+    one, two = f"1 rank of {max(discover_node().nodes[0].cores, 1)} threads", f"2 ranks of {threads} threads"
     assert told == [f"measuring {ranks}, {turn} of 2 for 6 s" for turn in (1, 2) for ranks in (one, two)]
 
 
@@ -142,11 +149,11 @@ def test_wrong_arguments_are_one_message(
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from wanma.hardware.catalogue.lookup import named
+    from wanma.hardware.catalogue.lookup import require_device_kind
     from wanma.job.cluster import Cluster
 
-    (node,) = discover().nodes
-    with_gpus = Cluster((replace(node, devices=(named("H100 SXM").device(),) * 2),))
-    monkeypatch.setattr("wanma.api.calibration.machine_calibration.discover", lambda: with_gpus)
+    (node,) = discover_node().nodes
+    with_gpus = Cluster((replace(node, devices=(require_device_kind("H100 SXM").to_device(),) * 2),))
+    monkeypatch.setattr("wanma.api.calibration.machine_calibration.discover_node", lambda: with_gpus)
     with pytest.raises(JobError, match="--ranks 4: this machine has 2 GPUs"):
         calibrate(ranks=[4], output=tmp_path / "kept.json")

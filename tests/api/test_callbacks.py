@@ -9,7 +9,7 @@ import pytest
 
 import wanma
 from support.own import Numbers, Plain, seeded
-from wanma.api.run.callback_thread import Callbacks, check_callbacks, named_callbacks
+from wanma.api.run.callback_thread import CallbackThread, check_callbacks, load_callbacks
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 
@@ -106,23 +106,23 @@ def test_one_that_fails_is_not_called_again_and_the_others_are(tmp_path: Path) -
             raise ValueError("no")
 
     fails = Fails()
-    with Callbacks([fails, history], RunDirectory(tmp_path)) as called:
-        called.see(event("step"))
-        called.see(event("step", step=4))
-        called.see(event("message", text="no callback is told"))
-        called.end(0, None)
+    with CallbackThread([fails, history], RunDirectory(tmp_path)) as called:
+        called.on_event(event("step"))
+        called.on_event(event("step", step=4))
+        called.on_event(event("message", text="no callback is told"))
+        called.end_run(0, None)
     assert [one.step for one in history.told] == [3, 4, 4]
     assert [one.step for one in fails.told] == [3]
     assert called.failure.startswith("callback Fails.on_step failed: ValueError: no\n")
 
 
 def test_a_wish_to_stop_is_told_once(tmp_path: Path) -> None:
-    called = Callbacks([StopsAfter(3)], RunDirectory(tmp_path))
+    called = CallbackThread([StopsAfter(3)], RunDirectory(tmp_path))
     with called:
-        assert called.see(event("step")) is None
+        assert called.on_event(event("step")) is None
         called.close()
-    assert called.see(event("message")) == "callback StopsAfter.on_step: that will do"
-    assert called.see(event("message")) is None
+    assert called.on_event(event("message")) == "callback StopsAfter.on_step: that will do"
+    assert called.on_event(event("message")) is None
 
 
 def test_what_is_no_callback_is_refused() -> None:
@@ -130,7 +130,7 @@ def test_what_is_no_callback_is_refused() -> None:
         check_callbacks([Broken])
     with pytest.raises(JobError, match=r"callbacks: an object of function is no wanma.Callback\n"):
         check_callbacks(lambda: None)
-    assert isinstance(named_callbacks([f"{__name__}:Broken"])[0], Broken)
+    assert isinstance(load_callbacks([f"{__name__}:Broken"])[0], Broken)
     path = f"{__name__}:StopsNever"
     with pytest.raises(JobError, match=f"'{path}': StopsNever.on_stepp would never be called.*'on_step'"):
-        named_callbacks([path])
+        load_callbacks([path])

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from wanma.api.launch.script_launch import cluster_section
-from wanma.api.run.replanning import ElasticPlans, is_elastic, refuse_elastic
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.recovery.replan import Situation
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Node
+from wanma.api.launch.script_launch import parse_cluster_section
+from wanma.api.run.replanning import JobReplanner, is_elastic, require_fixed_nodes
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.recovery.replan import ReplanRequest
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.job_planner import plan_for
+from wanma.planner.job_planner import plan_for_job
 from wanma.planner.preparation.job_planning import job_dimensions, job_workload
 
-CPUS = Cluster((Node("box", 2, 8 << 30, ()),))
+CPUS = Cluster((NodeGroup("box", 2, 8 << 30, ()),))
 
 
 def job(nodes: str, parallel: dict[str, Any] | str, model: dict[str, Any], **train: Any) -> Job:
@@ -39,11 +39,11 @@ def payload(of: Job, plan: Plan, _peak: float | None) -> bytes:
     return pickle.dumps((of.cluster.nodes, plan))
 
 
-def plans(of: Job, cluster: Cluster) -> ElasticPlans:
+def plans(of: Job, cluster: Cluster) -> JobReplanner:
     workload = job_workload(of)
     assert workload is not None
-    planned = plan_for(of, cluster, workload, job_dimensions(of))
-    return ElasticPlans(of, cluster, planned.plan, workload, payload)
+    planned = plan_for_job(of, cluster, workload, job_dimensions(of))
+    return JobReplanner(of, cluster, planned.plan, workload, payload)
 
 
 @pytest.fixture
@@ -60,18 +60,18 @@ SMALL = {"layers": 4, "hidden": 64, "heads": 4}
 def test_fewer_machines_keep_what_the_job_says_and_change_its_data_axes() -> None:
     made = plans(job("2..4", {"pp": 2, "dp_replicate": 4}, SMALL), CPUS)
     assert (made.plan.world_size, made.plan.pp) == (8, 2)
-    decision = made.decide(Situation(3, made.plan, 4, 100))
+    decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is not None
     assert (decision.nodes, decision.plan.pp, decision.plan.dp_replicate) == (3, 2, 3)
     assert "8 ranks run now, and there is room for 6" in decision.reason
-    first = made.decide(Situation(3))
+    first = made.replan(ReplanRequest(3))
     assert first.plan == decision.plan, "a first start with fewer is decided alike"
 
 
 @pytest.mark.usefixtures("unknown")
 def test_machines_that_the_fixed_sizes_have_no_use_for_stand_by() -> None:
     made = plans(job("2..4", {"pp": 2, "dp_replicate": 2}, SMALL), CPUS)
-    decision = made.decide(Situation(3, made.plan, 4, 100))
+    decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is not None
     assert (decision.nodes, decision.plan.pp, decision.plan.dp_replicate) == (2, 2, 1)
 
@@ -79,7 +79,7 @@ def test_machines_that_the_fixed_sizes_have_no_use_for_stand_by() -> None:
 @pytest.mark.usefixtures("unknown")
 def test_sizes_that_cannot_be_had_on_what_is_left_are_named() -> None:
     made = plans(job("1..4", {"pp": 4}, SMALL), CPUS)
-    decision = made.decide(Situation(3, made.plan, 4, 100))
+    decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is None
     assert (
         "3 machines: 3 ranks on 3 machines are no multiple of the 4 that compute together" in decision.reason
@@ -90,30 +90,32 @@ def test_sizes_that_cannot_be_had_on_what_is_left_are_named() -> None:
 @pytest.mark.usefixtures("unknown")
 def test_it_grows_where_what_is_left_gains_twice_what_it_costs() -> None:
     made = plans(job("2..3", {"dp_replicate": 3}, SMALL), CPUS)
-    two = made.decide(Situation(2)).plan
+    two = made.replan(ReplanRequest(2)).plan
     assert two is not None
-    pays = made.decide(Situation(3, two, 2, 9_000, 0.5, 2.0))
+    pays = made.replan(ReplanRequest(3, two, 2, 9_000, 0.5, 2.0))
     assert pays.plan == made.plan
     assert pays.nodes == 3
     assert "0.50 s a step" in pays.reason
     assert "at best" in pays.reason
-    too_late = made.decide(Situation(3, two, 2, 9_990, 0.5, 2.0))
+    too_late = made.replan(ReplanRequest(3, two, 2, 9_990, 0.5, 2.0))
     assert (too_late.plan, too_late.nodes) == (two, 2)
     assert "stay: " in too_late.reason
-    assert made.decide(Situation(3, two, 2, 9_000)).nodes == 2, "one takes the place of another that was lost"
+    assert made.replan(ReplanRequest(3, two, 2, 9_000)).nodes == 2, (
+        "one takes the place of another that was lost"
+    )
 
 
 def test_on_devices_whose_rates_are_known_the_best_plan_is_taken() -> None:
     large = {"layers": 16, "hidden": 2048, "heads": 16, "feed_forward": 8192}
     of = job("1..2", {"auto": True}, large, global_batch=128)
-    two = parse_cluster("2x8 H100, 8x400G")
+    two = parse_shorthand("2x8 H100, 8x400G")
     made = plans(of, two)
-    decision = made.decide(Situation(1, made.plan, 2, 100))
+    decision = made.replan(ReplanRequest(1, made.plan, 2, 100))
     assert decision.plan is not None
     assert decision.plan.world_size == 8
     assert decision.forecast is not None
     assert decision.forecast["step"]["seconds"] > 0
-    back = made.decide(Situation(2, decision.plan, 1, 100, 0.5, 2.0))
+    back = made.replan(ReplanRequest(2, decision.plan, 1, 100, 0.5, 2.0))
     assert back.plan is not None
     assert back.plan.world_size == 16
 
@@ -121,13 +123,13 @@ def test_on_devices_whose_rates_are_known_the_best_plan_is_taken() -> None:
 @pytest.mark.usefixtures("unknown")
 def test_what_a_machine_starts_follows_from_the_plan() -> None:
     made = plans(job("1..2", {"dp_replicate": 4}, SMALL), CPUS)
-    launch = Launch(Path("run"), "a:b", b"", ranks_per_node=2, nodes=2, replanner=made, min_nodes=1)
-    plan = made.decide(Situation(1)).plan
+    launch = LaunchConfig(Path("run"), "a:b", b"", ranks_per_node=2, nodes=2, replanner=made, min_nodes=1)
+    plan = made.replan(ReplanRequest(1)).plan
     assert plan is not None
-    mine = pickle.loads(pickle.dumps(made)).launch(launch, plan, 1)
+    mine = pickle.loads(pickle.dumps(made)).make_launch_config(launch, plan, 1)
     assert pickle.loads(mine.payload) == (1, plan)
     assert (mine.ranks_per_node, mine.threads_per_rank, mine.nodes) == (2, 1, 2)
-    assert mine.environment["OMP_NUM_THREADS"] == "1"
+    assert mine.worker_environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_who_fixes_the_plan_itself_refuses_such_a_job() -> None:
@@ -135,6 +137,6 @@ def test_who_fixes_the_plan_itself_refuses_such_a_job() -> None:
     assert is_elastic(of)
     assert not is_elastic(job("3..3", {"dp_replicate": 3}, SMALL))
     with pytest.raises(JobError, match=r"cluster.nodes = '2..3': a loop runs on a fixed number"):
-        refuse_elastic(of, "a loop")
+        require_fixed_nodes(of, "a loop")
     with pytest.raises(JobError, match=r"wanma launch runs on a fixed number"):
-        cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"])
+        parse_cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"])

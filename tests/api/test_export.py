@@ -17,7 +17,7 @@ from support.ranks import Outcome, run_job
 from wanma.api.checkpoints.export import export
 from wanma.cli.main import main
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job
@@ -31,7 +31,7 @@ def trained(folder: Path, model: dict[str, Any], **train: Any) -> Outcome:
         "train": {"steps": 2, "global_batch": 2, "learning_rate": 1e-2, "validation_samples": 2, **train},
     }
     outcome = run_job(folder / "runs" / "mine", text, Plan(micro_batch=2))
-    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(text)))
+    (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(text)))
     return outcome
 
 
@@ -99,7 +99,7 @@ def test_a_run_of_bytes_is_written_with_a_tokenizer_whose_numbers_are_the_bytes(
     assert (made.eos_token_id, len(made)) == (256, 257)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
     ours = load_tokenizer(tmp_path / "out")
-    assert (ours.vocabulary, ours.end_of_document) == (257, 256)
+    assert (ours.vocabulary_size, ours.end_of_document_id) == (257, 256)
     assert ours.encode("万马").tolist() == list("万马".encode())
 
 
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_had_no_part_in_the_run_does_not_matter(tmp_path: Path)
         "train": {"steps": 1, "global_batch": 2, "validation_samples": 2},
     }
     outcome = run_job(tmp_path / "run", text, Plan(micro_batch=2))
-    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(text)))
+    (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(text)))
     made = export(RunDirectory(outcome.directory), tmp_path / "out")
     assert made.tensors == len([name for name in outcome.tensors() if name.startswith("model.")])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 16

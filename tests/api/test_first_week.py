@@ -13,28 +13,28 @@ import cloudpickle
 import pytest
 
 import wanma
-from wanma.api.run.callback_thread import Callbacks
-from wanma.job.file.serialization import to_toml
+from wanma.api.run.callback_thread import CallbackThread
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Event, Unsupervised, Worker
+from wanma.job.run.worker import Event, NullSupervisorClient, WorkerContext
 from wanma.job.sections.job import Job
-from wanma.training.loop.train_request import Request
+from wanma.training.loop.train_request import TrainRequest
 from wanma.training.loop.train_worker import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-class _Control(Unsupervised):
+class _Control(NullSupervisorClient):
     """Passes events to callbacks, and their wish to stop on to the loop."""
 
-    def __init__(self, called: Callbacks) -> None:
+    def __init__(self, called: CallbackThread) -> None:
         self.called, self.stops = called, False
 
-    def event(self, event: Event) -> None:
-        self.stops = bool(self.called.see(event)) or self.stops
+    def send_event(self, event: Event) -> None:
+        self.stops = bool(self.called.on_event(event)) or self.stops
 
-    def stop_requested(self) -> bool:
+    def is_drain_requested(self) -> bool:
         return self.stops
 
 
@@ -50,13 +50,15 @@ def example(
         run = RunDirectory(run_directory)
         run.create()
         given = cloudpickle.loads(cloudpickle.dumps(objects))
-        with Callbacks(callbacks, run) as called:
-            worker = Worker.alone(run.path, _Control(called))
-            outcome = train(worker, Request(job, Plan(micro_batch=job.train.global_batch), objects=given))
+        with CallbackThread(callbacks, run) as called:
+            worker = WorkerContext.single_process(run.path, _Control(called))
+            outcome = train(
+                worker, TrainRequest(job, Plan(micro_batch=job.train.global_batch), user_objects=given)
+            )
             exit_code = 0 if outcome == "finished" else 130
-            called.end(exit_code, None)
+            called.end_run(exit_code, None)
         assert not called.failure
-        run.job.write_text(to_toml(job))
+        run.job.write_text(job_to_toml(job))
         return exit_code
 
     def run(name: str) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
-from wanma.api.launch.script_launch import Program, _agreed, cluster_section, launch_script
-from wanma.hardware.discovery.node import discover
+from wanma.api.launch.script_launch import Program, _launch_fingerprint, launch_script, parse_cluster_section
+from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory
@@ -142,7 +142,7 @@ def test_two_commands_on_loopback_train_as_one(desk: Desk) -> None:
     assert len(training.metrics) == 4
     assert [f"on node {rank} " in log(desk, "both", rank) for rank in (0, 1)] == [True, True]
     plan = json.loads((training.path / "plan.json").read_text())["plan"]
-    assert plan["threads_per_rank"] == discover().nodes[0].cores, "each has a machine of its own"
+    assert plan["threads_per_rank"] == discover_node().nodes[0].cores, "each has a machine of its own"
 
 
 def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_path: Path) -> None:
@@ -153,18 +153,20 @@ def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_pa
 
     def agreed(script: Path, *words: str, node_rank: int = 0, ranks: int = 2) -> str:
         section = ClusterSection(nodes=2, node_rank=node_rank, rendezvous="here:1")
-        return _agreed(Program(str(script), words), ranks, section)
+        return _launch_fingerprint(Program(str(script), words), ranks, section)
 
     assert agreed(first, "x") == agreed(same, "x", node_rank=1)
     assert len({agreed(first, "x"), agreed(other, "x"), agreed(first, "y"), agreed(first, "x", ranks=1)}) == 4
 
 
 def test_only_the_cluster_is_for_the_command_to_say() -> None:
-    assert cluster_section(["cluster.hang_timeout_seconds=9", "cluster.nodes=1"]).hang_timeout_seconds == 9
+    assert (
+        parse_cluster_section(["cluster.hang_timeout_seconds=9", "cluster.nodes=1"]).hang_timeout_seconds == 9
+    )
     with pytest.raises(JobError, match=r"train\.steps is for the script to say"):
-        cluster_section(["cluster.hang_timeout_seconds=9", "train.steps=3"])
+        parse_cluster_section(["cluster.hang_timeout_seconds=9", "train.steps=3"])
     with pytest.raises(JobError, match=r"hang_timeout_second.*Did you mean 'cluster\.hang_timeout_seconds'"):
-        cluster_section(["cluster.hang_timeout_second=9"])
+        parse_cluster_section(["cluster.hang_timeout_second=9"])
 
 
 def test_a_launch_that_cannot_start_is_recorded_as_failed(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from support.command import Desk, Ran
-from wanma.report.script_run import read_script
+from wanma.report.script_run import read_script_run
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 VARIABLES = """\
@@ -383,4 +383,4 @@ def test_a_damaged_record_of_a_script_is_no_run(tmp_path: Path) -> None:
     from wanma.job.run.run_directory import RunDirectory
 
     (tmp_path / "script.json").write_text("{")
-    assert read_script(RunDirectory(tmp_path)) is None
+    assert read_script_run(RunDirectory(tmp_path)) is None

@@ -16,7 +16,7 @@ import wanma
 from support.ranks import Outcome, run_here, run_job
 from wanma.cli.main import main
 from wanma.job.errors import WanmaError
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 
@@ -40,7 +40,7 @@ def trained(
     }
     run = run_here if plan is None or plan.world_size == 1 else run_job
     outcome = run(folder / "runs" / "mine", job, plan or Plan(micro_batch=2), {})
-    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(job)))
+    (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(job)))
     return outcome
 
 
@@ -57,9 +57,9 @@ def test_a_run_of_a_pipeline_is_a_plain_module_that_has_its_validation_loss(tmp_
     assert (loaded.step, loaded.averaged, loaded.config.train.steps) == (2, False, 2)
     saved = outcome.tensors()
     assert all(torch.equal(p, saved[f"model.{name}"]) for name, p in loaded.model.named_parameters())
-    from wanma.data.opening import open_data
+    from wanma.data.opening import open_dataset
 
-    batch = open_data(loaded.config.data, loaded.config.train).validation_batch([0])
+    batch = open_dataset(loaded.config.data, loaded.config.train).validation_batch([0])
     logits = loaded(*batch.inputs)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
     assert loss == pytest.approx(validation_loss(outcome), rel=1e-6)
@@ -163,7 +163,7 @@ def own(folder: Path, model: nn.Module) -> Path:
     }
     objects = {"model": model, "data": Points(), "loss": squared}
     outcome = run_here(folder, job, Plan(micro_batch=4), objects)
-    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(job)))
+    (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(job)))
     return folder
 
 
@@ -226,13 +226,13 @@ def test_the_example_evaluates_and_writes(
 
 
 def test_top_k_and_top_p_leave_the_likeliest_tokens() -> None:
-    from wanma.api.checkpoints.generation import Sampling
+    from wanma.api.checkpoints.generation import SamplingRule
 
     logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
 
     def drawn(**rule: Any) -> set[int]:
         generator = torch.Generator().manual_seed(0)
-        return {Sampling(temperature=1.0, **rule).draw(logits, generator) for _ in range(200)}
+        return {SamplingRule(temperature=1.0, **rule).draw(logits, generator) for _ in range(200)}
 
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_k=2) == {1, 2}

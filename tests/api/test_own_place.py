@@ -7,24 +7,26 @@ from pathlib import Path
 import pytest
 
 from wanma.api.launch.script_launch import Program, launch_script
-from wanma.api.launch.script_launch import _agreed as agreed_script
-from wanma.api.run.job_run import _agreed, train_job
+from wanma.api.launch.script_launch import _launch_fingerprint as agreed_script
+from wanma.api.run.job_run import _launch_fingerprint, train_job
 from wanma.job.errors import WanmaError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection, Job
 
 
 def job(**cluster: object) -> Job:
-    return job_from({"model": {"preset": "gpt-1m"}, "cluster": {"device": "cpu", **cluster}})
+    return to_job({"model": {"preset": "gpt-1m"}, "cluster": {"device": "cpu", **cluster}})
 
 
 def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path) -> None:
     common = {"nodes": 2, "rendezvous": "10.0.0.1:29500"}
     one = job(**common, network_interface="eth0", topology_address="r1", node_rank=0)
     other = job(**common, network_interface="ens3", topology_address="r2", node_rank=1)
-    assert _agreed(one, Plan()) == _agreed(other, Plan())
-    assert _agreed(one, Plan()) != _agreed(job(**common, hang_timeout_seconds=7.0), Plan())
+    assert _launch_fingerprint(one, Plan()) == _launch_fingerprint(other, Plan())
+    assert _launch_fingerprint(one, Plan()) != _launch_fingerprint(
+        job(**common, hang_timeout_seconds=7.0), Plan()
+    )
     script = tmp_path / "script.py"
     script.write_text("")
     sections = (one.cluster, other.cluster)

@@ -17,35 +17,35 @@ from rich.console import Console, RenderableType
 
 import wanma.planner.presentation.plan_analysis as study_module
 from support.studies import FP8, PLANS, answers, study
-from wanma.api.plan_report.html_page import answers_page
+from wanma.api.plan_report.html_page import report_html
 from wanma.api.plan_report.output_files import write_page, write_trace
-from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.cluster import Cluster
 from wanma.job.errors import WanmaError
-from wanma.job.file.loading import job_from
-from wanma.job.forecast.forecast import Forecast, RunCost, StepTime, UsefulTime
-from wanma.job.plan.placement import Place, Replicas
+from wanma.job.file.loading import to_job
+from wanma.job.forecast.forecast import Forecast, Goodput, RunCost, StepTime
+from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.plan_search import find_plans
+from wanma.planner.plan_search import search_plans
 from wanma.planner.presentation.formatting import (
     TIME_KINDS,
-    axes_words,
-    energy_words,
-    rate_words,
-    settings_words,
+    energy_text,
+    evenly_spread_indices,
+    goodput_text,
+    mesh_text,
+    settings_text,
     share_lines,
-    spread,
-    step_words,
+    step_seconds_text,
+    throughput_text,
     time_shares,
-    useful_words,
 )
-from wanma.planner.presentation.json_output import answers_json
-from wanma.planner.presentation.plan_analysis import Answers
+from wanma.planner.presentation.json_output import analysis_json
+from wanma.planner.presentation.plan_analysis import PlanAnalysis
 from wanma.planner.presentation.step_breakdown import BAR_WIDTH, step_table, time_bar
-from wanma.planner.presentation.terminal_tables import FORECASTS_ONLY, answers_text
-from wanma.planner.presentation.what_if_table import side_by_side
-from wanma.planner.search.result import Found
+from wanma.planner.presentation.terminal_tables import UNSUPPORTED_PLANS_TITLE, render_analysis
+from wanma.planner.presentation.what_if_table import what_if_rows
+from wanma.planner.search.result import SearchResult
 
 
 def shown(content: RenderableType, width: int = 120) -> str:
@@ -78,24 +78,24 @@ def test_a_plan_in_words_names_sizes_above_one_and_what_is_unusual() -> None:
         recompute_share=0.5,
         compile=True,
     )
-    assert axes_words(plan) == "pp 4 × dp_shard 8 × tp 2"
-    assert settings_words(plan) == (
+    assert mesh_text(plan) == "pp 4 × dp_shard 8 × tp 2"
+    assert settings_text(plan) == (
         "optimizer sharded, micro-batch 2, interleaved_1f1b × 3, selective recompute of 50%, compiled"
     )
-    assert axes_words(Plan()) == "one rank"
+    assert mesh_text(Plan()) == "one rank"
 
 
 def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
-    fast = Replicas(2, (Place(0, 20, 8), Place(1, 12, 4)))
-    slow = Replicas(1, (Place(1, 32, 4),))
+    fast = ReplicaPlacement(2, (StagePlacement(0, 20, 8), StagePlacement(1, 12, 4)))
+    slow = ReplicaPlacement(1, (StagePlacement(1, 32, 4),))
     plan = Plan(pp=2, dp_replicate=3, tp=8, batch_shares=(4, 4, 2), placement=(fast, slow))
-    cluster = parse_cluster("2x8 H100 SXM + 3x4 A100 SXM 80GB, 4x100G")
+    cluster = parse_shorthand("2x8 H100 SXM + 3x4 A100 SXM 80GB, 4x100G")
     assert share_lines(plan, cluster) == [
         "2 replicas, 80% of the batch: 20 blocks on 8 × H100 SXM → 12 blocks on 4 × A100 SXM 80 GB",
         "1 replica, 20% of the batch: 32 blocks on 4 × A100 SXM 80 GB",
     ]
-    assert axes_words(plan) == "2 × (8, 4) + 1 × (4)"
-    assert settings_words(plan) == "unlike replicas"
+    assert mesh_text(plan) == "2 × (8, 4) + 1 × (4)"
+    assert settings_text(plan) == "unlike replicas"
     assert share_lines(Plan(dp_replicate=3, batch_shares=(2, 1, 1)), cluster) == [
         "1 data rank: 50.00% of the batch each",
         "2 data ranks: 25.00% of the batch each",
@@ -104,17 +104,17 @@ def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
 
 
 def test_neighbouring_stages_on_equal_devices_are_told_as_one() -> None:
-    cluster = parse_cluster("8x8 H100 SXM + 16x8 A100 SXM 40GB, 4x100G")
-    equal = [Place(0, 5, 2) for _ in range(4)]
-    unlike = [Place(1, blocks, 4) for blocks in (3, 4, 4, 1)]
+    cluster = parse_shorthand("8x8 H100 SXM + 16x8 A100 SXM 40GB, 4x100G")
+    equal = [StagePlacement(0, 5, 2) for _ in range(4)]
+    unlike = [StagePlacement(1, blocks, 4) for blocks in (3, 4, 4, 1)]
     plan = Plan(
-        pp=8, dp_replicate=8, tp=4, batch_shares=(1,) * 8, placement=(Replicas(8, (*equal, *unlike)),)
+        pp=8, dp_replicate=8, tp=4, batch_shares=(1,) * 8, placement=(ReplicaPlacement(8, (*equal, *unlike)),)
     )
     assert share_lines(plan, cluster) == [
         "8 replicas, 100% of the batch: 4 stages of 5 blocks on 2 × H100 SXM → "
         "4 stages of 3 + 2 × 4 + 1 blocks on 4 × A100 SXM 40 GB"
     ]
-    assert axes_words(plan) == "8 × (4 × 2, 4 × 4)"
+    assert mesh_text(plan) == "8 × (4 × 2, 4 × 4)"
 
 
 @pytest.mark.parametrize(
@@ -122,53 +122,51 @@ def test_neighbouring_stages_on_equal_devices_are_told_as_one() -> None:
     [(None, "–"), (1234567.0, "1.23 M"), (12345.0, "12.3 k"), (3.2e9, "3.2 G"), (987.0, "987.0")],
 )
 def test_rates_have_three_digits(value: float | None, text: str) -> None:
-    assert rate_words(value) == text
+    assert throughput_text(value) == text
 
 
 def test_energy_is_told_in_kilowatt_hours() -> None:
-    assert energy_words(415 * 3.6e6) == "415 kWh"
-    assert energy_words(1287 * 3.6e9) == "1.29 GWh"
-    assert energy_words(0.31 * 3.6e3) == "0.31 Wh"
-    assert energy_words(999.7 * 3.6e6) == "1 MWh"
-    assert energy_words(1.0) == "less than 0.01 Wh"
-    assert energy_words(None) == "–"
+    assert energy_text(415 * 3.6e6) == "415 kWh"
+    assert energy_text(1287 * 3.6e9) == "1.29 GWh"
+    assert energy_text(0.31 * 3.6e3) == "0.31 Wh"
+    assert energy_text(999.7 * 3.6e6) == "1 MWh"
+    assert energy_text(1.0) == "less than 0.01 Wh"
+    assert energy_text(None) == "–"
 
 
 @pytest.mark.parametrize(
     ("useful", "text"),
     [
         (
-            UsefulTime(0.987, 0.0, 18_720.0, 243.4),
+            Goodput(0.987, 0.0, 18_720.0, 243.4),
             "useful 98.7 %: a failure every 5 h 12 min, 4 min 03 s each",
         ),
-        (UsefulTime(0.991, 0.009, 1e9, 10.0), "useful 99.1 %: copies of its state take 0.9 %"),
+        (Goodput(0.991, 0.009, 1e9, 10.0), "useful 99.1 %: copies of its state take 0.9 %"),
         (
-            UsefulTime(0.97, 0.01, 3600.0, 72.0),
+            Goodput(0.97, 0.01, 3600.0, 72.0),
             "useful 97.0 %: a failure every 1 h 00 min, 1 min 12 s each, copies of its state take 1.0 %",
         ),
-        (UsefulTime(0.9996, 0.0, 1e7, 100.0), ""),
+        (Goodput(0.9996, 0.0, 1e7, 100.0), ""),
         (None, ""),
     ],
 )
-def test_what_of_a_run_is_useful_is_told_with_what_takes_the_rest(
-    useful: UsefulTime | None, text: str
-) -> None:
+def test_what_of_a_run_is_useful_is_told_with_what_takes_the_rest(useful: Goodput | None, text: str) -> None:
     found = Forecast(1, 1, 1, 1, 1, step=StepTime(1.0, 1.0), run=RunCost(1e6, None, None, useful))
-    assert useful_words(found) == text
+    assert goodput_text(found) == text
     lines = shown(step_table(found, None)).splitlines()
     assert "the whole run: 11 d 13 h" in lines
     assert (text in lines) == bool(text)
-    assert useful_words(replace(found, run=None)) == ""
+    assert goodput_text(replace(found, run=None)) == ""
 
 
 def test_a_step_is_told_with_its_doubt() -> None:
-    assert step_words(StepTime(2.5, 2.5, uncertainty=0.117)) == "2.50 s ± 12%"
-    assert step_words(None) == "–"
+    assert step_seconds_text(StepTime(2.5, 2.5, uncertainty=0.117)) == "2.50 s ± 12%"
+    assert step_seconds_text(None) == "–"
 
 
 @given(st.integers(1, 500), st.integers(1, 40))
 def test_spread_places_are_few_rising_and_hold_both_ends(count: int, most: int) -> None:
-    places = spread(count, most)
+    places = evenly_spread_indices(count, most)
     assert len(places) == min(count, most)
     assert places == sorted(set(places))
     assert places[0] == 0
@@ -193,13 +191,13 @@ def test_a_bar_is_as_wide_as_all_bars_and_its_kinds_as_their_shares(kinds: list[
 
 
 def test_the_terminal_shows_the_best_plans_with_where_their_time_goes() -> None:
-    text = shown(answers_text(answers()))
+    text = shown(render_analysis(answers()))
     best = study().best
     assert best is not None
     assert "Best plans, of 1,234 plans in 0.25 s" in text
     assert "\n→1  " in text
-    assert text.index("→1") < text.index(FORECASTS_ONLY) < text.index("a forecast only: ")
-    assert step_words(best.forecast.step) in text
+    assert text.index("→1") < text.index(UNSUPPORTED_PLANS_TITLE) < text.index("a forecast only: ")
+    assert step_seconds_text(best.forecast.step) in text
     assert "a forecast only: fp8 is <not> allowed" in text
     assert "█ computing" in text
     assert "Memory against time" in text
@@ -207,15 +205,15 @@ def test_the_terminal_shows_the_best_plans_with_where_their_time_goes() -> None:
 
 def test_the_jobs_own_plan_is_told_beside_the_best() -> None:
     one = answers(3)
-    text = shown(answers_text(one))
-    assert one.study.beside_best is not None
-    assert one.study.beside_best.verdict == "slower"
-    assert f"The job's own plan\n{one.study.beside_best.headline}\n" in text
+    text = shown(render_analysis(one))
+    assert one.study.best_comparison is not None
+    assert one.study.best_comparison.verdict == "slower"
+    assert f"The job's own plan\n{one.study.best_comparison.headline}\n" in text
     assert "recompute full instead of none" in " ".join(text.split())
 
 
 def test_answers_follow_their_questions() -> None:
-    text = shown(answers_text(answers()))
+    text = shown(render_analysis(answers()))
     assert "Why not tp=2?" in text
     assert "Why not tp=3?\nparallel.tp = 3 does not divide model.heads = 8" in text
     assert "does not fit: a rank needs" in text
@@ -227,16 +225,16 @@ def test_answers_follow_their_questions() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_no_line_is_wider_than_the_window(width: int) -> None:
-    text = shown(answers_text(answers(3)), width)
+    text = shown(render_analysis(answers(3)), width)
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_narrow_window_keeps_plan_and_step() -> None:
     best = study().best
     assert best is not None
-    narrow = shown(answers_text(Answers(study())), 50)
-    assert step_words(best.forecast.step) in narrow
-    assert axes_words(best.plan) in narrow
+    narrow = shown(render_analysis(PlanAnalysis(study())), 50)
+    assert step_seconds_text(best.forecast.step) in narrow
+    assert mesh_text(best.plan) in narrow
     after = narrow[narrow.index("Best plans") :]
     assert "MFU" not in after
     assert "where a step's time goes" not in after
@@ -244,16 +242,16 @@ def test_a_narrow_window_keeps_plan_and_step() -> None:
 
 def test_what_if_is_told_side_by_side_with_the_change_of_the_step() -> None:
     one = answers()
-    heads, *rows = side_by_side(one.study, one.what_ifs)
+    heads, *rows = what_if_rows(one.study, one.what_if_answers)
     assert heads == ["", "now", "gpus=16", "memory=1GB"]
     table = {row[0]: row[1:] for row in rows}
-    before, after = one.study.planned.forecast, one.what_ifs[0].study
+    before, after = one.study.plan_result.forecast, one.what_if_answers[0].study
     assert before is not None
     assert before.step is not None
     assert after is not None
-    assert after.planned.forecast is not None
-    assert after.planned.forecast.step is not None
-    change = after.planned.forecast.step.seconds / before.step.seconds - 1
+    assert after.plan_result.forecast is not None
+    assert after.plan_result.forecast.step is not None
+    change = after.plan_result.forecast.step.seconds / before.step.seconds - 1
     assert table["step"][1].endswith(f"({change:+.0%})")
     assert table["plan"][2] == "the model fits nowhere"
     assert table["step"][2] == "–"
@@ -264,12 +262,12 @@ def test_the_best_plans_of_a_what_if_are_searched_only_where_they_are_told(
 ) -> None:
     searched: list[str] = []
 
-    def find(job: Job, machines: Cluster, *rest: Any, **more: Any) -> Found:
+    def find(job: Job, machines: Cluster, *rest: Any, **more: Any) -> SearchResult:
         searched.append(str(machines))
-        return find_plans(job, machines, *rest, **more)
+        return search_plans(job, machines, *rest, **more)
 
-    monkeypatch.setattr(study_module, "find_plans", find)
-    fixed = job_from(
+    monkeypatch.setattr(study_module, "search_plans", find)
+    fixed = to_job(
         {
             "model": {"family": "decoder", "layers": 2, "hidden": 256, "heads": 4},
             "data": {"text": ["stdlib"], "sequence_length": 256},
@@ -277,13 +275,13 @@ def test_the_best_plans_of_a_what_if_are_searched_only_where_they_are_told(
             "parallel": {"dp_replicate": 8},
         }
     )
-    found = study_module.answer(
+    found = study_module.analyze_plan(
         fixed, cluster="1x8 H100", questions=study_module.Questions(what_ifs=["link.inter_node=8x400G"])
     )
-    shown(answers_text(found))
-    shown(answers_text(found))
+    shown(render_analysis(found))
+    shown(render_analysis(found))
     assert len(searched) == 1  # what the job's own plan is set beside
-    assert answers_json(found)["what_if"][0]["outcome"]["search"]["considered"] > 0
+    assert analysis_json(found)["what_if"][0]["outcome"]["search"]["considered"] > 0
     assert len(searched) == 2
 
 
@@ -292,13 +290,13 @@ def test_the_best_plans_of_a_what_if_are_searched_only_where_they_are_told(
 
 def test_json_holds_what_was_found_and_is_json() -> None:
     one = answers(3)
-    told = json.loads(json.dumps(answers_json(one), allow_nan=False))
+    told = json.loads(json.dumps(analysis_json(one), allow_nan=False))
     assert Plan.from_json(told["plan"]) == PLANS[3]
-    assert told["forecast"]["step"]["seconds"] == pytest.approx(one.study.planned.forecast.step.seconds)  # type: ignore[union-attr]  # there is one
+    assert told["forecast"]["step"]["seconds"] == pytest.approx(one.study.plan_result.forecast.step.seconds)  # type: ignore[union-attr]  # there is one
     assert told["search"]["considered"] == 1234
     assert [Plan.from_json(each["plan"]) for each in told["search"]["candidates"]] == [
         each.plan
-        for each in one.study.found.candidates  # type: ignore[union-attr]  # there is one
+        for each in one.study.search_result.candidates  # type: ignore[union-attr]  # there is one
     ]
     assert {each["forecast_only"] for each in told["search"]["candidates"]} == {None, "fp8 is <not> allowed"}
     assert told["beside_best"]["verdict"] == "slower"
@@ -340,7 +338,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
-    page = answers_page(answers(3), "Plan of <gpt>")
+    page = report_html(answers(3), "Plan of <gpt>")
     parser = Balanced()
     parser.feed(page)
     assert parser.open == []
@@ -352,10 +350,10 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
 
 def test_the_page_shows_every_plan_answer_and_point() -> None:
     one = answers(3)
-    page = answers_page(one, "gpt")
-    assert one.study.found is not None
-    for candidate in one.study.found.candidates:
-        assert step_words(candidate.forecast.step) in page
+    page = report_html(one, "gpt")
+    assert one.study.search_result is not None
+    for candidate in one.study.search_result.candidates:
+        assert step_seconds_text(candidate.forecast.step) in page
     assert page.count('<td class="share">') == len(PLANS) + 1
     assert "Why not tp=2?" in page
     assert "the model fits nowhere" in page
@@ -364,7 +362,7 @@ def test_the_page_shows_every_plan_answer_and_point() -> None:
 
 
 def test_the_picture_of_a_step_has_a_row_for_each_pipeline_rank() -> None:
-    page = answers_page(answers(3), "gpt")
+    page = report_html(answers(3), "gpt")
     picture = page[page.index("One step") :]
     picture = picture[: picture.index("</figure>")]
     assert ">stage 0</text>" in picture
@@ -377,18 +375,18 @@ def test_a_job_without_a_forecast_of_time_has_a_page_that_says_why(tmp_path: Pat
     from dataclasses import replace
 
     one = study()
-    assert one.planned.forecast is not None
+    assert one.plan_result.forecast is not None
     untimed = replace(
         one,
-        look=None,
-        untimed="nobody measured <this>",
-        planned=replace(one.planned, forecast=replace(one.planned.forecast, step=None)),
+        run_search=None,
+        time_unavailable_reason="nobody measured <this>",
+        plan_result=replace(one.plan_result, forecast=replace(one.plan_result.forecast, step=None)),
     )
-    page = answers_page(Answers(untimed), "gpt")
+    page = report_html(PlanAnalysis(untimed), "gpt")
     assert "nobody measured &lt;this&gt;" in page
-    assert "nobody measured <this>" in shown(answers_text(Answers(untimed)))
+    assert "nobody measured <this>" in shown(render_analysis(PlanAnalysis(untimed)))
     with pytest.raises(WanmaError, match="no forecast of this plan's step: nobody measured"):
-        write_trace(Answers(untimed), tmp_path / "step.json")
+        write_trace(PlanAnalysis(untimed), tmp_path / "step.json")
 
 
 # ---------------------------------------------------------------- files
@@ -406,14 +404,14 @@ def test_page_and_trace_are_files(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(WanmaError, match=r"cannot write .*nowhere"):
-        write_page(Answers(study()), tmp_path / "nowhere" / "plan.html", "gpt")
+        write_page(PlanAnalysis(study()), tmp_path / "nowhere" / "plan.html", "gpt")
 
 
 def test_fp8_is_told_in_the_plans_words() -> None:
-    assert settings_words(FP8).endswith("fp8")
+    assert settings_text(FP8).endswith("fp8")
 
 
 def test_bf16_is_told_where_it_was_chosen_and_not_where_the_job_says_it() -> None:
     plan = Plan(precision="bf16", approximate=("bf16",))
-    assert settings_words(plan) == "micro-batch 1, bf16"
-    assert settings_words(replace(plan, approximate=())) == "micro-batch 1"
+    assert settings_text(plan) == "micro-batch 1, bf16"
+    assert settings_text(replace(plan, approximate=())) == "micro-batch 1"

@@ -2,48 +2,50 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
 from wanma.planner.hardware_model.calibration import Calibration
-from wanma.planner.job_planner import Planned
+from wanma.planner.job_planner import PlanResult
 from wanma.planner.preparation import job_cluster, job_planning
-from wanma.planner.preparation.job_planning import first_layout, notes, prepare_job
+from wanma.planner.preparation.job_planning import initial_layout, plan_notes, prepare_job
 from wanma.planner.rules import capabilities
 
 JOB = {"model": {"preset": "gpt-1m"}, "parallel": {"compile": True}, "cluster": {"device": "cpu"}}
 
 
 def test_without_a_compiler_compile_is_off_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_planning, "cpp_compiler", lambda: None)
-    job = job_from(JOB)
-    plan = first_layout(job).plan
+    monkeypatch.setattr(job_planning, "find_cpp_compiler", lambda: None)
+    job = to_job(JOB)
+    plan = initial_layout(job).plan
     assert not plan.compile
-    assert notes(job, Planned(plan, None)) == [
+    assert plan_notes(job, PlanResult(plan, None)) == [
         "parallel.compile is off: on a CPU it needs a C++ compiler, and none was found (apt-get install g++)"
     ]
 
 
 def test_with_a_compiler_the_job_is_followed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_planning, "cpp_compiler", lambda: "/usr/bin/g++")
-    job = job_from(JOB)
-    plan = first_layout(job).plan
+    monkeypatch.setattr(job_planning, "find_cpp_compiler", lambda: "/usr/bin/g++")
+    job = to_job(JOB)
+    plan = initial_layout(job).plan
     assert plan.compile
-    assert notes(job, Planned(plan, None)) == []
+    assert plan_notes(job, PlanResult(plan, None)) == []
 
 
 def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda", "H100", 80 << 30, {"fp8": 1979e12})
-    monkeypatch.setattr(job_cluster, "discover", lambda: Cluster((Node("box", 8, 64 << 30, (gpu,)),)))
-    job = job_from({"model": {"preset": "gpt-1m"}, "train": {"fp8": True, "precision": "bf16"}})
+    monkeypatch.setattr(
+        job_cluster, "discover_node", lambda: Cluster((NodeGroup("box", 8, 64 << 30, (gpu,)),))
+    )
+    job = to_job({"model": {"preset": "gpt-1m"}, "train": {"fp8": True, "precision": "bf16"}})
     monkeypatch.setattr(job_planning, "find_spec", lambda _: None)
     with pytest.raises(WanmaError, match=r"train\.fp8 needs the package `torchao`") as refusal:
-        first_layout(job)
+        initial_layout(job)
     assert refusal.value.exit_code == 2
     monkeypatch.setattr(job_planning, "find_spec", lambda _: object())
-    assert first_layout(job).plan.approximate == ("fp8",)
+    assert initial_layout(job).plan.approximate == ("fp8",)
 
 
 # ------------------------------------------------------------------ parallel = "auto"
@@ -54,32 +56,32 @@ FEW = {"auto": True, "schedule": "1f1b", "recompute": "none", "cp": 1}
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """This machine is one node of these, as its drivers tell."""
-    (node,) = parse_cluster(said).nodes
-    monkeypatch.setattr(job_cluster, "discover", lambda: Cluster((replace(node, count=1),)))
+    (node,) = parse_shorthand(said).nodes
+    monkeypatch.setattr(job_cluster, "discover_node", lambda: Cluster((replace(node, count=1),)))
 
 
 def test_auto_is_the_fastest_plan_before_any_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "8 H100")
-    monkeypatch.setattr(job_planning, "prepare", lambda *_: None)
-    job = job_from({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": FEW})
-    start = first_layout(job)
-    assert start.planned is not None
-    assert start.planned.found is not None
-    best = start.planned.found.best
+    monkeypatch.setattr(job_planning, "prepare_job_data", lambda *_: None)
+    job = to_job({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": FEW})
+    start = initial_layout(job)
+    assert start.plan_result is not None
+    assert start.plan_result.search_result is not None
+    best = start.plan_result.search_result.best
     assert best is not None
     assert start.plan == best.plan
     prepared = prepare_job(job, start)
     assert prepared.plan == start.plan
     forecast = prepared.to_json()["forecast"]
     assert forecast["step"]["seconds"] == best.seconds
-    assert any("the fastest of" in note for note in notes(job, prepared.planned))
+    assert any("the fastest of" in note for note in plan_notes(job, prepared.plan_result))
 
 
 def test_auto_on_a_processor_that_was_never_measured_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "8 cores EPYC 7742")
     monkeypatch.setattr(job_planning, "load_calibration", Calibration)
-    start = first_layout(job_from({"model": {"preset": "gpt-1m"}, "parallel": "auto"}))
-    assert start.planned is None
+    start = initial_layout(to_job({"model": {"preset": "gpt-1m"}, "parallel": "auto"}))
+    assert start.plan_result is None
     assert (start.plan.world_size, start.plan.threads_per_rank) == (1, 8)
 
 
@@ -87,42 +89,44 @@ def test_a_plan_that_wanma_does_not_run_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_gpus(monkeypatch, "8 H100")
-    monkeypatch.setattr(job_planning, "prepare", lambda *_: None)
-    monkeypatch.setattr(capabilities, "installed_torch", lambda: (2, 13))
+    monkeypatch.setattr(job_planning, "prepare_job_data", lambda *_: None)
+    monkeypatch.setattr(capabilities, "installed_torch_version", lambda: (2, 13))
     parallel = {"tp": 2, "compile": True, "recompute": "full"}
-    job = job_from({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": parallel})
+    job = to_job({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": parallel})
     with pytest.raises(
         JobError, match=r"wanma cannot train this plan: torch 2\.13 does not compile"
     ) as refusal:
-        prepare_job(job, first_layout(job))
+        prepare_job(job, initial_layout(job))
     assert refusal.value.exit_code == 2
     assert "set parallel.recompute = 'selective'" in refusal.value.hint
 
 
 def test_fp8_is_left_out_where_it_is_allowed_and_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "8 H100")
-    job = job_from(
+    job = to_job(
         {
             "model": {"preset": "llama-3.2-1b"},
             "train": {"precision": "bf16"},
             "parallel": {**FEW, "allow": ["fp8"], "pp": 1, "tp": 1, "dp_shard": 8, "shard": "parameters"},
         }
     )
-    with_it = first_layout(job)
+    with_it = initial_layout(job)
     assert with_it.plan.fp8
     monkeypatch.setattr(job_planning, "find_spec", lambda _: None)
-    without = first_layout(job)
-    assert without.planned is not None
+    without = initial_layout(job)
+    assert without.plan_result is not None
     assert not without.plan.fp8
-    assert notes(job, without.planned)[0].startswith("fp8 was not looked at: it needs the package `torchao`")
+    assert plan_notes(job, without.plan_result)[0].startswith(
+        "fp8 was not looked at: it needs the package `torchao`"
+    )
 
 
 def test_bf16_that_is_allowed_for_another_model_than_a_decoder_is_told_to_be_left_out() -> None:
     given = {"train": {"precision": "fp32"}, "parallel": {"auto": True, "allow": ["bf16"]}}
-    images = job_from({"model": {"family": "resnet"}, "data": {"images": "cifar"}, **given})
-    decoder = job_from({"model": {"preset": "gpt-1m"}, **given})
-    plan = Planned(Plan(), None)
-    assert notes(decoder, plan) == []
-    assert notes(images, plan) == [
+    images = to_job({"model": {"family": "resnet"}, "data": {"images": "cifar"}, **given})
+    decoder = to_job({"model": {"preset": "gpt-1m"}, **given})
+    plan = PlanResult(Plan(), None)
+    assert plan_notes(decoder, plan) == []
+    assert plan_notes(images, plan) == [
         "bf16 was not looked at: only decoders are planned for in another precision"
     ]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from
-from wanma.planner.preparation.job_planning import first_layout, prepare_job
+from wanma.job.file.loading import to_job
+from wanma.planner.preparation.job_planning import initial_layout, prepare_job
 from wanma.planner.preparation.job_workload import read_model
 
 OWN = '''
@@ -64,7 +64,7 @@ def _importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_factory_of_a_text_model_is_read_with_sequences_of_the_data() -> None:
-    job = job_from({"model": {"factory": "own_models:Tiny"}, "data": {"sequence_length": 32}})
+    job = to_job({"model": {"factory": "own_models:Tiny"}, "data": {"sequence_length": 32}})
     workload, reason = read_model(job)
     assert reason is None
     assert workload is not None
@@ -84,7 +84,7 @@ def test_arguments_of_the_factory_and_the_precision_of_the_job_count() -> None:
     model = {"factory": "own_models:Tiny", "arguments": {"layers": 5}}
     plain, low = (
         read_model(
-            job_from({"model": model, "data": {"sequence_length": 32}, "train": {"precision": precision}})
+            to_job({"model": model, "data": {"sequence_length": 32}, "train": {"precision": precision}})
         ).workload
         for precision in ("fp32", "bf16")
     )
@@ -96,14 +96,14 @@ def test_arguments_of_the_factory_and_the_precision_of_the_job_count() -> None:
 
 
 def test_a_model_that_no_memory_holds_is_read() -> None:
-    job = job_from({"model": {"factory": "own_models:Huge"}, "data": {"sequence_length": 32}})
+    job = to_job({"model": {"factory": "own_models:Huge"}, "data": {"sequence_length": 32}})
     workload, _ = read_model(job)
     assert workload is not None
     assert workload.parameters > 32e9
 
 
 def test_a_factory_that_looks_at_values_has_no_forecast_and_says_why() -> None:
-    job = job_from({"model": {"factory": "own_models:Looks"}, "data": {"sequence_length": 32}})
+    job = to_job({"model": {"factory": "own_models:Looks"}, "data": {"sequence_length": 32}})
     workload, reason = read_model(job)
     assert workload is None
     assert reason is not None
@@ -111,13 +111,13 @@ def test_a_factory_that_looks_at_values_has_no_forecast_and_says_why() -> None:
 
 
 def test_a_factory_that_is_not_there_is_an_error() -> None:
-    job = job_from({"model": {"factory": "own_models:Missing"}, "data": {"sequence_length": 32}})
+    job = to_job({"model": {"factory": "own_models:Missing"}, "data": {"sequence_length": 32}})
     with pytest.raises(JobError, match=r"model\.factory"):
         read_model(job)
 
 
 def test_a_dataset_of_ones_own_gives_the_inputs() -> None:
-    job = job_from({"model": {"factory": "own_models:regression"}, "data": {"factory": "own_models:dataset"}})
+    job = to_job({"model": {"factory": "own_models:regression"}, "data": {"factory": "own_models:dataset"}})
     workload, reason = read_model(job)
     assert reason is None
     assert workload is not None
@@ -127,7 +127,7 @@ def test_a_dataset_of_ones_own_gives_the_inputs() -> None:
 def test_a_module_that_was_passed_is_read_with_its_data_and_not_changed() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
-    job = job_from({"model": {"factory": "somewhere:else"}})
+    job = to_job({"model": {"factory": "somewhere:else"}})
     workload, reason = read_model(job, {"model": model, "data": data})
     assert reason is None
     assert workload is not None
@@ -146,7 +146,7 @@ def test_a_module_with_constants_in_32_bits_is_read_as_it_runs() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(x * self.scale)
 
-    job = job_from({"model": {"factory": "somewhere:else"}, "train": {"precision": "bf16"}})
+    job = to_job({"model": {"factory": "somewhere:else"}, "train": {"precision": "bf16"}})
     data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
     workload, reason = read_model(job, {"model": Scaled(), "data": data})
     assert reason is None  # autocast makes the product's operands alike
@@ -158,7 +158,7 @@ def test_a_module_that_cannot_be_read_says_so() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum() > 0 else -x
 
-    job = job_from({"model": {"factory": "somewhere:else"}})
+    job = to_job({"model": {"factory": "somewhere:else"}})
     data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
     workload, reason = read_model(job, {"model": Looks(), "data": data})
     assert workload is None
@@ -173,15 +173,15 @@ def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> Non
         "train": {"global_batch": 8},
         "cluster": {"device": "cpu"},
     }
-    job = job_from(given)
+    job = to_job(given)
     objects = {"model": nn.Linear(4, 1), "data": TensorDataset(torch.zeros(40, 4), torch.zeros(40, 1))}
-    start = first_layout(job, own_model=True)
+    start = initial_layout(job, custom_model=True)
     assert prepare_job(job, start, objects=objects).workload is None
-    asked = prepare_job(job, start, objects=objects, read_own=True)
+    asked = prepare_job(job, start, objects=objects, read_custom_model=True)
     assert asked.workload is not None
-    assert asked.planned.forecast is not None
-    assert asked.planned.forecast.parameters_bytes > 0
-    deciding = job_from({**given, "parallel": {"recompute": "auto"}})
+    assert asked.plan_result.forecast is not None
+    assert asked.plan_result.forecast.parameters_bytes > 0
+    deciding = to_job({**given, "parallel": {"recompute": "auto"}})
     decided = prepare_job(deciding, start, objects=objects)
     assert decided.workload is not None
 
@@ -189,9 +189,9 @@ def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> Non
 def test_batch_normalisation_says_how_many_samples_belong_together() -> None:
     own = {"factory": "own_models:classifier", "batch_norm_group": 8}
     pictures = TensorDataset(torch.zeros(10, 3, 32, 32), torch.zeros(10, dtype=torch.int64))
-    made = read_model(job_from({"model": own}), {"data": pictures}).workload
+    made = read_model(to_job({"model": own}), {"data": pictures}).workload
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
     data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 8))
-    passed = read_model(job_from({"model": own}), {"model": model, "data": data}).workload
-    plain = read_model(job_from({"model": own}), {"model": model[:1], "data": data}).workload
-    assert [one and one.samples_together for one in (made, passed, plain)] == [8, 8, 1]
+    passed = read_model(to_job({"model": own}), {"model": model, "data": data}).workload
+    plain = read_model(to_job({"model": own}), {"model": model[:1], "data": data}).workload
+    assert [one and one.coupled_samples for one in (made, passed, plain)] == [8, 8, 1]

@@ -16,7 +16,7 @@ from support.own_loop import session_job
 from support.ranks import Outcome, run_ranks
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
+from wanma.job.run.worker import WorkerContext, current_worker_context
 
 
 class History(wanma.Callback):
@@ -125,9 +125,9 @@ def test_a_callback_of_rank_0_ends_all_ranks_at_one_step(tmp_path: Path) -> None
     assert len(Outcome(tmp_path).steps) < 5_000
 
 
-def _on_two_ranks(worker: Worker, directory: Path) -> list[str]:
+def _on_two_ranks(worker: WorkerContext, directory: Path) -> list[str]:
     RunDirectory(directory).create()
-    current_worker.set(replace(worker, run_directory=directory))
+    current_worker_context.set(replace(worker, run_directory=directory))
     history = History(stop_after=3)
     loop(directory, {**job(5_000), "parallel": {"dp_replicate": 2}}, callbacks=[history])
     return [type(event).__name__ for event in history.told]

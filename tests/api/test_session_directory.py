@@ -18,9 +18,9 @@ from support.own import Numbers, Plain, Tagger, seeded
 from support.own_loop import loop, per_sample, session_job
 from support.ranks import Outcome
 from wanma.api import session as session_module
-from wanma.checkpoint.load.reader import newest
+from wanma.checkpoint.load.reader import find_newest_valid
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
-from wanma.data.opening import open_data
+from wanma.data.opening import open_dataset
 from wanma.job.file.loading import load_job
 
 
@@ -63,10 +63,10 @@ def text_loop(job: dict[str, Any], run: Path) -> None:
 
 def test_a_checkpoint_carries_the_fingerprint_of_the_data(corpus: Path, tmp_path: Path) -> None:
     text_loop(text_job(corpus), tmp_path / "run")
-    path = newest(tmp_path / "run" / "checkpoints")
+    path = find_newest_valid(tmp_path / "run" / "checkpoints")
     assert path is not None
     saved = load_job(tmp_path / "run" / "job.toml")
-    fingerprint = open_data(saved.data, saved.train).fingerprint
+    fingerprint = open_dataset(saved.data, saved.train).fingerprint
     assert read_manifest(path).state["data_fingerprint"] == fingerprint != ""
 
 

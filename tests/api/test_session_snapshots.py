@@ -16,7 +16,7 @@ from support.own import Numbers, Plain, seeded
 from support.own_loop import per_sample, session_job
 from support.ranks import Outcome, run_ranks
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Images, Worker, current_worker
+from wanma.job.run.worker import MemoryFilePaths, WorkerContext, current_worker_context
 
 JOB = session_job(checkpoint={"every_steps": 0, "in_memory_every_steps": 1})
 
@@ -36,10 +36,12 @@ def test_a_session_that_failed_goes_on_from_memory_bit_for_bit(tmp_path: Path) -
     assert after.steps() == {3}
 
 
-def _loop(worker: Worker, directory: Path, images: list[Images] | None, fails_in: int | None) -> Any:
+def _loop(
+    worker: WorkerContext, directory: Path, images: list[MemoryFilePaths] | None, fails_in: int | None
+) -> Any:
     RunDirectory(directory).create()
     mine = None if images is None else images[worker.rank]
-    current_worker.set(replace(worker, run_directory=directory, images=mine))
+    current_worker_context.set(replace(worker, run_directory=directory, memory_files=mine))
     job = {**JOB, "parallel": {"dp_shard": 2}}
     with wanma.session(job) as session:
         model = session.prepare(seeded(Plain))

@@ -15,7 +15,7 @@ import wanma
 from support.own import Numbers, Plain, seeded
 from support.own_loop import loop, loop_in_rank, per_sample, session_job
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.checkpoint.store.checkpoint_folder import committed, read_manifest
+from wanma.checkpoint.store.checkpoint_folder import list_committed, read_manifest
 from wanma.job.plan.plan import Plan
 
 STEPS = 6
@@ -48,7 +48,7 @@ def best_loss(run: Path) -> float:
 
 def kept(run: Path) -> dict[int, float | None]:
     """Metric of each checkpoint by its step."""
-    return {step: read_manifest(path).metric for step, path in committed(run / "checkpoints")}
+    return {step: read_manifest(path).metric for step, path in list_committed(run / "checkpoints")}
 
 
 @pytest.fixture(scope="module")

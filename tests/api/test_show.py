@@ -8,29 +8,29 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.job_planner import complete, layout
-from wanma.planner.preparation.job_planning import Prepared
-from wanma.planner.presentation.dry_run_summary import describe
-from wanma.planner.presentation.formatting import copies_words
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.job_planner import build_layout, complete_plan
+from wanma.planner.preparation.job_planning import PreparedJob
+from wanma.planner.presentation.dry_run_summary import render_dry_run
+from wanma.planner.presentation.formatting import in_memory_checkpoint_text
 
-LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
-DECODER = DecoderDimensions(layers=6, hidden=64, heads=4, kv_heads=4, feed_forward=128, vocabulary=512)
+LAPTOP = Cluster((NodeGroup("laptop", 8, 16 << 30, ()),))
+DECODER = DecoderConfig(layers=6, hidden=64, heads=4, kv_heads=4, feed_forward=128, vocabulary=512)
 
 
 def shown(parallel: dict[str, object], on: Cluster = LAPTOP) -> str:
     job = Job.model_validate({"model": {"preset": "gpt-1m"}, "parallel": parallel})
-    workload = decoder_workload(DECODER, 32)
-    planned = complete(job, layout(job, on), on, workload, DECODER)
+    workload = compute_decoder_workload(DECODER, 32)
+    planned = complete_plan(job, build_layout(job, on), on, workload, DECODER)
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(describe(job, Prepared(on, planned, workload, None)))
+        console.print(render_dry_run(job, PreparedJob(on, planned, workload, None)))
     return capture.get()
 
 
@@ -53,14 +53,20 @@ def test_a_pipelines_ranks_are_told_with_their_memory() -> None:
 
 def test_copies_for_recovery_are_told_where_they_take_much_of_a_machines_memory() -> None:
     found = Forecast(1, 1, 1, 1, 1, snapshots_bytes=1 << 30)
-    plan, two = Plan(dp_replicate=8), parse_cluster("2x8 H100, 8x400G")
+    plan, two = Plan(dp_replicate=8), parse_shorthand("2x8 H100, 8x400G")
     small = replace(LAPTOP.nodes[0], memory_bytes=64 << 30)
-    assert copies_words(found, plan, Cluster((small,))) == "in all 8.0 GiB of a machine's 64.0 GiB"
-    assert copies_words(found, plan, Cluster((replace(small, count=4),))) == ""  # two ranks on each
+    assert (
+        in_memory_checkpoint_text(found, plan, Cluster((small,))) == "in all 8.0 GiB of a machine's 64.0 GiB"
+    )
+    assert (
+        in_memory_checkpoint_text(found, plan, Cluster((replace(small, count=4),))) == ""
+    )  # two ranks on each
     tight = replace(two, nodes=(replace(two.nodes[0], memory_bytes=100 << 30),))
-    assert copies_words(found, plan, tight) == "in all 8.0 GiB of a machine's 100 GiB"  # all of them on one
-    assert copies_words(found, plan, two) == ""
-    (gpus,) = parse_cluster("1x2 H100").nodes
+    assert (
+        in_memory_checkpoint_text(found, plan, tight) == "in all 8.0 GiB of a machine's 100 GiB"
+    )  # all of them on one
+    assert in_memory_checkpoint_text(found, plan, two) == ""
+    (gpus,) = parse_shorthand("1x2 H100").nodes
     tiny = Cluster((replace(gpus, memory_bytes=32 << 20),))
     lines = " ".join(shown({"dp_shard": 2}, tiny).split())
     row = re.search(r"copies for recovery (\S+) MiB in all (\S+) MiB of a machine's 32.0 MiB", lines)
@@ -70,8 +76,8 @@ def test_copies_for_recovery_are_told_where_they_take_much_of_a_machines_memory(
 
 
 def test_a_device_that_torch_has_no_name_for_is_told_by_its_own() -> None:
-    assert "fp32 on TPU v4" in shown({}, parse_cluster("1 TPU v4"))
-    assert "fp32 on cuda" in shown({}, parse_cluster("1 H100"))
+    assert "fp32 on TPU v4" in shown({}, parse_shorthand("1 TPU v4"))
+    assert "fp32 on cuda" in shown({}, parse_shorthand("1 H100"))
 
 
 def test_a_plan_without_a_pipeline_says_nothing_of_one() -> None:

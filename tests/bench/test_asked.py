@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.bench.collectives.selection import algorithms_of, dtypes_of, sizes_of
+from wanma.bench.collectives.selection import parse_sizes, select_algorithms, select_dtypes
 from wanma.job.errors import JobError
 
 KNOWN = (
@@ -16,11 +16,11 @@ KNOWN = (
 
 
 def test_sizes_are_a_list_or_a_range_of_fourfold_steps() -> None:
-    assert sizes_of("1K..16K") == (1024, 4096, 16384)
-    assert sizes_of("1K..10K") == (1024, 4096, 10240), "both ends are measured"
-    assert sizes_of("4M, 1KiB,100") == (100, 1024, 4 << 20)
-    assert sizes_of("2K..2K") == (2048,)
-    assert len(sizes_of("1K..256M")) == 10
+    assert parse_sizes("1K..16K") == (1024, 4096, 16384)
+    assert parse_sizes("1K..10K") == (1024, 4096, 10240), "both ends are measured"
+    assert parse_sizes("4M, 1KiB,100") == (100, 1024, 4 << 20)
+    assert parse_sizes("2K..2K") == (2048,)
+    assert len(parse_sizes("1K..256M")) == 10
 
 
 @pytest.mark.parametrize(
@@ -35,29 +35,29 @@ def test_sizes_are_a_list_or_a_range_of_fourfold_steps() -> None:
 )
 def test_what_is_no_size_is_refused(text: str, message: str) -> None:
     with pytest.raises(JobError, match=message.replace(".", r"\.")):
-        sizes_of(text)
+        parse_sizes(text)
 
 
 def test_collectives_and_algorithms_narrow_each_other_down() -> None:
-    assert algorithms_of([], [], KNOWN) == KNOWN
-    assert algorithms_of(["all_reduce"], [], KNOWN) == KNOWN[:2]
-    assert algorithms_of([], ["backend"], KNOWN) == (KNOWN[0], KNOWN[2])
-    assert algorithms_of(["broadcast"], ["tree"], KNOWN) == (KNOWN[3],)
+    assert select_algorithms([], [], KNOWN) == KNOWN
+    assert select_algorithms(["all_reduce"], [], KNOWN) == KNOWN[:2]
+    assert select_algorithms([], ["backend"], KNOWN) == (KNOWN[0], KNOWN[2])
+    assert select_algorithms(["broadcast"], ["tree"], KNOWN) == (KNOWN[3],)
 
 
 def test_names_that_there_are_not_are_refused_with_those_there_are() -> None:
     with pytest.raises(JobError, match=r"no 'all_reduced'\. Did you mean 'all_reduce'\?"):
-        algorithms_of(["all_reduced"], [], KNOWN)
+        select_algorithms(["all_reduced"], [], KNOWN)
     with pytest.raises(JobError, match="--algorithms: there is no 'butterfly'") as refused:
-        algorithms_of([], ["butterfly"], KNOWN)
+        select_algorithms([], ["butterfly"], KNOWN)
     assert refused.value.hint == "there are: backend, ring, tree"
     with pytest.raises(JobError, match="broadcast: by ring there is none") as refused:
-        algorithms_of(["broadcast"], ["ring"], KNOWN)
+        select_algorithms(["broadcast"], ["ring"], KNOWN)
     assert refused.value.hint == "algorithms: tree"
 
 
 def test_a_precision_is_fp32_unless_others_are_named() -> None:
-    assert dtypes_of([]) == ("fp32",)
-    assert dtypes_of(["bf16", "fp32", "bf16"]) == ("bf16", "fp32")
+    assert select_dtypes([]) == ("fp32",)
+    assert select_dtypes(["bf16", "fp32", "bf16"]) == ("bf16", "fp32")
     with pytest.raises(JobError, match="--dtypes: there is no 'fp8'"):
-        dtypes_of(["fp8"])
+        select_dtypes(["fp8"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.bench.collectives.benchmark import bench_collectives, cluster_section
+from wanma.bench.collectives.benchmark import bench_collectives, parse_cluster_section
 from wanma.cli.main import main
 from wanma.job.errors import JobError
 
@@ -118,5 +118,5 @@ def test_several_numbers_of_ranks_are_for_one_machine() -> None:
 
 
 def test_options_say_where_it_runs() -> None:
-    section = cluster_section(["cluster.nodes=2", "cluster.network_interface=eth1"])
+    section = parse_cluster_section(["cluster.nodes=2", "cluster.network_interface=eth1"])
     assert (section.nodes, section.network_interface) == (2, "eth1")

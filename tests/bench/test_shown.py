@@ -12,49 +12,58 @@ import pytest
 from rich.console import Console
 
 from support.machines import CHIP
-from wanma.bench.collectives.calibration import check_saving, save_sweeps
+from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
 from wanma.bench.collectives.calibration_operators import forecast_seconds
-from wanma.bench.collectives.html_page import charts, sweeps_page
-from wanma.bench.collectives.output_files import check_folder, write_sweeps
-from wanma.bench.collectives.results import COLUMNS, Sweep, to_csv
-from wanma.bench.collectives.terminal_tables import sweeps_text
-from wanma.collectives.measurement.bandwidth import Timing
+from wanma.bench.collectives.html_page import charts, results_page
+from wanma.bench.collectives.output_files import check_writable, write_results
+from wanma.bench.collectives.results import CSV_COLUMNS, CollectiveResults, to_csv
+from wanma.bench.collectives.terminal_tables import results_tables
+from wanma.collectives.measurement.bandwidth import CollectiveTiming
 from wanma.job.errors import JobError, WanmaError
 from wanma.planner.hardware_model.calibration import (
+    BenchmarkPoint,
     Calibration,
-    Measured,
-    Point,
+    DeviceCalibration,
     load_calibration,
     save_calibration,
 )
-from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds, all_reduce_seconds
-from wanma.planner.hardware_model.model import Link, Machine
+from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, all_reduce_seconds
+from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-LINK = Machine(CHIP, (Link(4, 1e-4, 2e9),), start_seconds=0.0)
+LINK = HardwareModel(CHIP, (LinkLevel(4, 1e-4, 2e9),), start_seconds=0.0)
 
 
-def sweep(machine: Machine = LINK) -> Sweep:
+def sweep(machine: HardwareModel = LINK) -> CollectiveResults:
     """As if measured on a machine with such links; its ring is half as fast."""
     timings = [
-        Timing(
-            "all_reduce", name, "fp32", 4, 1, size, factor * all_reduce_seconds(machine, Group(4), size), 8e9
+        CollectiveTiming(
+            "all_reduce",
+            name,
+            "fp32",
+            4,
+            1,
+            size,
+            factor * all_reduce_seconds(machine, RankGroup(4), size),
+            8e9,
         )
         for name, factor in (("backend", 1.0), ("ring", 2.0))
         for size in SIZES
     ]
     timings += [
-        Timing("all_gather", "direct", "fp32", 4, 1, size, all_gather_seconds(machine, Group(4), size), 8e9)
+        CollectiveTiming(
+            "all_gather", "direct", "fp32", 4, 1, size, all_gather_seconds(machine, RankGroup(4), size), 8e9
+        )
         for size in SIZES
     ]
-    return Sweep(
+    return CollectiveResults(
         4, 1, "a CPU", 1, "gloo", "copying", "a machine", "2026-11-22T00:00:00+00:00", tuple(timings), 0
     )
 
 
-def shown(one: Sweep) -> str:
+def shown(one: CollectiveResults) -> str:
     text = io.StringIO()
-    Console(file=text, width=140).print(sweeps_text([one]))
+    Console(file=text, width=140).print(results_tables([one]))
     return text.getvalue()
 
 
@@ -65,7 +74,7 @@ def test_the_table_has_a_line_for_each_size_with_time_bandwidth_and_share_of_the
     assert lines[start + 1].split() == ["size", "algorithm", "µs", "forecast", "GB/s", "limit", "share"]
     size, unit, name, backend, rate, limit, share = lines[start + 8].split()
     assert (size, unit, name) == ("16.0", "MiB", "backend")
-    seconds = all_reduce_seconds(LINK, Group(4), 1 << 24)
+    seconds = all_reduce_seconds(LINK, RankGroup(4), 1 << 24)
     assert backend == f"{1e6 * seconds:,.0f}"
     assert rate == f"{1.5 * (1 << 24) / seconds / 1e9:.3g}"
     assert (limit, share) == ("8", f"{float(rate) / 8:.0%}")
@@ -94,7 +103,7 @@ def test_a_forecast_stands_after_the_time_of_what_training_runs() -> None:
 def test_the_table_fits_a_narrow_terminal() -> None:
     text = io.StringIO()
     timings = tuple(replace(one, algorithm="halving_doubling") for one in sweep().timings)
-    Console(file=text, width=80).print(sweeps_text([replace(sweep(), timings=timings)]))
+    Console(file=text, width=80).print(results_tables([replace(sweep(), timings=timings)]))
     assert "…" not in text.getvalue()
     assert "halving doubling" in text.getvalue()
 
@@ -103,12 +112,16 @@ def test_forecasts_know_what_training_runs_and_nothing_else() -> None:
     def foreseen(collective: str, algorithm: str, on_cpu: bool = True) -> float | None:
         return forecast_seconds(LINK, collective, algorithm, 4, 1 << 20, on_cpu=on_cpu)
 
-    assert foreseen("all_reduce", "backend") == all_reduce_seconds(LINK, Group(4), 1 << 20)
-    assert foreseen("all_gather", "direct") == all_gather_seconds(LINK, Group(4), 1 << 20)
+    assert foreseen("all_reduce", "backend") == all_reduce_seconds(LINK, RankGroup(4), 1 << 20)
+    assert foreseen("all_gather", "direct") == all_gather_seconds(LINK, RankGroup(4), 1 << 20)
     assert foreseen("all_gather", "direct", on_cpu=False) is None, "there is no such way on a GPU"
     assert foreseen("all_reduce", "ring") is None
     assert foreseen("broadcast", "backend") is None
-    for unknown in (None, replace(LINK, unknown="nobody says"), replace(LINK, links=(Link(2, 0.0, 1.0),))):
+    for unknown in (
+        None,
+        replace(LINK, unknown="nobody says"),
+        replace(LINK, links=(LinkLevel(2, 0.0, 1.0),)),
+    ):
         assert forecast_seconds(unknown, "all_reduce", "backend", 4, 1 << 20, on_cpu=True) is None
 
 
@@ -120,27 +133,27 @@ def test_the_page_draws_bandwidth_and_time_of_each_collective_beside_the_limit()
         "all_gather, fp32: bus bandwidth",
         "all_gather, fp32: time",
     ]
-    assert [line.name for line in drawn[0].lines] == ["backend", "ring", "limit"]
-    assert list(drawn[0].lines[0].xs) == list(map(float, SIZES))
-    page = sweeps_page([sweep()])
+    assert [line.name for line in drawn[0].series] == ["backend", "ring", "limit"]
+    assert list(drawn[0].series[0].xs) == list(map(float, SIZES))
+    page = results_page([sweep()])
     assert page.startswith("<!doctype html>")
     assert page.count("<figure") == 4
-    assert "of &lt;somebody&gt;" in sweeps_page([replace(sweep(), machine="of <somebody>")])
+    assert "of &lt;somebody&gt;" in results_page([replace(sweep(), machine="of <somebody>")])
     assert "nccl-tests" in page
 
 
 def test_a_single_size_makes_a_page_too() -> None:
     one = replace(sweep(), timings=sweep().timings[:1])
-    assert sweeps_page([one]).count("<figure") == 2
+    assert results_page([one]).count("<figure") == 2
 
 
 def test_csv_and_json_have_all_columns_and_read_back(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv([sweep()]))))
     assert len(rows) == len(sweep().timings)
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == CSV_COLUMNS
     first = sweep().timings[0]
     assert float(rows[0]["bus_bytes_per_second"]) == first.bus_bandwidth
-    files = write_sweeps([sweep()], tmp_path / "new" / "folder")
+    files = write_results([sweep()], tmp_path / "new" / "folder")
     assert [path.name for path in files] == ["collectives.json", "collectives.csv", "collectives.html"]
     (written,) = json.loads(files[0].read_text())["sweeps"]
     assert written["timings"][0]["seconds"] == first.seconds
@@ -150,20 +163,20 @@ def test_csv_and_json_have_all_columns_and_read_back(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WanmaError, match="cannot write to") as refused:
-        check_folder(tmp_path / "file")
+        check_writable(tmp_path / "file")
     assert "--out DIR" in refused.value.hint
 
 
-def calibrated(path: Path) -> Measured:
+def calibrated(path: Path) -> DeviceCalibration:
     """A machine whose links were measured slower than `LINK`."""
-    slow = replace(LINK, links=(Link(4, 1e-3, 2e8),))
+    slow = replace(LINK, links=(LinkLevel(4, 1e-3, 2e8),))
     points = tuple(
-        Point(operator, (4, size), seconds(slow, Group(4), size))
+        BenchmarkPoint(operator, (4, size), seconds(slow, RankGroup(4), size))
         for size in SIZES
         for operator, seconds in (("all_reduce", all_reduce_seconds), ("send", all_gather_seconds))
     )
-    points += (Point("product", (64, 64, 64), 1e-6, "fp32"),)
-    measured = Measured("a CPU", 4, 1, slow, points=points)
+    points += (BenchmarkPoint("product", (64, 64, 64), 1e-6, "fp32"),)
+    measured = DeviceCalibration("a CPU", 4, 1, slow, points=points)
     save_calibration(Calibration((measured,)), path)
     return measured
 
@@ -171,13 +184,13 @@ def calibrated(path: Path) -> Measured:
 def test_saved_links_are_those_that_forecasts_use_and_all_else_stays(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     before = calibrated(path)
-    save_sweeps([sweep()], path)
+    save_to_calibration([sweep()], path)
     after = load_calibration(path).find("a CPU", 4, 1)
     assert after is not None
     assert after.machine.chip == before.machine.chip
     for size in SIZES:
-        forecast = all_reduce_seconds(after.machine, Group(4), size)
-        assert forecast == pytest.approx(all_reduce_seconds(LINK, Group(4), size), rel=0.15)
+        forecast = all_reduce_seconds(after.machine, RankGroup(4), size)
+        assert forecast == pytest.approx(all_reduce_seconds(LINK, RankGroup(4), size), rel=0.15)
     kept = {point.operator for point in after.points}
     assert kept == {"all_reduce", "all_gather", "send", "product"}
     assert [point.shape[1] for point in after.points if point.operator == "all_reduce"] == list(SIZES)
@@ -187,7 +200,7 @@ def test_without_a_calibration_of_so_many_ranks_nothing_is_saved(tmp_path: Path)
     path = tmp_path / "calibration.json"
     calibrated(path)
     with pytest.raises(WanmaError, match="a CPU with 2 ranks was not calibrated") as refused:
-        save_sweeps([replace(sweep(), ranks=2)], path)
+        save_to_calibration([replace(sweep(), ranks=2)], path)
     assert "wanma cluster --calibrate --ranks 2" in refused.value.hint
 
 
@@ -196,10 +209,10 @@ def test_without_the_backends_all_reduces_nothing_is_saved(tmp_path: Path) -> No
     before = calibrated(path)
     others = tuple(one for one in sweep().timings if one.algorithm != "backend")
     with pytest.raises(WanmaError, match="all-reduces in fp32, which were not measured"):
-        save_sweeps([replace(sweep(), timings=others)], path)
-    assert load_calibration(path).measured == (before,)
+        save_to_calibration([replace(sweep(), timings=others)], path)
+    assert load_calibration(path).devices == (before,)
 
 
 def test_links_between_machines_are_not_a_machines_own() -> None:
     with pytest.raises(JobError, match="--save with --nodes 2"):
-        check_saving(2)
+        check_calibration_writable(2)

@@ -36,7 +36,7 @@ def test_the_first_guess_is_in_proportion_to_the_cores() -> None:
 def test_a_ranks_pace_is_what_a_sample_takes_and_what_a_step_takes_whatever_its_samples() -> None:
     steps = [{"step_seconds": 1.0, "phases": {"forward_backward": 0.8}}] * 3
     found = pace(steps, 4)
-    assert (found.row_seconds, found.fixed_seconds) == pytest.approx((0.2, 0.2))
+    assert (found.seconds_per_row, found.fixed_seconds) == pytest.approx((0.2, 0.2))
 
 
 @pytest.mark.parametrize("contender", [IDEAL, *CONTENDERS])

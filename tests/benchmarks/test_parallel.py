@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wanma.job.file.loading import load_job
-from wanma.planner.pipeline.schedules import bubble_share
+from wanma.planner.pipeline.schedules import bubble_fraction
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -195,7 +195,7 @@ def test_a_replay_of_even_stages_waits_as_the_theory_says(ranks, micro_batches):
     step = one_step(
         one_forward_one_backward(ranks, micro_batches), {"forward": 1.0, "loss": 0.0, "backward": 2.0}
     )
-    expected = bubble_share("1f1b", ranks, 1, micro_batches)
+    expected = bubble_fraction("1f1b", ranks, 1, micro_batches)
     assert module("bubble").replayed_share(step, stages=ranks) == pytest.approx(expected)
 
 

@@ -94,8 +94,8 @@ def test_what_a_table_omits_follows_the_sources_own_script(rows: ModuleType, tmp
     assert refused == []
     (case,) = cases
     assert (case.plan.micro_batch, case.plan.virtual_stages, case.plan.schedule) == (2, 3, "interleaved_1f1b")
-    assert case.plan.accumulation(case.global_batch) == 28
-    assert case.plan.world_size == case.machine.devices == 1024
+    assert case.plan.gradient_accumulation_steps(case.global_batch) == 28
+    assert case.plan.world_size == case.machine.device_count == 1024
     assert case.is_derived
     assert not case.is_recalled
 

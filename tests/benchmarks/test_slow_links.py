@@ -11,7 +11,7 @@ import pytest
 
 from wanma.job.file.loading import load_job
 from wanma.job.plan.plan import Plan
-from wanma.planner.gradient_reduction import why_not_hierarchical
+from wanma.planner.gradient_reduction import hierarchical_unavailable_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def test_every_contender_has_a_job_of_two_machines_that_sums_as_it_says(tmp_path
         assert (job.checkpoint.in_memory_every_steps, job.checkpoint.compare_replicas) == ("auto", True), (
             "as by default"
         )
-        assert why_not_hierarchical(Plan(dp_replicate=4), job.cluster.nodes) is None
+        assert hierarchical_unavailable_reason(Plan(dp_replicate=4), job.cluster.nodes) is None
         seen[name] = (job.parallel.overlap, job.parallel.hierarchical)
         assert job.parallel.compression == (name if name in ("bf16", "int8", "topk", "powersgd") else "none")
         assert (job.parallel.synchronize != "every_step") == (way.every > 1)

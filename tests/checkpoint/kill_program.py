@@ -18,9 +18,14 @@ from pathlib import Path
 
 import torch
 
-from wanma.checkpoint.load.reader import load_full, newest, read_state, verify
+from wanma.checkpoint.load.reader import (
+    find_defects,
+    find_newest_valid,
+    load_full_tensors,
+    read_training_state,
+)
 from wanma.checkpoint.save.checkpointer import Checkpointer
-from wanma.checkpoint.store.checkpoint_folder import committed
+from wanma.checkpoint.store.checkpoint_folder import list_committed
 
 ELEMENTS = 500_000
 
@@ -52,10 +57,10 @@ def main(folder: Path, rounds: int, seed: int) -> None:
                 save_for_ever(folder, rank, generation, last)
             ranks.append(child)
         deadline = time.monotonic() + 60
-        while not [step for step, _ in committed(folder) if step > last] and time.monotonic() < deadline:
+        while not [step for step, _ in list_committed(folder) if step > last] and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.2))
-        before = [step for step, _ in committed(folder)]
+        before = [step for step, _ in list_committed(folder)]
         chance.shuffle(ranks)
         for child in ranks:
             os.kill(child, signal.SIGKILL)
@@ -64,17 +69,19 @@ def main(folder: Path, rounds: int, seed: int) -> None:
             os.waitpid(child, 0)
         left = sorted(path.name for path in folder.iterdir())
         messages: list[str] = []
-        path = newest(folder, messages.append)
+        path = find_newest_valid(folder, messages.append)
         Checkpointer(folder, generation=generation + 1, keep=2)
         report = {
             "left": left,
             "messages": messages,
             "seen": max(before, default=0),
-            "newest": read_state(path)["step"] if path else 0,
-            "values": sorted({value for w in load_full(path).values() for value in w.unique().tolist()})
+            "newest": read_training_state(path)["step"] if path else 0,
+            "values": sorted(
+                {value for w in load_full_tensors(path).values() for value in w.unique().tolist()}
+            )
             if path
             else [],
-            "problems": [problem for _, each in committed(folder) for problem in verify(each)],
+            "problems": [problem for _, each in list_committed(folder) for problem in find_defects(each)],
             "after": sorted(entry.name for entry in folder.iterdir()),
         }
         last = report["newest"]

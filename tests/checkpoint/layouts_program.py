@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.checkpoint.load.reader import load, load_full, verify
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.checkpoint.load.reader import find_defects, load_full_tensors, load_tensors
 from wanma.checkpoint.save.checkpointer import Checkpointer
 
 Tensors = dict[str, torch.Tensor]
@@ -77,14 +77,16 @@ def main(rank: int, folder: Path) -> None:
     saves = {name: folder / "saves" / f"step-{number:08d}" for number, name in enumerate(layouts)}
     if rank == 0:
         for name, path in saves.items():
-            report[f"whole {name}"] = "; ".join(verify(path)) + difference(load_full(path), full)
+            report[f"whole {name}"] = "; ".join(find_defects(path)) + difference(
+                load_full_tensors(path), full
+            )
     blank = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
     for target, (world_size, arrange) in layouts.items():
         if rank < world_size:
             expected = arrange(full)
             for source, path in saves.items():
                 tensors = arrange(blank)
-                state, rank_state = load(path, tensors, rank=rank, world_size=world_size)
+                state, rank_state = load_tensors(path, tensors, rank=rank, world_size=world_size)
                 problem = difference(tensors, expected)
                 if state != {"layout": source}:
                     problem += f" state is {state}"
@@ -128,7 +130,7 @@ def fsdp(full: Tensors, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None)
 def difference(found: Tensors, expected: Tensors) -> str:
     """Names that differ in a single bit, dtype or shape."""
     differing = [
-        name for name in expected if not same_bits(local_part(found[name]), local_part(expected[name]))
+        name for name in expected if not same_bits(local_tensor(found[name]), local_tensor(expected[name]))
     ]
     return f"differs in {differing}" if differing or set(found) != set(expected) else ""
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanma.checkpoint.conversion.conversion import convert
-from wanma.checkpoint.inspection.comparison import compare
-from wanma.checkpoint.inspection.integrity_scan import FolderFiles, scan
-from wanma.checkpoint.load.reader import load_full
+from wanma.checkpoint.conversion.conversion import convert_checkpoint
+from wanma.checkpoint.inspection.comparison import compare_checkpoints
+from wanma.checkpoint.inspection.integrity_scan import LocalFiles, scan_checkpoint
+from wanma.checkpoint.load.reader import load_full_tensors
 from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.job.errors import WanmaError
@@ -54,27 +54,27 @@ def content(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("files", [1, 2, 9])
 def test_into_other_files_all_tensors_and_the_state_stay(path: Path, tmp_path: Path, files: int) -> None:
     before = content(path)
-    convert(path, tmp_path / "out", kinds(path), files, block_elements=7)
+    convert_checkpoint(path, tmp_path / "out", kinds(path), files, block_elements=7)
     assert content(path) == before
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == min(files, 5)
-    assert scan("out", FolderFiles(tmp_path / "out")).problems == ()
-    assert compare(path, tmp_path / "out").is_none
+    assert scan_checkpoint("out", LocalFiles(tmp_path / "out")).defects == ()
+    assert compare_checkpoints(path, tmp_path / "out").is_empty
     manifest = read_manifest(tmp_path / "out")
     assert (manifest.step, manifest.world_size, manifest.metric) == (4, 3, 1.5)
     assert manifest.rank_state[2] == {"random": 2}
 
 
 def test_one_file_is_what_the_safetensors_library_reads(path: Path, tmp_path: Path) -> None:
-    convert(path, tmp_path / "out", kinds(path))
+    convert_checkpoint(path, tmp_path / "out", kinds(path))
     loaded = load_file(tmp_path / "out" / "rank-00000.safetensors")
-    full = load_full(path)
+    full = load_full_tensors(path)
     assert loaded.keys() == full.keys()
     assert all(torch.equal(loaded[name], full[name]) for name in full)
 
 
 def test_some_tensors_in_another_dtype(path: Path, tmp_path: Path) -> None:
-    convert(path, tmp_path / "out", {"model.a": "BF16", "model.b": "F32"}, block_elements=16)
-    full, source = load_full(tmp_path / "out"), load_full(path)
+    convert_checkpoint(path, tmp_path / "out", {"model.a": "BF16", "model.b": "F32"}, block_elements=16)
+    full, source = load_full_tensors(tmp_path / "out"), load_full_tensors(path)
     assert sorted(full) == ["model.a", "model.b"]
     assert torch.equal(full["model.a"], source["model.a"].bfloat16())
     assert torch.equal(full["model.b"], source["model.b"])
@@ -84,7 +84,7 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"w": torch.tensor([1.0, 1e6])}, {})
     with pytest.raises(WanmaError, match="tensor w has values that F16 cannot hold"):
-        convert(tmp_path / "run" / "step-00000001", tmp_path / "out", {"w": "F16"})
+        convert_checkpoint(tmp_path / "run" / "step-00000001", tmp_path / "out", {"w": "F16"})
     assert sorted(item.name for item in tmp_path.iterdir()) == ["run"]
 
 
@@ -94,14 +94,14 @@ def test_a_damaged_checkpoint_is_not_given_new_hashes(path: Path, tmp_path: Path
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     with pytest.raises(WanmaError, match=r"is not whole: rank-00001\.safetensors is damaged"):
-        convert(path, tmp_path / "out", kinds(path))
+        convert_checkpoint(path, tmp_path / "out", kinds(path))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_place_that_is_taken_is_refused_the_source_included(path: Path) -> None:
     before = content(path)
     with pytest.raises(WanmaError, match="is there already"):
-        convert(path, path, kinds(path))
+        convert_checkpoint(path, path, kinds(path))
     assert content(path) == before
 
 
@@ -110,13 +110,13 @@ def test_a_disk_that_fills_up_leaves_the_source_and_nothing_else(path: Path, tmp
     before = content(path)
     program = (
         "import sys, resource, signal, pathlib\n"
-        "from wanma.checkpoint.conversion.conversion import convert\n"
+        "from wanma.checkpoint.conversion.conversion import convert_checkpoint\n"
         "from wanma.job.errors import WanmaError\n"
         "source, out = map(pathlib.Path, sys.argv[1:])\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         "try:\n"
-        "    convert(source, out, {'model.a': 'F32', 'optimizer.a': 'F64'})\n"
+        "    convert_checkpoint(source, out, {'model.a': 'F32', 'optimizer.a': 'F64'})\n"
         "except WanmaError as error:\n"
         "    print(error)\n"
     )

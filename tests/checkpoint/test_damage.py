@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint.format.manifest import Box, Shard, TensorEntry, dump_manifest
-from wanma.checkpoint.load.reader import load, load_full, newest, read_state, verify
-from wanma.checkpoint.load.verification import find_whole
+from wanma.checkpoint.format.manifest import Box, SavedShard, TensorEntry, dump_manifest
+from wanma.checkpoint.load.reader import (
+    find_defects,
+    find_newest_valid,
+    load_full_tensors,
+    load_tensors,
+    read_training_state,
+)
+from wanma.checkpoint.load.verification import find_valid
 from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.job.errors import WanmaError
@@ -48,14 +54,14 @@ def flip_bit(path: Path, position: int) -> None:
 
 def test_without_damage_the_newest_is_taken_without_a_word(folder: Path) -> None:
     messages: list[str] = []
-    assert newest(folder, messages.append) == folder / "step-00000003"
+    assert find_newest_valid(folder, messages.append) == folder / "step-00000003"
     assert messages == []
 
 
 def test_a_flipped_bit_in_a_data_file_falls_back_and_names_the_file(folder: Path) -> None:
     flip_bit(folder / "step-00000003" / "rank-00001.safetensors", -1)
     messages: list[str] = []
-    assert newest(folder, messages.append) == folder / "step-00000002"
+    assert find_newest_valid(folder, messages.append) == folder / "step-00000002"
     assert messages == [
         "checkpoint step-00000003 is skipped: rank-00001.safetensors is damaged: "
         "its content differs from its SHA-256",
@@ -68,7 +74,7 @@ def test_every_kind_of_damage_is_skipped_with_its_reason(folder: Path) -> None:
 
     def reason() -> str:
         messages: list[str] = []
-        assert newest(folder, messages.append) == folder / "step-00000002"
+        assert find_newest_valid(folder, messages.append) == folder / "step-00000002"
         return messages[0].removeprefix("checkpoint step-00000003 is skipped: ")
 
     backup = folder.parent / "backup"
@@ -93,47 +99,47 @@ def test_every_kind_of_damage_is_skipped_with_its_reason(folder: Path) -> None:
     manifest.unlink()
     assert reason() == "manifest.json cannot be read: No such file or directory"
     shutil.copy(backup / manifest.name, manifest)
-    assert newest(folder) == step
+    assert find_newest_valid(folder) == step
 
 
 def test_when_all_are_damaged_there_is_none(folder: Path) -> None:
     for path in folder.iterdir():
         (path / "manifest.json").unlink()
     messages: list[str] = []
-    assert newest(folder, messages.append) is None
+    assert find_newest_valid(folder, messages.append) is None
     assert len(messages) == 3
 
 
 def test_whoever_takes_an_older_checkpoint_than_the_newest_is_told_and_a_step_insists(folder: Path) -> None:
     (folder / "step-00000003" / "rank-00000.safetensors").unlink()
     told: list[str] = []
-    assert find_whole(folder, None, told.append) == folder / "step-00000002"
+    assert find_valid(folder, None, told.append) == folder / "step-00000002"
     assert told == [
         "checkpoint step-00000003 is skipped: "
         "rank-00000.safetensors cannot be read: No such file or directory\n"
         "  going back to checkpoint step-00000002\n  name a step to insist on its checkpoint"
     ]
     told.clear()
-    assert find_whole(folder, 1, told.append) == folder / "step-00000001"
+    assert find_valid(folder, 1, told.append) == folder / "step-00000001"
     with pytest.raises(WanmaError, match=r"step-00000003 is damaged: .*\n  there are also those of 2, 1"):
-        find_whole(folder, 3, told.append)
+        find_valid(folder, 3, told.append)
     with pytest.raises(WanmaError, match=r"no checkpoint of step 9\n  there are those of 3, 2, 1"):
-        find_whole(folder, 9, told.append)
+        find_valid(folder, 9, told.append)
     with pytest.raises(WanmaError, match="has no whole checkpoint yet"):
-        find_whole(folder / "nothing", None, told.append)
+        find_valid(folder / "nothing", None, told.append)
     assert told == []
 
 
 def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
-    assert newest(tmp_path / "missing") is None
+    assert find_newest_valid(tmp_path) is None
+    assert find_newest_valid(tmp_path / "missing") is None
 
 
 def test_ranks_can_share_the_hashing(folder: Path) -> None:
     path = folder / "step-00000003"
     flip_bit(path / "rank-00001.safetensors", -1)
-    assert verify(path, part=0, parts=2) == []
-    assert len(verify(path, part=1, parts=2)) == 1
+    assert find_defects(path, share_index=0, share_count=2) == []
+    assert len(find_defects(path, share_index=1, share_count=2)) == 1
 
 
 def test_loading_a_damaged_checkpoint_directly_names_the_file(folder: Path) -> None:
@@ -141,10 +147,10 @@ def test_loading_a_damaged_checkpoint_directly_names_the_file(folder: Path) -> N
     file = path / "rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(WanmaError, match=r"rank-00001\.safetensors cannot be read: it has") as caught:
-        load_full(path)
+        load_full_tensors(path)
     assert caught.value.hint == "it is damaged: load an older one"
     with pytest.raises(WanmaError, match="No such file"):
-        read_state(folder / "step-00000099")
+        read_training_state(folder / "step-00000099")
 
 
 # ---------------------------------------------------------------- another model
@@ -157,7 +163,7 @@ def test_another_models_checkpoint_gives_one_error_and_changes_nothing(folder: P
         "model.layer.0.weight": torch.zeros(3),
     }
     with pytest.raises(WanmaError) as caught:
-        load(folder / "step-00000003", mine)
+        load_tensors(folder / "step-00000003", mine)
     assert caught.value.message.splitlines() == [
         f"checkpoint {folder / 'step-00000003'} is from another model; first differences:",
         "    model.layers.0.weight: shape (20, 10) here, (40, 10) in the checkpoint",
@@ -171,22 +177,22 @@ def test_another_models_checkpoint_gives_one_error_and_changes_nothing(folder: P
 
 def test_only_the_first_differences_are_shown(folder: Path) -> None:
     with pytest.raises(WanmaError, match="and 18 more"):
-        load(folder / "step-00000003", {f"x{number}": torch.zeros(1) for number in range(20)})
+        load_tensors(folder / "step-00000003", {f"x{number}": torch.zeros(1) for number in range(20)})
 
 
 def test_weights_alone_load_when_asked_not_to_be_strict(folder: Path) -> None:
     mine = {"model.layers.0.weight": torch.zeros(40, 10)}
-    state, _ = load(folder / "step-00000003", mine, strict=False)
+    state, _ = load_tensors(folder / "step-00000003", mine, strict=False)
     assert state == {"step": 3}
     assert mine["model.layers.0.weight"].unique().tolist() == [3.0]
     with pytest.raises(WanmaError, match=r"model\.bias: not in the checkpoint"):
-        load(folder / "step-00000003", {"model.bias": torch.zeros(1)}, strict=False)
+        load_tensors(folder / "step-00000003", {"model.bias": torch.zeros(1)}, strict=False)
 
 
 def test_full_tensors_can_be_chosen_by_name(folder: Path) -> None:
-    assert list(load_full(folder / "step-00000003", ["optimizer.step"])) == ["optimizer.step"]
+    assert list(load_full_tensors(folder / "step-00000003", ["optimizer.step"])) == ["optimizer.step"]
     with pytest.raises(WanmaError, match=r"has no tensor optimizer\.stp\. Did you mean 'optimizer\.step'"):
-        load_full(folder / "step-00000003", ["optimizer.stp"])
+        load_full_tensors(folder / "step-00000003", ["optimizer.stp"])
 
 
 # ---------------------------------------------------------------- malice
@@ -206,11 +212,11 @@ def touch_everything(path: Path, folder: Path) -> None:
     """All ways to read a checkpoint; errors are the reader's good right."""
     target = tensors(0)
     for attempt in (
-        lambda: newest(folder),
-        lambda: verify(path),
-        lambda: read_state(path),
-        lambda: load(path, target),
-        lambda: load_full(path),
+        lambda: find_newest_valid(folder),
+        lambda: find_defects(path),
+        lambda: read_training_state(path),
+        lambda: load_tensors(path, target),
+        lambda: load_full_tensors(path),
         lambda: Checkpointer(folder),
     ):
         try:
@@ -228,13 +234,13 @@ def test_a_malicious_pickle_in_any_file_runs_nothing(folder: Path, tmp_path: Pat
         (path / name).write_bytes(bomb)
         (folder / name).write_bytes(bomb)
     touch_everything(path, folder)
-    assert newest(folder) == path  # what does not belong to it does not make it less whole
+    assert find_newest_valid(folder) == path  # what does not belong to it does not make it less whole
     for name in sorted(file.name for file in path.iterdir() if file.name not in stray):
         original = (path / name).read_bytes()
         for content in (bomb, bomb + original, original + bomb, original[:20] + bomb + original[20:]):
             (path / name).write_bytes(content)
             touch_everything(path, folder)
-            assert newest(folder) == folder / "step-00000002"
+            assert find_newest_valid(folder) == folder / "step-00000002"
         (path / name).write_bytes(original)
     torch.save(Bomb(mark), path / "rank-00000.safetensors")
     touch_everything(path, folder)
@@ -250,16 +256,16 @@ def test_a_forged_manifest_with_a_right_checksum_cannot_make_the_reader_overrun(
     file = manifest.tensors[name].shards[0].file
     for shards in (
         (),  # nothing there
-        (Shard(Box((0, 0), (20, 10)), file),),  # less than the file says
+        (SavedShard(Box((0, 0), (20, 10)), file),),  # less than the file says
     ):
         forged = replace(manifest, tensors={**manifest.tensors, name: TensorEntry("F32", (40, 10), shards)})
         (path / "manifest.json").write_bytes(dump_manifest(forged))
         with pytest.raises(WanmaError, match=name) as caught:
-            load_full(path)
+            load_full_tensors(path)
         assert "damaged" in caught.value.hint
     header_only = json.dumps({name: {"dtype": "F32", "shape": [40, 10], "data_offsets": [0, 1600]}}).encode()
     (path / "manifest.json").write_bytes(dump_manifest(manifest))
     size = (path / file).stat().st_size
     (path / file).write_bytes((size - 8).to_bytes(8, "little") + header_only.ljust(size - 8))
     with pytest.raises(WanmaError, match="reaches outside the file"):
-        load_full(path, [name])
+        load_full_tensors(path, [name])

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint.load.reader import load_full, newest
-from wanma.checkpoint.load.verification import verify
-from wanma.checkpoint.remote.remote_checkpoints import Remote
-from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.load.reader import find_newest_valid, load_full_tensors
+from wanma.checkpoint.load.verification import find_defects
+from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.job.errors import WanmaError
-from wanma.job.retry import Patience
+from wanma.job.retry import RetryPolicy
 
 SAVE_TWO = """
 import os, resource, signal, sys
@@ -56,8 +56,8 @@ def save_in_trouble(folder: Path, trouble: str) -> str:
 
 def require_first_whole(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001"]
-    assert newest(folder) == folder / "step-00000001"
-    assert load_full(folder / "step-00000001")["w"].unique().tolist() == [1.0]
+    assert find_newest_valid(folder) == folder / "step-00000001"
+    assert load_full_tensors(folder / "step-00000001")["w"].unique().tolist() == [1.0]
 
 
 @pytest.fixture
@@ -104,13 +104,13 @@ def test_a_disk_that_turns_read_only_fails_the_save_alone(small_disk: Path) -> N
 def test_a_full_disk_at_the_other_end_fails_the_upload_alone(tmp_path: Path, small_disk: Path) -> None:
     save(tmp_path / "here", 1)
     save(tmp_path / "here", 2, elements=400_000)
-    remote = Remote(Storage(f"file://{small_disk}", Patience(tries=1)))
+    remote = RemoteCheckpoints(RemoteStorage(f"file://{small_disk}", RetryPolicy(max_attempts=1)))
     remote.upload(tmp_path / "here" / "step-00000001", 1)
     with pytest.raises(WanmaError, match="No space left on device"):
         remote.upload(tmp_path / "here" / "step-00000002", 2)
-    assert verify(tmp_path / "here" / "step-00000002") == []
+    assert find_defects(tmp_path / "here" / "step-00000002") == []
     told: list[str] = []
-    path = remote.newest(tmp_path / "back", told.append)
+    path = remote.download_newest_valid(tmp_path / "back", told.append)
     assert path == tmp_path / "back" / "step-00000001"
     assert "was not uploaded whole" in told[0]
 
@@ -120,9 +120,9 @@ def test_a_full_disk_at_this_end_fails_the_download_and_leaves_what_is_there(
     tmp_path: Path, small_disk: Path
 ) -> None:
     save(tmp_path / "here", 2, elements=400_000)
-    remote = Remote(Storage(f"file://{tmp_path}/there", Patience(tries=1)))
+    remote = RemoteCheckpoints(RemoteStorage(f"file://{tmp_path}/there", RetryPolicy(max_attempts=1)))
     remote.upload(tmp_path / "here" / "step-00000002", 2)
     save(small_disk, 1)
     with pytest.raises(WanmaError, match="No space left on device"):
-        remote.fetch(2, small_disk)
+        remote.download(2, small_disk)
     require_first_whole(small_disk)

@@ -15,11 +15,11 @@ from wanma.checkpoint.format.manifest import (
     Box,
     FileEntry,
     Manifest,
-    Shard,
+    SavedShard,
     TensorEntry,
     build_header,
     dump_manifest,
-    overlap,
+    intersect_boxes,
     parse_header,
     parse_manifest,
 )
@@ -33,8 +33,8 @@ MANIFEST = Manifest(
     rank_state={0: {"x": 1}, 11: {}},
     files={"rank-00000.safetensors": FileEntry(1234, "ab" * 32)},
     tensors={
-        "w": TensorEntry("F32", (4, 3), (Shard(Box((2, 0), (2, 3)), "rank-00000.safetensors"),)),
-        "scalar": TensorEntry("I64", (), (Shard(Box((), ()), "rank-00000.safetensors"),)),
+        "w": TensorEntry("F32", (4, 3), (SavedShard(Box((2, 0), (2, 3)), "rank-00000.safetensors"),)),
+        "scalar": TensorEntry("I64", (), (SavedShard(Box((), ()), "rank-00000.safetensors"),)),
     },
 )
 
@@ -68,11 +68,11 @@ def test_copying_overlaps_moves_a_tensor_from_any_grid_of_boxes_to_any_other(
         local = np.zeros(wanted.shape, dtype=full.dtype)
         copied = 0
         for box in saved:
-            if (common := overlap(wanted, box)) is not None:
+            if (common := intersect_boxes(wanted, box)) is not None:
                 local[common[0]] = part(box)[common[1]]
                 copied += part(box)[common[1]].size
         assert np.array_equal(local, part(wanted))
-        assert copied == wanted.elements  # nothing copied twice
+        assert copied == wanted.numel  # nothing copied twice
 
 
 def test_a_manifest_reads_back_as_it_was_written() -> None:
@@ -123,7 +123,7 @@ def test_files_outside_the_checkpoint_are_refused() -> None:
 
 
 def test_a_shard_that_reaches_outside_its_tensor_is_refused() -> None:
-    shard = Shard(Box((3, 0), (2, 3)), "rank-00000.safetensors")
+    shard = SavedShard(Box((3, 0), (2, 3)), "rank-00000.safetensors")
     outside = Manifest(1, 1, None, {}, {}, MANIFEST.files, {"w": TensorEntry("F32", (4, 3), (shard,))})
     with pytest.raises(WanmaError, match=r"malformed.*shard"):
         parse_manifest(dump_manifest(outside))

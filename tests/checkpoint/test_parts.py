@@ -11,10 +11,15 @@ import torch
 
 from support.images import Held
 from wanma.checkpoint.in_memory import partial_checkpoints as module
-from wanma.checkpoint.in_memory.flush import rescue
-from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots
-from wanma.checkpoint.in_memory.partial_checkpoints import Moment, parts, remove_parts, write_part
-from wanma.checkpoint.load.reader import load_full
+from wanma.checkpoint.in_memory.flush import flush_to_disk
+from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer
+from wanma.checkpoint.in_memory.partial_checkpoints import (
+    InMemoryCheckpointKey,
+    list_flushed_parts,
+    remove_flushed_parts,
+    write_flushed_part,
+)
+from wanma.checkpoint.load.reader import load_full_tensors
 from wanma.job.errors import WanmaError
 
 NODES = [[0, 1], [2, 3]]
@@ -26,25 +31,25 @@ def held() -> Held:
     held = Held(4)
     for node in NODES:
         for rank in node:
-            snapshots = Snapshots(held.images(rank), rank, 4, 1, node_ranks=node)
+            snapshots = InMemoryCheckpointer(held.images(rank), rank, 4, 1, node_ranks=node)
             own = torch.full((1000,), float(node[0]))
             tensors = {f"model.{node[0]}": own, "model.all": torch.arange(64.0)}
-            snapshots.begin(7, tensors, {"samples": 8}, {"random": rank})
-            snapshots.settle()
+            snapshots.start(7, tensors, {"samples": 8}, {"random": rank})
+            snapshots.wait_for_copy()
             snapshots.close()
     return held
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The refuges of two machines."""
+    """Fallback folders of two nodes."""
     places = [tmp_path / "one" / "place", tmp_path / "two" / "place"]
-    monkeypatch.setattr(module, "refuges", lambda _folder: [Path("/dev/full/no"), *places[:1]])
+    monkeypatch.setattr(module, "fallback_folders", lambda _folder: [Path("/dev/full/no"), *places[:1]])
     return places
 
 
 def paths(held: Held, ranks: list[int]) -> dict[int, str]:
-    return {rank: held.images(rank).mine[0] for rank in ranks}
+    return {rank: held.images(rank).own_paths[0] for rank in ranks}
 
 
 def test_the_parts_of_all_machines_make_the_checkpoint(
@@ -53,27 +58,31 @@ def test_the_parts_of_all_machines_make_the_checkpoint(
     folder = tmp_path / "checkpoints"
     found = []
     for node, place in zip(NODES, places, strict=True):
-        monkeypatch.setattr(module, "refuges", lambda _folder, place=place: [Path("/dev/full/no"), place])
-        written = write_part(folder, paths(held, node))
+        monkeypatch.setattr(
+            module, "fallback_folders", lambda _folder, place=place: [Path("/dev/full/no"), place]
+        )
+        written = write_flushed_part(folder, paths(held, node))
         (place / "part-step-00000007-1-00009.writing").mkdir()
-        [part] = parts(folder)
-        assert (part.path, part.moment) == (written, Moment(7, 1, 4))
-        assert sorted(part.images) == node
-        found.append({rank: str(path) for rank, path in part.images.items()})
-    other = threading.Thread(target=lambda: rescue(folder, found[1], 4, "1-parts", time.monotonic() + 20))
+        [part] = list_flushed_parts(folder)
+        assert (part.path, part.checkpoint_key) == (written, InMemoryCheckpointKey(7, 1, 4))
+        assert sorted(part.memory_files) == node
+        found.append({rank: str(path) for rank, path in part.memory_files.items()})
+    other = threading.Thread(
+        target=lambda: flush_to_disk(folder, found[1], 4, "1-parts", time.monotonic() + 20)
+    )
     other.start()
-    committed = rescue(folder, found[0], 4, "1-parts", time.monotonic() + 20)
+    committed = flush_to_disk(folder, found[0], 4, "1-parts", time.monotonic() + 20)
     other.join()
     assert committed is not None
-    state = load_full(committed)
+    state = load_full_tensors(committed)
     assert {float(state[f"model.{first}"].mean()) for first in (0, 2)} == {0.0, 2.0}
     assert torch.equal(state["model.all"], torch.arange(64.0))
     for place in places:
-        monkeypatch.setattr(module, "refuges", lambda _folder, place=place: [place])
-        remove_parts(folder, 6)
-        assert len(parts(folder)) == 1, "it is newer"
+        monkeypatch.setattr(module, "fallback_folders", lambda _folder, place=place: [place])
+        remove_flushed_parts(folder, 6)
+        assert len(list_flushed_parts(folder)) == 1, "it is newer"
         assert len(list(place.iterdir())) == 1, "what was half written is gone"
-        remove_parts(folder, 7)
+        remove_flushed_parts(folder, 7)
         assert not place.exists()
 
 
@@ -86,16 +95,16 @@ def test_a_part_that_finds_no_room_leaves_nothing_and_says_where_it_was_tried(
 
     monkeypatch.setattr(module, "write_file", full)
     with pytest.raises(WanmaError, match=r"ranks 0, 1 of step 7 found room nowhere: .*No space left") as told:
-        write_part(tmp_path / "checkpoints", paths(held, [0, 1]))
+        write_flushed_part(tmp_path / "checkpoints", paths(held, [0, 1]))
     assert str(places[0]) in str(told.value)
     assert list(places[0].iterdir()) == []
 
 
 def test_a_damaged_image_is_no_part(held: Held, places: list[Path], tmp_path: Path) -> None:
-    path = Path(held.images(0).mine[0])
+    path = Path(held.images(0).own_paths[0])
     content = bytearray(path.read_bytes())
     content[5000] ^= 8
     path.write_bytes(content)
     with pytest.raises(WanmaError, match="the copy in memory of rank 0 is damaged"):
-        write_part(tmp_path / "checkpoints", paths(held, [0, 1]))
-    assert not places[0].exists() or not parts(tmp_path / "checkpoints")
+        write_flushed_part(tmp_path / "checkpoints", paths(held, [0, 1]))
+    assert not places[0].exists() or not list_flushed_parts(tmp_path / "checkpoints")

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from support.failing_storage import Call, FailingFileSystem, register
-from wanma.checkpoint.inspection.integrity_scan import scan
-from wanma.checkpoint.load.reader import load_full, verify
-from wanma.checkpoint.remote.remote_checkpoints import DamagedError, Remote
-from wanma.checkpoint.remote.remote_storage import Storage, check_url
+from wanma.checkpoint.inspection.integrity_scan import scan_checkpoint
+from wanma.checkpoint.load.reader import find_defects, load_full_tensors
+from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpointDamagedError, RemoteCheckpoints
+from wanma.checkpoint.remote.remote_storage import RemoteStorage, check_url
 from wanma.checkpoint.save.checkpointer import Checkpointer
-from wanma.checkpoint.store.checkpoint_folder import Keep
+from wanma.checkpoint.store.checkpoint_folder import RetentionPolicy
 from wanma.job.errors import EXIT_USAGE, WanmaError
-from wanma.job.retry import Patience
+from wanma.job.retry import RetryPolicy
 
-QUICK = Patience(tries=3, first_pause_seconds=0.001)
-ONCE = Patience(tries=1)
+QUICK = RetryPolicy(max_attempts=3, initial_backoff_seconds=0.001)
+ONCE = RetryPolicy(max_attempts=1)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def at(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def remote(url: str, patience: Patience = QUICK) -> Remote:
-    return Remote(Storage(url, patience))
+def remote(url: str, patience: RetryPolicy = QUICK) -> RemoteCheckpoints:
+    return RemoteCheckpoints(RemoteStorage(url, patience))
 
 
 def names(folder: Path) -> list[str]:
@@ -67,18 +67,18 @@ def test_what_was_uploaded_comes_back_bit_for_bit(folder: Path, tmp_path: Path, 
     assert remote(url).upload(at(folder, 3), 3) == 0  # is there already
     assert remote(url).steps() == [3, 2, 1]
     told: list[str] = []
-    path = remote(url).newest(tmp_path / "back", told.append)
+    path = remote(url).download_newest_valid(tmp_path / "back", told.append)
     assert path == tmp_path / "back" / "step-00000003"
     assert told == []
     assert names(tmp_path / "back") == ["step-00000003"]
     for file in at(folder, 3).iterdir():
         assert (path / file.name).read_bytes() == file.read_bytes()
-    assert verify(path) == []
-    assert load_full(path)["model.a"].unique().tolist() == [3.0]
+    assert find_defects(path) == []
+    assert load_full_tensors(path)["model.a"].unique().tolist() == [3.0]
 
 
 def test_a_url_that_nobody_has_written_to_has_no_checkpoint(tmp_path: Path) -> None:
-    assert remote(f"file://{tmp_path}/nothing").newest(tmp_path / "back", print) is None
+    assert remote(f"file://{tmp_path}/nothing").download_newest_valid(tmp_path / "back", print) is None
     assert names(tmp_path / "back") == []
 
 
@@ -111,9 +111,9 @@ def test_storage_that_goes_away_at_any_moment_leaves_the_newest_whole_one(
             ended = True
         failing.reset()
         back = tmp_path / f"back-{moment}"
-        path = remote(f"file://{there}").newest(back, print)
+        path = remote(f"file://{there}").download_newest_valid(back, print)
         assert path is not None
-        assert verify(path) == []
+        assert find_defects(path) == []
         assert path.name == (
             "step-00000002" if (at(there, 2) / "manifest.json").exists() else "step-00000001"
         )
@@ -129,13 +129,13 @@ def test_failures_that_pass_are_tried_again(
 ) -> None:
     failing.fails = lambda call: TimeoutError("slow") if call.number % 5 == 1 else None
     failing.truncates = lambda call: call.number % 7 == 2
-    patience = Patience(tries=30, first_pause_seconds=0.0001, longest_pause_seconds=0.001)
+    patience = RetryPolicy(max_attempts=30, initial_backoff_seconds=0.0001, max_backoff_seconds=0.001)
     url = f"failing://{tmp_path}/there"
     remote(url, patience).upload(at(folder, 1), 1)
-    path = remote(url, patience).fetch(1, tmp_path / "back")
+    path = remote(url, patience).download(1, tmp_path / "back")
     failing.reset()
-    assert verify(path) == []
-    assert verify(at(tmp_path / "there", 1)) == []
+    assert find_defects(path) == []
+    assert find_defects(at(tmp_path / "there", 1)) == []
 
 
 @pytest.mark.parametrize("operation", ["put_file", "pipe_file"])
@@ -146,7 +146,7 @@ def test_an_upload_that_arrives_truncated_is_an_error_and_does_not_count(
     with pytest.raises(WanmaError, match=r"bytes.*after 3 tries"):
         remote(f"failing://{tmp_path}/there").upload(at(folder, 1), 1)
     told: list[str] = []
-    assert remote(f"file://{tmp_path}/there").newest(tmp_path / "back", told.append) is None
+    assert remote(f"file://{tmp_path}/there").download_newest_valid(tmp_path / "back", told.append) is None
     assert len(told) == 1
     assert told[0].endswith("; it is skipped")
 
@@ -165,12 +165,16 @@ def test_a_scan_reads_on_where_storage_fails_now_and_then(
         return TimeoutError("slow") if reads[thread] % 3 == 0 else None
 
     failing.fails = every_third_of_a_thread
-    found = scan("step-00000001", Storage(f"failing://{tmp_path}/there/step-00000001", QUICK))
-    assert found.problems == ()
+    found = scan_checkpoint(
+        "step-00000001", RemoteStorage(f"failing://{tmp_path}/there/step-00000001", QUICK)
+    )
+    assert found.defects == ()
     assert reads.total() > 6
     failing.fails = lambda call: TimeoutError("slow") if call.name == "read" else None
-    found = scan("step-00000001", Storage(f"failing://{tmp_path}/there/step-00000001", QUICK))
-    assert "TimeoutError: slow (after 3 tries" in found.problems[0].cause
+    found = scan_checkpoint(
+        "step-00000001", RemoteStorage(f"failing://{tmp_path}/there/step-00000001", QUICK)
+    )
+    assert "TimeoutError: slow (after 3 tries" in found.defects[0].cause
 
 
 def test_a_download_that_arrives_truncated_is_an_error_and_leaves_nothing(
@@ -179,7 +183,7 @@ def test_a_download_that_arrives_truncated_is_an_error_and_leaves_nothing(
     remote(f"file://{tmp_path}/there").upload(at(folder, 1), 1)
     failing.truncates = lambda call: call.name == "get_file"
     with pytest.raises(WanmaError, match=r"cannot fetch failing://.*bytes arrived"):
-        remote(f"failing://{tmp_path}/there").fetch(1, tmp_path / "back")
+        remote(f"failing://{tmp_path}/there").download(1, tmp_path / "back")
     assert names(tmp_path / "back") == []
 
 
@@ -192,7 +196,7 @@ def test_a_flipped_bit_there_is_found_told_and_the_one_before_is_taken(folder: P
     content[-1] ^= 1
     file.write_bytes(content)
     told: list[str] = []
-    path = remote(url).newest(tmp_path / "back", told.append)
+    path = remote(url).download_newest_valid(tmp_path / "back", told.append)
     assert path == at(tmp_path / "back", 1)
     assert told == [
         f"{url}/step-00000002/rank-00001.safetensors is damaged: its content differs from its SHA-256; "
@@ -205,8 +209,8 @@ def test_every_kind_of_damage_there_is_named(folder: Path, tmp_path: Path) -> No
     url, there = f"file://{tmp_path}/there", tmp_path / "there"
 
     def reason() -> str:
-        with pytest.raises(DamagedError) as caught:
-            remote(url).fetch(1, tmp_path / "back")
+        with pytest.raises(RemoteCheckpointDamagedError) as caught:
+            remote(url).download(1, tmp_path / "back")
         assert names(tmp_path / "back") == []
         return caught.value.message.removeprefix(f"{url}/step-00000001")
 
@@ -231,7 +235,7 @@ def test_a_step_saved_again_replaces_what_is_there(folder: Path, tmp_path: Path)
     assert (at(tmp_path / "there", 1) / "manifest.json").read_bytes() == (
         at(folder, 2) / "manifest.json"
     ).read_bytes()
-    assert verify(at(tmp_path / "there", 1)) == []
+    assert find_defects(at(tmp_path / "there", 1)) == []
 
 
 def test_a_replacement_that_breaks_off_leaves_no_manifest_beside_other_files(
@@ -245,9 +249,9 @@ def test_a_replacement_that_breaks_off_leaves_no_manifest_beside_other_files(
         try:
             remote(f"failing://{there}", ONCE).upload(at(folder, 2), 1)
         except WanmaError:
-            assert verify(at(there, 1)) == [] or not (at(there, 1) / "manifest.json").exists()
+            assert find_defects(at(there, 1)) == [] or not (at(there, 1) / "manifest.json").exists()
         else:
-            assert verify(at(there, 1)) == []
+            assert find_defects(at(there, 1)) == []
             break
     assert moment > 5
 
@@ -261,7 +265,7 @@ def test_uploaded_ones_are_kept_by_the_same_rules_and_half_uploads_go(folder: Pa
         at(there, step).mkdir()
         (at(there, step) / "rank-00000.safetensors").write_bytes(b"half")
     (there / "mine").mkdir()
-    assert remote(url).prune(Keep(1, best=True), last=3, here=[1, 2, 3]) == [1, 0]
+    assert remote(url).prune(RetentionPolicy(1, keep_best=True), last_step=3, local_steps=[1, 2, 3]) == [1, 0]
     assert names(there) == ["mine", "step-00000002", "step-00000003", "step-00000009"]
 
 
@@ -270,7 +274,7 @@ def test_a_half_upload_of_what_is_still_on_disk_waits_to_be_completed(folder: Pa
     for step in (1, 2, 3):
         remote(url).upload(at(folder, step), step)
     (at(there, 1) / "manifest.json").unlink()
-    assert remote(url).prune(Keep(1, best=False), last=3, here=[1, 2, 3]) == [2]
+    assert remote(url).prune(RetentionPolicy(1, keep_best=False), last_step=3, local_steps=[1, 2, 3]) == [2]
     assert names(there) == ["step-00000001", "step-00000003"]
 
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.checkpoint.inspection.replica_check import (
-    Difference,
-    Group,
-    SharedParts,
-    differences,
-    disagreeing,
-    hashes,
+    ReplicaHasher,
+    ReplicaHashes,
+    ReplicaMismatch,
+    find_mismatched_groups,
+    find_mismatches,
+    hash_tensors,
 )
-from wanma.checkpoint.inspection.replica_check import _sum_of_words as sum_of_words
+from wanma.checkpoint.inspection.replica_check import _hash_device_tensor as sum_of_words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
@@ -34,8 +34,8 @@ def test_any_flipped_bit_changes_the_hash_in_host_memory_and_on_a_gpu(
     numbers = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
     tensor = (100 * numbers).to(dtype)
     other = flipped(tensor, bit)
-    assert hashes([tensor]) == hashes([tensor.clone()])
-    assert hashes([tensor]) != hashes([other])
+    assert hash_tensors([tensor]) == hash_tensors([tensor.clone()])
+    assert hash_tensors([tensor]) != hash_tensors([other])
     assert int(sum_of_words(tensor)) == int(sum_of_words(tensor.clone()))
     assert int(sum_of_words(tensor)) != int(sum_of_words(other))
 
@@ -53,49 +53,59 @@ def test_a_gpus_hash_does_not_depend_on_its_chunks_and_sees_exchanged_words(
 
 def test_the_content_counts_and_not_how_it_lies_in_memory() -> None:
     tensor = torch.randn(4, 6)
-    assert hashes([tensor.t()]) == hashes([tensor.t().contiguous()])
-    assert hashes([torch.tensor(1.5), torch.empty(0)]) == hashes([torch.tensor([1.5]), torch.empty(0, 3)])
+    assert hash_tensors([tensor.t()]) == hash_tensors([tensor.t().contiguous()])
+    assert hash_tensors([torch.tensor(1.5), torch.empty(0)]) == hash_tensors(
+        [torch.tensor([1.5]), torch.empty(0, 3)]
+    )
 
 
 def test_what_one_rank_holds_alone_is_not_hashed() -> None:
-    assert SharedParts([4]).groups({"w": torch.ones(2)}) == []
-    [group] = SharedParts([4, 6]).groups({"w": torch.ones(2), "v": torch.zeros(3)})
-    assert group.replicas == (4, 6)
+    assert ReplicaHasher([4]).hash_groups({"w": torch.ones(2)}) == []
+    [group] = ReplicaHasher([4, 6]).hash_groups({"w": torch.ones(2), "v": torch.zeros(3)})
+    assert group.ranks == (4, 6)
     assert set(group.hashes) == {"w", "v"}
-    parts = SharedParts([0, 1])
-    before = parts.groups({"w": torch.ones(2)})
-    [after] = parts.groups({"w": torch.ones(2), "optimizer.w.m": torch.ones(2)})
+    parts = ReplicaHasher([0, 1])
+    before = parts.hash_groups({"w": torch.ones(2)})
+    [after] = parts.hash_groups({"w": torch.ones(2), "optimizer.w.m": torch.ones(2)})
     assert after.hashes["optimizer.w.m"] == before[0].hashes["w"], "state that came later is hashed, too"
 
 
 def test_a_group_has_one_number_on_all_its_ranks_and_its_digest_follows_the_names() -> None:
-    assert Group((0, 2), {}).number == Group((0, 2), {"w": 1}).number
-    assert len({Group(ranks, {}).number for ranks in ((0, 1), (0, 2), (0, 1, 2), (1, 0))}) == 4
-    assert Group((0,), {"v": 2, "w": 1}).digest == Group((0,), {"w": 1, "v": 2}).digest
-    assert Group((0,), {"v": 1, "w": 2}).digest != Group((0,), {"v": 2, "w": 1}).digest
+    assert ReplicaHashes((0, 2), {}).group_hash == ReplicaHashes((0, 2), {"w": 1}).group_hash
+    assert len({ReplicaHashes(ranks, {}).group_hash for ranks in ((0, 1), (0, 2), (0, 1, 2), (1, 0))}) == 4
+    assert (
+        ReplicaHashes((0,), {"v": 2, "w": 1}).content_hash
+        == ReplicaHashes((0,), {"w": 1, "v": 2}).content_hash
+    )
+    assert (
+        ReplicaHashes((0,), {"v": 1, "w": 2}).content_hash
+        != ReplicaHashes((0,), {"v": 2, "w": 1}).content_hash
+    )
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=9))
 def test_the_odd_ones_are_those_that_more_than_half_of_all_outvote(values: list[int]) -> None:
-    found = differences((rank, {"w": value, "same": 7}) for rank, value in enumerate(values))
+    found = find_mismatches((rank, {"w": value, "same": 7}) for rank, value in enumerate(values))
     if len(set(values)) == 1:
         assert found == []
         return
     [one] = found
     assert one.name == "w"
-    assert sorted(rank for ranks in one.holders for rank in ranks) == list(range(len(values)))
+    assert sorted(rank for ranks in one.ranks_by_content for rank in ranks) == list(range(len(values)))
     majority = [value for value in set(values) if 2 * values.count(value) > len(values)]
-    assert one.odd == tuple(rank for rank, value in enumerate(values) if majority and value != majority[0])
+    assert one.outlier_ranks == tuple(
+        rank for rank, value in enumerate(values) if majority and value != majority[0]
+    )
 
 
 def test_of_two_ranks_none_is_the_odd_one() -> None:
-    assert Difference("w", ((0,), (1,))).odd == ()
-    assert Difference("w", ((0, 2), (1,))).odd == (1,)
-    assert Difference("w", ((0, 2), (1, 3))).odd == ()
+    assert ReplicaMismatch("w", ((0,), (1,))).outlier_ranks == ()
+    assert ReplicaMismatch("w", ((0, 2), (1,))).outlier_ranks == (1,)
+    assert ReplicaMismatch("w", ((0, 2), (1, 3))).outlier_ranks == ()
 
 
 def test_groups_are_found_wherever_they_stand_in_a_ranks_row() -> None:
     rows = [[11, 5, 22, 6], [11, 5, 0, 0], [33, 9, 22, 6], [33, 8, 0, 0]]
-    assert disagreeing(rows) == {33}
+    assert find_mismatched_groups(rows) == {33}
     rows[0][3] = 7
-    assert disagreeing(rows) == {22, 33}
+    assert find_mismatched_groups(rows) == {22, 33}

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.images import Held
-from wanma.checkpoint.in_memory.flush import rescue, share_out
-from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots
-from wanma.checkpoint.load.reader import load_full
-from wanma.checkpoint.load.verification import verify
+from wanma.checkpoint.in_memory.flush import assign_tensors, flush_to_disk
+from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer
+from wanma.checkpoint.load.reader import load_full_tensors
+from wanma.checkpoint.load.verification import find_defects
 from wanma.checkpoint.save.checkpointer import Checkpointer
-from wanma.checkpoint.store.checkpoint_folder import committed
+from wanma.checkpoint.store.checkpoint_folder import list_committed
 from wanma.job.errors import WanmaError
 
 
@@ -41,18 +41,18 @@ def snapshot(held: Held, step: int, nodes: list[list[int]]) -> None:
     ranks = [rank for node in nodes for rank in node]
     for node in nodes:
         for rank in node:
-            snapshots = Snapshots(held.images(rank), rank, len(ranks), 1, node_ranks=node)
-            snapshots.begin(step, tensors(step), STATE, {"random": rank})
-            snapshots.settle()
+            snapshots = InMemoryCheckpointer(held.images(rank), rank, len(ranks), 1, node_ranks=node)
+            snapshots.start(step, tensors(step), STATE, {"random": rank})
+            snapshots.wait_for_copy()
             snapshots.close()
 
 
 def paths(held: Held, ranks: list[int]) -> dict[int, str]:
-    return {rank: held.images(rank).mine[0] for rank in ranks}
+    return {rank: held.images(rank).own_paths[0] for rank in ranks}
 
 
 def write(folder: Path, held: Held, node: list[int], world_size: int, seconds: float = 20) -> Path | None:
-    return rescue(folder, paths(held, node), world_size, "1-rescue", time.monotonic() + seconds)
+    return flush_to_disk(folder, paths(held, node), world_size, "1-rescue", time.monotonic() + seconds)
 
 
 def test_the_images_of_one_node_become_the_checkpoint_that_its_ranks_would_have_saved(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_the_images_of_one_node_become_the_checkpoint_that_its_ranks_would_have_
     snapshot(held, 5, [[0, 1]])
     path = write(tmp_path / "rescued", held, [0, 1], 2)
     assert path == tmp_path / "rescued" / "step-00000005"
-    assert verify(path) == []
-    found = load_full(path)
+    assert find_defects(path) == []
+    found = load_full_tensors(path)
     assert found.keys() == tensors(5).keys()
     for name, tensor in tensors(5).items():
         assert torch.equal(found[name], tensor), name
@@ -87,8 +87,8 @@ def test_what_two_nodes_hold_both_is_written_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert results == {0: tmp_path / "step-00000005", 2: None}
-    assert verify(results[0]) == []
-    found = load_full(results[0])
+    assert find_defects(results[0]) == []
+    found = load_full_tensors(results[0])
     for name, tensor in tensors(5).items():
         assert torch.equal(found[name], tensor), name
     contents = sum(tensor.numel() * tensor.element_size() for tensor in tensors(5).values())
@@ -99,14 +99,14 @@ def test_what_two_nodes_hold_both_is_written_once(tmp_path: Path) -> None:
 def test_a_damaged_image_is_refused_and_nothing_is_committed(tmp_path: Path) -> None:
     held = Held(1)
     snapshot(held, 5, [[0]])
-    with Path(held.images(0).mine[0]).open("r+b") as image:
+    with Path(held.images(0).own_paths[0]).open("r+b") as image:
         image.seek(5000)
         byte = image.read(1)
         image.seek(5000)
         image.write(bytes([byte[0] ^ 1]))
     with pytest.raises(WanmaError, match="the copy in memory of rank 0 is damaged"):
         write(tmp_path, held, [0], 1)
-    assert committed(tmp_path) == []
+    assert list_committed(tmp_path) == []
 
 
 def test_a_node_that_does_not_come_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_node_that_does_not_come_is_waited_for_until_the_deadline(tmp_path: Pa
     snapshot(held, 5, [[0], [1]])
     with pytest.raises(WanmaError, match=r"rank 1 did not finish writing within 0\.\d* s"):
         write(tmp_path, held, [0], 2, seconds=0.3)
-    assert committed(tmp_path) == []
+    assert list_committed(tmp_path) == []
 
 
 def test_a_checkpoint_that_is_as_new_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_as_new_is_taken_as_it_is(tmp_path: Path) -> None:
         checkpointer.save(6, tensors(6), STATE)
     snapshot(held, 5, [[0]])
     assert write(tmp_path, held, [0], 1) == tmp_path / "step-00000006"
-    assert [step for step, _ in committed(tmp_path)] == [6]
+    assert [step for step, _ in list_committed(tmp_path)] == [6]
 
 
 SHAPES = st.lists(st.integers(1, 9), max_size=2).map(tuple)
@@ -144,7 +144,7 @@ def test_every_part_is_written_by_one_of_its_holders_and_loads_are_even(
         }
         for rank in range(5)
     ]
-    shares = share_out(tables)
+    shares = assign_tensors(tables)
     assert sorted(name for share in shares.values() for name in share) == sorted(held)
     for rank, share in shares.items():
         assert all(rank in held[name][1] for name in share)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from support.images import Held
 from support.ranks import run_ranks
-from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots
-from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES
-from wanma.checkpoint.in_memory.reshard import gather, laid_out_otherwise, plan_fetches
-from wanma.checkpoint.load.reader import load
-from wanma.job.run.worker import Images, Worker
+from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer
+from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES
+from wanma.checkpoint.in_memory.reshard import gather_for_reshard, needs_reshard, plan_reshard
+from wanma.checkpoint.load.reader import load_tensors
+from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 
 SPANS = [range(2), range(2, 3), range(3, 5)]
 
@@ -28,7 +28,7 @@ def test_each_node_gets_what_it_lacks_once_from_one_that_has_it(
 ) -> None:
     somewhere = sorted(set().union(*held))
     wanted = [data.draw(st.sets(st.sampled_from(somewhere))) if somewhere else set() for _ in held]
-    fetches = plan_fetches([sorted(owners) for owners in held], wanted, SPANS)
+    fetches = plan_reshard([sorted(owners) for owners in held], wanted, SPANS)
     node = {rank: number for number, span in enumerate(SPANS) for rank in span}
     assert all(one.owner in held[node[one.source]] for one in fetches)
     arrived = [(node[one.target], one.owner) for one in fetches]
@@ -42,21 +42,21 @@ def held() -> Held:
     """Three ranks have left step 5: each a part of its own, and one that all hold."""
     held = Held(3)
     for rank in range(3):
-        snapshots = Snapshots(held.images(rank), rank, 3, 1, replicas=range(3), node_ranks=[rank])
+        snapshots = InMemoryCheckpointer(held.images(rank), rank, 3, 1, replicas=range(3), node_ranks=[rank])
         tensors = {f"model.{rank}": torch.full((100,), float(rank)), "model.all": torch.arange(6.0)}
-        snapshots.begin(5, tensors, {"step": 5})
-        snapshots.settle()
+        snapshots.start(5, tensors, {"step": 5})
+        snapshots.wait_for_copy()
         snapshots.close()
     return held
 
 
-def two_nodes(held: Held, on_node: dict[int, list[int]]) -> list[Images]:
+def two_nodes(held: Held, on_node: dict[int, list[int]]) -> list[MemoryFilePaths]:
     """In-memory checkpoint files of two ranks, on nodes that hold those of these ranks."""
     new = Held(2)
     images = [
         replace(
             new.images(node),
-            found={owner: held.images(owner).mine for owner in owners},
+            restore_paths={owner: held.images(owner).own_paths for owner in owners},
             restore_step=5,
         )
         for node, owners in on_node.items()
@@ -73,38 +73,38 @@ def test_what_a_node_lacks_is_sent_and_loads_as_from_a_checkpoint(held: Held) ->
 
 def test_a_damaged_copy_is_made_good_by_another(held: Held) -> None:
     other = Held(3)
-    snapshots = Snapshots(other.images(2), 2, 3, 1, replicas=range(3), node_ranks=[2])
-    snapshots.begin(5, {"model.2": torch.full((100,), 2.0), "model.all": torch.arange(6.0)}, {"step": 5})
-    snapshots.settle()
+    snapshots = InMemoryCheckpointer(other.images(2), 2, 3, 1, replicas=range(3), node_ranks=[2])
+    snapshots.start(5, {"model.2": torch.full((100,), 2.0), "model.all": torch.arange(6.0)}, {"step": 5})
+    snapshots.wait_for_copy()
     snapshots.close()
-    held.flip(2, 5, HEAD_BYTES + 300)
+    held.flip(2, 5, HEADER_BYTES + 300)
     images = two_nodes(held, {0: [0, 2], 1: [1]})
     got = run_ranks(_take, 2, (images,))
     assert [one[1] for one in got] == [
         ["rank 2's snapshot of step 5 is damaged on node 0", "nobody has rank 2's snapshot of step 5"]
     ] * 2
-    images[1] = replace(images[1], found={**images[1].found, 2: other.images(2).mine})
+    images[1] = replace(images[1], restore_paths={**images[1].restore_paths, 2: other.images(2).own_paths})
     assert [one[:2] for one in run_ranks(_take, 2, (images,))] == [(True, [])] * 2
 
 
-def _take(worker: Worker, images: list[Images]) -> Any:
+def _take(worker: WorkerContext, images: list[MemoryFilePaths]) -> Any:
     store = worker.store
     if store is None:
         store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
     try:
         placed = replace(
-            worker, node_rank=worker.rank, local_rank=0, local_world_size=1, ranks_by_node=(1, 1)
+            worker, node_rank=worker.rank, local_rank=0, local_world_size=1, local_world_sizes=(1, 1)
         )
         parts = [[0], [1, 2]][worker.rank]
         tensors = {f"model.{part}": torch.zeros(100) for part in parts}
         tensors["model.all"] = torch.zeros(6)
         mine = images[worker.rank]
-        is_new = laid_out_otherwise(mine, 5, placed, "")
-        source, problems, count = gather(mine, 5, placed, lambda _names: tensors)
+        is_new = needs_reshard(mine, 5, placed, "")
+        source, problems, count = gather_for_reshard(mine, 5, placed, lambda _names: tensors)
         if source is None:
             return is_new, problems, count, [], None
-        state, _ = load(source, tensors, strict=False)
+        state, _ = load_tensors(source, tensors, strict=False)
         assert torch.equal(tensors["model.all"], torch.arange(6.0))
         values = [float(tensors[f"model.{part}"].unique().item()) for part in parts]
         return is_new, problems, count, values, state["step"]

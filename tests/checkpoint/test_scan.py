@@ -12,10 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.format.manifest import Box, Shard, TensorEntry, dump_manifest
-from wanma.checkpoint.inspection.integrity_scan import FolderFiles, Problem, quick_problem, scan, uncovered
-from wanma.checkpoint.load.verification import verify
-from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.format.manifest import Box, SavedShard, TensorEntry, dump_manifest
+from wanma.checkpoint.inspection.integrity_scan import (
+    Defect,
+    LocalFiles,
+    find_coverage_error,
+    find_size_mismatch,
+    scan_checkpoint,
+)
+from wanma.checkpoint.load.verification import find_defects
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 
@@ -31,9 +37,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "step-00000003"
 
 
-def problems(path: Path) -> list[Problem]:
-    found = scan(path.name, FolderFiles(path)).problems
-    assert scan(path.name, Storage(f"file://{path}")).problems == found  # at a URL the same
+def problems(path: Path) -> list[Defect]:
+    found = scan_checkpoint(path.name, LocalFiles(path)).defects
+    assert scan_checkpoint(path.name, RemoteStorage(f"file://{path}")).defects == found  # at a URL the same
     return list(found)
 
 
@@ -49,8 +55,8 @@ def rewrite(path: Path, **changes: object) -> None:
 
 
 def test_a_whole_checkpoint_has_no_problem(path: Path) -> None:
-    found = scan(path.name, FolderFiles(path))
-    assert found.is_whole
+    found = scan_checkpoint(path.name, LocalFiles(path))
+    assert found.is_valid
     assert found.manifest == read_manifest(path)
     assert problems(path) == []
 
@@ -60,13 +66,15 @@ def test_all_damaged_files_are_listed_not_only_the_first(path: Path) -> None:
     flip_bit(path / "rank-00001.safetensors", -1)
     damaged = "is damaged: its content differs from its SHA-256"
     assert problems(path) == [
-        Problem("rank-00000.safetensors", damaged),
-        Problem("rank-00001.safetensors", damaged),
+        Defect("rank-00000.safetensors", damaged),
+        Defect("rank-00001.safetensors", damaged),
     ]
     (path / "rank-00000.safetensors").unlink()
     (path / "rank-00001.safetensors").write_bytes(b"short")
     assert [problem.cause.split(" bytes")[0] for problem in problems(path)] == ["is missing", "has 5"]
-    assert quick_problem(FolderFiles(path).size, read_manifest(path)) == "rank-00000.safetensors is missing"
+    assert (
+        find_size_mismatch(LocalFiles(path).size, read_manifest(path)) == "rank-00000.safetensors is missing"
+    )
 
 
 def test_a_damaged_header_is_two_problems_and_no_crash(path: Path) -> None:
@@ -92,12 +100,12 @@ def test_without_a_manifest_that_is_the_problem(path: Path, content: bytes | Non
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_bytes(content)
-    assert problems(path) == [Problem("manifest.json", cause)]
+    assert problems(path) == [Defect("manifest.json", cause)]
 
 
 def test_a_manifest_that_was_edited_is_noticed(path: Path) -> None:
     flip_bit(path / "manifest.json", -20)
-    assert problems(path) == [Problem("manifest.json", "differs from its own checksum")]
+    assert problems(path) == [Defect("manifest.json", "differs from its own checksum")]
 
 
 def test_what_no_hash_tells_is_found_too(path: Path) -> None:
@@ -106,16 +114,16 @@ def test_what_no_hash_tells_is_found_too(path: Path) -> None:
     file = tensors["a"].shards[0].file
     other = next(name for name in ("rank-00000.safetensors", "rank-00001.safetensors") if name != file)
     half = Box((0, 0), (20, 10))
-    tensors["a"] = TensorEntry("F32", (40, 10), (Shard(half, file),))
-    tensors["e"] = TensorEntry("F32", (40, 10), (Shard(Box((0, 0), (40, 10)), other),))
+    tensors["a"] = TensorEntry("F32", (40, 10), (SavedShard(half, file),))
+    tensors["e"] = TensorEntry("F32", (40, 10), (SavedShard(Box((0, 0), (40, 10)), other),))
     moved = tensors.pop("b")
     rewrite(path, tensors=tensors, step=4)
     expected = [
-        Problem("manifest.json", "is of step 4, not of the one that its folder is named after"),
-        Problem("manifest.json", "tensor a: its shards hold 200 of 400 elements"),
-        Problem(file, "tensor a is F32 (40, 10), not F32 (20, 10) as listed"),
-        Problem(other, "tensor e is not in it"),
-        Problem(moved.shards[0].file, "tensor b is in it, but not listed"),
+        Defect("manifest.json", "is of step 4, not of the one that its folder is named after"),
+        Defect("manifest.json", "tensor a: its shards hold 200 of 400 elements"),
+        Defect(file, "tensor a is F32 (40, 10), not F32 (20, 10) as listed"),
+        Defect(other, "tensor e is not in it"),
+        Defect(moved.shards[0].file, "tensor b is in it, but not listed"),
     ]
     assert sorted(problems(path), key=str) == sorted(expected, key=str)
 
@@ -124,7 +132,7 @@ def test_shards_that_overlap_are_found_although_their_sizes_add_up(path: Path) -
     tensors = dict(read_manifest(path).tensors)
     file = tensors["a"].shards[0].file
     boxes = [Box((0, 0), (20, 10)), Box((10, 0), (20, 10))]
-    tensors["a"] = TensorEntry("F32", (40, 10), tuple(Shard(box, file) for box in boxes))
+    tensors["a"] = TensorEntry("F32", (40, 10), tuple(SavedShard(box, file) for box in boxes))
     rewrite(path, tensors=tensors)
     causes = [problem.cause for problem in problems(path) if problem.file == "manifest.json"]
     assert causes == [
@@ -161,7 +169,7 @@ def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 @given(cut())
 def test_a_grid_of_boxes_covers_its_tensor(tensor: tuple[tuple[int, ...], list[Box]]) -> None:
-    assert uncovered(*tensor) is None
+    assert find_coverage_error(*tensor) is None
 
 
 @given(cut(), st.data())
@@ -170,22 +178,22 @@ def test_a_missing_box_and_a_doubled_box_are_noticed(
 ) -> None:
     shape, boxes = tensor
     at = data.draw(st.integers(0, len(boxes) - 1))
-    assert uncovered(shape, boxes[:at] + boxes[at + 1 :]) is not None
-    assert "overlap" in str(uncovered(shape, [*boxes, boxes[at]]))
+    assert find_coverage_error(shape, boxes[:at] + boxes[at + 1 :]) is not None
+    assert "overlap" in str(find_coverage_error(shape, [*boxes, boxes[at]]))
 
 
 def test_a_tensor_without_elements_needs_no_box() -> None:
-    assert uncovered((0, 4), []) is None
-    assert uncovered((0, 4), [Box((0, 0), (0, 4))]) is None
+    assert find_coverage_error((0, 4), []) is None
+    assert find_coverage_error((0, 4), [Box((0, 0), (0, 4))]) is None
 
 
 def test_many_shards_are_looked_through_quickly() -> None:
     boxes = [Box((row, column), (1, 64)) for row in range(128) for column in range(0, 4096, 64)]
-    assert uncovered((128, 4096), boxes) is None
+    assert find_coverage_error((128, 4096), boxes) is None
 
 
 def test_a_folder_in_place_of_a_data_file_is_no_file(path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
     (path / "rank-00000.safetensors").mkdir()
     assert [problem.cause for problem in problems(path)] == ["is missing"]
-    assert verify(path) == ["rank-00000.safetensors is no file"]
+    assert find_defects(path) == ["rank-00000.safetensors is no file"]

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from support.images import Held
 from support.ranks import run_ranks
-from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots, look
-from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, ImageFile
-from wanma.checkpoint.load.reader import load
+from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer, find_local_checkpoint
+from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES, MemoryFileWriter
+from wanma.checkpoint.load.reader import load_tensors
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -34,24 +34,24 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
     }
 
 
-def take(snapshots: Snapshots, *steps: int) -> None:
+def take(snapshots: InMemoryCheckpointer, *steps: int) -> None:
     for step in steps:
-        snapshots.begin(step, tensors(step), {"step": step}, {"random": step})
-        taken = snapshots.settle()
+        snapshots.start(step, tensors(step), {"step": step}, {"random": step})
+        taken = snapshots.wait_for_copy()
         assert taken is not None
         assert taken.step == step
 
 
 def restored(held: Held, step: int) -> tuple[dict[str, torch.Tensor], Any]:
-    found, problems = look(held.images(0, held, step), step, 0, 1, [0])
+    found, problems = find_local_checkpoint(held.images(0, held, step), step, 0, 1, [0])
     assert problems == []
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    return into, load(found.source(), into)
+    return into, load_tensors(found.open_source(), into)
 
 
 def test_a_snapshot_reads_back_bitwise_with_its_state() -> None:
     held = Held(1)
-    take(Snapshots(held.images(0), 0, 1, 1), 5)
+    take(InMemoryCheckpointer(held.images(0), 0, 1, 1), 5)
     into, told = restored(held, 5)
     assert told == ({"step": 5}, {"random": 5})
     for name, tensor in tensors(5).items():
@@ -60,7 +60,7 @@ def test_a_snapshot_reads_back_bitwise_with_its_state() -> None:
 
 def test_the_two_images_hold_the_last_two_steps() -> None:
     held = Held(1)
-    snapshots = Snapshots(held.images(0), 0, 1, 1)
+    snapshots = InMemoryCheckpointer(held.images(0), 0, 1, 1)
     for step, expected in [(1, {1}), (2, {1, 2}), (3, {2, 3}), (4, {3, 4})]:
         take(snapshots, step)
         assert held.steps() == expected
@@ -71,54 +71,54 @@ def test_the_two_images_hold_the_last_two_steps() -> None:
 
 def test_what_may_change_at_once_is_copied_before_begin_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
-    reserve = ImageFile.reserve
+    reserve = MemoryFileWriter.reserve
 
-    def reserve_later(self: ImageFile, table_bytes: int) -> None:
+    def reserve_later(self: MemoryFileWriter, rank_manifest_bytes: int) -> None:
         assert may_write.wait(10)
-        reserve(self, table_bytes)
+        reserve(self, rank_manifest_bytes)
 
-    monkeypatch.setattr(ImageFile, "reserve", reserve_later)
+    monkeypatch.setattr(MemoryFileWriter, "reserve", reserve_later)
     held, content = Held(1), tensors(1.0)
-    snapshots = Snapshots(held.images(0), 0, 1, 1)
-    snapshots.begin(1, content, {}, changing=["model.half"])
+    snapshots = InMemoryCheckpointer(held.images(0), 0, 1, 1)
+    snapshots.start(1, content, {}, mutable_names=["model.half"])
     content["model.half"].fill_(9.0)
     may_write.set()
-    snapshots.settle()
+    snapshots.wait_for_copy()
     assert restored(held, 1)[0]["model.half"].unique().tolist() == [1.0]
 
 
 def test_settling_nothing_is_nothing() -> None:
     held = Held(1)
-    assert Snapshots(held.images(0), 0, 1, 1).settle() is None
+    assert InMemoryCheckpointer(held.images(0), 0, 1, 1).wait_for_copy() is None
 
 
 def test_a_snapshot_that_finds_no_memory_says_so_and_leaves_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = Held(1)
-    snapshots = Snapshots(held.images(0), 0, 1, 1)
+    snapshots = InMemoryCheckpointer(held.images(0), 0, 1, 1)
     take(snapshots, 1)
 
-    def none_left(self: ImageFile, table_bytes: int) -> None:
+    def none_left(self: MemoryFileWriter, rank_manifest_bytes: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(ImageFile, "reserve", none_left)
-    snapshots.begin(2, tensors(2), {})
+    monkeypatch.setattr(MemoryFileWriter, "reserve", none_left)
+    snapshots.start(2, tensors(2), {})
     with pytest.raises(WanmaError, match="no memory for rank 0's snapshots: Cannot allocate memory"):
-        snapshots.settle()
+        snapshots.wait_for_copy()
     assert held.steps() == {1}
     assert restored(held, 1)[0]["model.count"] == 1
 
 
 def test_what_is_needed_is_told_until_it_is_there() -> None:
     held = Held(1)
-    snapshots = Snapshots(held.images(0), 0, 1, 1)
+    snapshots = InMemoryCheckpointer(held.images(0), 0, 1, 1)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors().values())
-    assert snapshots.bytes_to_take(tensors()) == 2 * size
+    assert snapshots.required_bytes(tensors()) == 2 * size
     take(snapshots, 1)
-    assert snapshots.bytes_to_take(tensors()) == size
+    assert snapshots.required_bytes(tensors()) == size
     take(snapshots, 2)
-    assert snapshots.bytes_to_take(tensors()) == 0
+    assert snapshots.required_bytes(tensors()) == 0
 
 
 @pytest.mark.parametrize("where", ["content", "table"])
@@ -133,18 +133,18 @@ def test_killed_in_mid_copy_the_image_counts_for_nothing_and_the_other_is_whole(
     assert told == ({"step": 2}, {"random": 2})
     for name, tensor in tensors(2).items():
         assert torch.equal(into[name], tensor), name
-    _, problems = look(held.images(0), 3, 0, 1, [0])
+    _, problems = find_local_checkpoint(held.images(0), 3, 0, 1, [0])
     assert problems == ["there is no snapshot of step 3"]
 
 
 def _die_in_mid_copy(held: Held, where: str) -> None:
     torch.set_num_threads(1)
-    snapshots = Snapshots(held.images(0), 0, 1, 1)
+    snapshots = InMemoryCheckpointer(held.images(0), 0, 1, 1)
     take(snapshots, 1, 2)
     if where == "content":
         from wanma.checkpoint.in_memory import in_memory_checkpointer
 
-        right, count = in_memory_checkpointer._copy, [0]
+        right, count = in_memory_checkpointer._copy_and_hash, [0]
 
         def copy(*arguments: Any) -> None:
             count[0] += 1
@@ -152,18 +152,18 @@ def _die_in_mid_copy(held: Held, where: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             right(*arguments)
 
-        in_memory_checkpointer._copy = copy  # type: ignore[assignment]
+        in_memory_checkpointer._copy_and_hash = copy  # type: ignore[assignment]
     else:
-        ImageFile.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
-    snapshots.begin(3, tensors(3), {})
-    snapshots.settle()
+        MemoryFileWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+    snapshots.start(3, tensors(3), {})
+    snapshots.wait_for_copy()
 
 
 def test_a_flipped_bit_is_found() -> None:
     held = Held(1)
-    take(Snapshots(held.images(0), 0, 1, 1), 1, 2)
-    held.flip(0, 2, HEAD_BYTES + 3000)
-    _, problems = look(held.images(0, held, 2), 2, 0, 1, [0])
+    take(InMemoryCheckpointer(held.images(0), 0, 1, 1), 1, 2)
+    held.flip(0, 2, HEADER_BYTES + 3000)
+    _, problems = find_local_checkpoint(held.images(0, held, 2), 2, 0, 1, [0])
     assert problems == ["rank 0's snapshot of step 2 is damaged: its content differs from its hash"]
     assert restored(held, 1)[0]["model.count"] == 1
 
@@ -171,30 +171,30 @@ def test_a_flipped_bit_is_found() -> None:
 def test_images_of_two_runs_are_not_put_together() -> None:
     held = Held(2)
     for rank in range(2):
-        take(Snapshots(held.images(rank), rank, 2, generation=rank), 4)
-    _, problems = look(held.images(0, held, 4), 4, 0, 2, [0, 1])
+        take(InMemoryCheckpointer(held.images(rank), rank, 2, generation=rank), 4)
+    _, problems = find_local_checkpoint(held.images(0, held, 4), 4, 0, 2, [0, 1])
     assert problems == ["the snapshots of step 4 are of different runs"]
 
 
 def test_a_rank_without_an_image_is_named() -> None:
     held = Held(2)
-    take(Snapshots(held.images(0), 0, 2, 1), 4)
-    _, problems = look(held.images(0, held, 4), 4, 0, 1, [0])
+    take(InMemoryCheckpointer(held.images(0), 0, 2, 1), 4)
+    _, problems = find_local_checkpoint(held.images(0, held, 4), 4, 0, 1, [0])
     assert problems == ["rank 1 left no whole snapshot of step 4"]
 
 
 def test_other_nodes_ranks_need_no_image_here_where_the_layout_stays() -> None:
     """Two ranks on two nodes: each has what it held."""
     held = Held(2)
-    take(Snapshots(held.images(1), 1, 2, 1, node_ranks=[1], layout="a"), 4)
+    take(InMemoryCheckpointer(held.images(1), 1, 2, 1, node_ranks=[1], layout="a"), 4)
     here = held.images(1, held, 4)
-    found, problems = look(here, 4, 1, 2, [1], "a")
+    found, problems = find_local_checkpoint(here, 4, 1, 2, [1], "a")
     assert problems == []
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    assert load(found.source(), into, rank=1, world_size=2) == ({"step": 4}, {"random": 4})
+    assert load_tensors(found.open_source(), into, rank=1, world_size=2) == ({"step": 4}, {"random": 4})
     assert into["model.count"] == 4
-    assert look(here, 4, 1, 2, [1], "b")[1] == ["rank 0 left no whole snapshot of step 4"]
-    assert look(here, 4, 0, 2, [0], "a")[1] == ["rank 0 left no whole snapshot of step 4"]
+    assert find_local_checkpoint(here, 4, 1, 2, [1], "b")[1] == ["rank 0 left no whole snapshot of step 4"]
+    assert find_local_checkpoint(here, 4, 0, 2, [0], "a")[1] == ["rank 0 left no whole snapshot of step 4"]
 
 
 LAYOUTS = {
@@ -219,15 +219,15 @@ def test_one_rank_takes_up_what_two_left() -> None:
     held = Held(2)
     images = [held.images(rank, held, 6) for rank in range(2)]
     run_ranks(_spread, 2, (images, "rows", "rows"))
-    found, problems = look(images[0], 6, 0, 1, [0])
+    found, problems = find_local_checkpoint(images[0], 6, 0, 1, [0])
     assert problems == []
     into = {"model.matrix": torch.zeros(14, 10), "model.plain": torch.zeros(3)}
-    assert load(found.source(), into) == ({"samples": 12}, None)
+    assert load_tensors(found.open_source(), into) == ({"samples": 12}, None)
     assert into["model.matrix"].flatten().tolist() == list(range(140))
     assert into["model.plain"].tolist() == [1, 2, 3]
 
 
-def _spread(worker: Worker, images: list[Any], source: str, target: str) -> str:
+def _spread(worker: WorkerContext, images: list[Any], source: str, target: str) -> str:
     store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=2)
     try:
@@ -238,18 +238,18 @@ def _spread(worker: Worker, images: list[Any], source: str, target: str) -> str:
             "model.plain": torch.tensor([1.0, 2.0, 3.0]),
         }
         mine = images[worker.rank]
-        snapshots = Snapshots(mine, worker.rank, 2, 1, node_ranks=worker.node_ranks)
-        snapshots.begin(6, content, {"samples": 12}, {"rank": worker.rank})
-        snapshots.settle()
+        snapshots = InMemoryCheckpointer(mine, worker.rank, 2, 1, node_ranks=worker.node_ranks)
+        snapshots.start(6, content, {"samples": 12}, {"rank": worker.rank})
+        snapshots.wait_for_copy()
         dist.barrier()
 
-        found, problems = look(mine, 6, worker.rank, 2, worker.node_ranks)
+        found, problems = find_local_checkpoint(mine, 6, worker.rank, 2, worker.node_ranks)
         assert problems == []
         into = {
             "model.matrix": distribute_tensor(torch.zeros(14, 10), mesh, LAYOUTS[target]),
             "model.plain": torch.zeros(3),
         }
-        told = load(found.source(), into, rank=worker.rank, world_size=2)
+        told = load_tensors(found.open_source(), into, rank=worker.rank, world_size=2)
         assert told == ({"samples": 12}, {"rank": worker.rank})
         matrix = into["model.matrix"]
         assert isinstance(matrix, DTensor)

@@ -16,22 +16,28 @@ import xxhash
 
 from support.images import Held
 from support.ranks import run_ranks
-from wanma.checkpoint.in_memory.file_transfer import CHUNK_BYTES, FIRST_BYTES
-from wanma.checkpoint.in_memory.in_memory_checkpointer import layout_number, look
-from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, FoundImage, Head, ImageFile, unpack_head
-from wanma.checkpoint.in_memory.partner_replication import Partner
-from wanma.checkpoint.in_memory.partner_ring import guests_of, node_of, node_spans
-from wanma.checkpoint.in_memory.restore import fetch
-from wanma.job.run.worker import Images, Worker
+from wanma.checkpoint.in_memory.file_transfer import CHUNK_BYTES, FIRST_MESSAGE_BYTES
+from wanma.checkpoint.in_memory.in_memory_checkpointer import find_local_checkpoint, hash_layout
+from wanma.checkpoint.in_memory.memory_file import (
+    HEADER_BYTES,
+    MemoryFileHeader,
+    MemoryFileReader,
+    MemoryFileWriter,
+    unpack_header,
+)
+from wanma.checkpoint.in_memory.partner_replication import PartnerReplicator
+from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks, node_of, node_rank_ranges
+from wanma.checkpoint.in_memory.restore import restore_lost_files
+from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 
 BYTES = 2 * CHUNK_BYTES + 777
 
 
 def leave(held: Held, rank: int, step: int, ranks: int) -> None:
     """An image as rank `rank` would, of several chunks and told apart from any other."""
-    image = ImageFile(held.images(rank).mine[step % 2])
+    image = MemoryFileWriter(held.images(rank).own_paths[step % 2])
     content = image.content(BYTES)
-    image.begin(Head(step, 1, rank, ranks, layout_number("")))
+    image.mark_incomplete(MemoryFileHeader(step, 1, rank, ranks, hash_layout("")))
     content[:] = bytes([(7 * rank + step) % 256]) * BYTES
     image.finish(BYTES, xxhash.xxh3_128(content), b'{"rank": %d}' % rank)
     content.release()
@@ -39,27 +45,27 @@ def leave(held: Held, rank: int, step: int, ranks: int) -> None:
 
 
 def body(path: str) -> bytes:
-    return bytes(FoundImage(path).body)
+    return bytes(MemoryFileReader(path).body)
 
 
 def guests(kept: Held, rank: int, ranks_by_node: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
     """Files for what `rank` takes: those of `kept` by the guest's rank."""
-    return {guest: kept.images(guest).mine for guest in guests_of(rank, ranks_by_node)}
+    return {guest: kept.images(guest).own_paths for guest in backed_up_ranks(rank, ranks_by_node)}
 
 
-def on_nodes(worker: Worker, ranks_by_node: tuple[int, ...]) -> Worker:
+def on_nodes(worker: WorkerContext, ranks_by_node: tuple[int, ...]) -> WorkerContext:
     node = node_of(worker.rank, ranks_by_node)
-    span = node_spans(ranks_by_node)[node]
+    span = node_rank_ranges(ranks_by_node)[node]
     return replace(
         worker,
         node_rank=node,
         local_rank=worker.rank - span.start,
         local_world_size=len(span),
-        ranks_by_node=ranks_by_node,
+        local_world_sizes=ranks_by_node,
     )
 
 
-def join(worker: Worker, seconds: float = 60) -> None:
+def join(worker: WorkerContext, seconds: float = 60) -> None:
     store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     silence = timedelta(seconds=seconds)
     dist.init_process_group(
@@ -68,42 +74,53 @@ def join(worker: Worker, seconds: float = 60) -> None:
 
 
 def test_a_head_is_read_from_its_bytes_and_from_no_others() -> None:
-    head = Head(3, 1, 2, 4, 5, True, 10, 20, bytes(range(16)))
+    head = MemoryFileHeader(3, 1, 2, 4, 5, True, 10, 20, bytes(range(16)))
     packed = head.pack()
-    assert unpack_head(packed) == head
-    assert unpack_head(packed[:-1]) is None
-    assert unpack_head(packed + b"\0") is None
-    assert unpack_head(bytes([packed[0] ^ 1]) + packed[1:]) is None
+    assert unpack_header(packed) == head
+    assert unpack_header(packed[:-1]) is None
+    assert unpack_header(packed + b"\0") is None
+    assert unpack_header(bytes([packed[0] ^ 1]) + packed[1:]) is None
 
 
 @pytest.mark.parametrize("ranks_by_node", [(1, 1), (1, 1, 1), (2, 1), (1, 2)], ids=str)
 def test_partners_have_the_last_two_images_bit_for_bit(ranks_by_node: tuple[int, ...]) -> None:
     ranks = sum(ranks_by_node)
     held, kept = Held(ranks), Held(ranks)
-    files = [replace(held.images(rank), guests=guests(kept, rank, ranks_by_node)) for rank in range(ranks)]
+    files = [
+        replace(held.images(rank), backup_paths=guests(kept, rank, ranks_by_node)) for rank in range(ranks)
+    ]
     for step in (1, 2, 3):
         for rank in range(ranks):
             leave(held, rank, step, ranks)
         problems = run_ranks(_exchange, ranks, (files, ranks_by_node, step))
         assert problems == [""] * ranks
-        files = [replace(one, guests={g: paths[::-1] for g, paths in one.guests.items()}) for one in files]
+        files = [
+            replace(one, backup_paths={g: paths[::-1] for g, paths in one.backup_paths.items()})
+            for one in files
+        ]
     for rank in range(ranks):
         assert kept.heads(rank) == held.heads(rank)
         assert [head.step for head in kept.heads(rank)] == [3, 2]
-        copies = {FoundImage(path).head.step: body(path) for path in kept.images(rank).mine}
-        assert copies == {FoundImage(path).head.step: body(path) for path in held.images(rank).mine}
+        copies = {MemoryFileReader(path).header.step: body(path) for path in kept.images(rank).own_paths}
+        assert copies == {
+            MemoryFileReader(path).header.step: body(path) for path in held.images(rank).own_paths
+        }
 
 
-def test_an_exchange_lets_training_pass_and_ends_nevertheless(pair: tuple[Held, Held, list[Images]]) -> None:
+def test_an_exchange_lets_training_pass_and_ends_nevertheless(
+    pair: tuple[Held, Held, list[MemoryFilePaths]],
+) -> None:
     """Rank 0 is always busy, rank 1 every other time it is asked."""
     held, kept, files = pair
     assert run_ranks(_yielding_exchange, 2, (files,)) == ["", ""]
     for rank in range(2):
-        copies = {FoundImage(path).head.step: body(path) for path in kept.images(rank).mine}
-        assert copies == {FoundImage(path).head.step: body(path) for path in held.images(rank).mine}
+        copies = {MemoryFileReader(path).header.step: body(path) for path in kept.images(rank).own_paths}
+        assert copies == {
+            MemoryFileReader(path).header.step: body(path) for path in held.images(rank).own_paths
+        }
 
 
-def _yielding_exchange(worker: Worker, files: list[Images]) -> str:
+def _yielding_exchange(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
     join(worker)
     try:
         asked = [0]
@@ -113,28 +130,30 @@ def _yielding_exchange(worker: Worker, files: list[Images]) -> str:
             return worker.rank == 0 or asked[0] % 2 == 1
 
         group = dist.new_group(backend="gloo")
-        partner = Partner(files[worker.rank], worker.rank, (1, 1), group, is_busy)
-        partner.exchange(files[worker.rank].mine[1])
+        partner = PartnerReplicator(files[worker.rank], worker.rank, (1, 1), group, is_busy)
+        partner.replicate(files[worker.rank].own_paths[1])
         partner.close()
-        return partner.problem or ("" if asked[0] > 3 else f"training was asked {asked[0]} times")
+        return partner.failure_reason or ("" if asked[0] > 3 else f"training was asked {asked[0]} times")
     finally:
         dist.destroy_process_group()
 
 
-def _exchange(worker: Worker, files: list[Images], ranks_by_node: tuple[int, ...], step: int) -> str:
+def _exchange(
+    worker: WorkerContext, files: list[MemoryFilePaths], ranks_by_node: tuple[int, ...], step: int
+) -> str:
     join(worker)
     try:
         mine = files[worker.rank]
-        partner = Partner(mine, worker.rank, ranks_by_node, dist.new_group(backend="gloo"))
-        partner.exchange(mine.mine[step % 2])
+        partner = PartnerReplicator(mine, worker.rank, ranks_by_node, dist.new_group(backend="gloo"))
+        partner.replicate(mine.own_paths[step % 2])
         partner.close()
-        return partner.problem
+        return partner.failure_reason
     finally:
         dist.destroy_process_group()
 
 
 @pytest.fixture
-def pair() -> tuple[Held, Held, list[Images]]:
+def pair() -> tuple[Held, Held, list[MemoryFilePaths]]:
     """Two nodes of a rank each, whose step 4 is on both, and step 5 on their own."""
     held, kept = Held(2), Held(2)
     for rank in range(2):
@@ -146,7 +165,7 @@ def pair() -> tuple[Held, Held, list[Images]]:
         held,
         kept,
         [
-            replace(held.images(rank), guests={1 - rank: kept.images(1 - rank).mine[::-1]})
+            replace(held.images(rank), backup_paths={1 - rank: kept.images(1 - rank).own_paths[::-1]})
             for rank in range(2)
         ],
     )
@@ -154,7 +173,7 @@ def pair() -> tuple[Held, Held, list[Images]]:
 
 def test_an_image_that_is_damaged_counts_for_nothing_at_the_partner(pair: Any) -> None:
     held, kept, files = pair
-    held.flip(1, 5, HEAD_BYTES + BYTES - 1)
+    held.flip(1, 5, HEADER_BYTES + BYTES - 1)
     assert run_ranks(_exchange, 2, (files, (1, 1), 5)) == [
         "rank 1's snapshot of step 5 was damaged on its way, or before",
         "",
@@ -173,12 +192,12 @@ def test_a_rank_without_an_image_is_not_waited_for(pair: Any) -> None:
     assert [head.step for head in kept.heads(1)] == [5, 4]
 
 
-def _exchange_nothing_on_rank_0(worker: Worker, files: list[Images]) -> str:
+def _exchange_nothing_on_rank_0(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
     join(worker)
-    partner = Partner(files[worker.rank], worker.rank, (1, 1), dist.new_group(backend="gloo"))
-    partner.exchange(None if worker.rank == 0 else files[1].mine[1])
+    partner = PartnerReplicator(files[worker.rank], worker.rank, (1, 1), dist.new_group(backend="gloo"))
+    partner.replicate(None if worker.rank == 0 else files[1].own_paths[1])
     dist.destroy_process_group()
-    return partner.problem
+    return partner.failure_reason
 
 
 def test_a_partner_without_memory_says_so_and_takes_nothing(pair: Any) -> None:
@@ -190,12 +209,12 @@ def test_a_partner_without_memory_says_so_and_takes_nothing(pair: Any) -> None:
     assert [head.step for head in kept.heads(1)] == [4]
 
 
-def _exchange_without_memory_on_rank_0(worker: Worker, files: list[Images]) -> str:
-    def none_left(self: ImageFile, table_bytes: int) -> None:
+def _exchange_without_memory_on_rank_0(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
+    def none_left(self: MemoryFileWriter, rank_manifest_bytes: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     if worker.rank == 0:
-        ImageFile.reserve = none_left  # type: ignore[method-assign]  # in this process
+        MemoryFileWriter.reserve = none_left  # type: ignore[method-assign]  # in this process
     return _exchange(worker, files, (1, 1), 5)
 
 
@@ -208,16 +227,16 @@ def test_a_partner_that_is_gone_ends_the_exchange_and_leaves_the_copy_before(pai
     assert [head.step for head in kept.heads(1)] == [4]
 
 
-def _exchange_that_rank_1_leaves(worker: Worker, files: list[Images]) -> str:
+def _exchange_that_rank_1_leaves(worker: WorkerContext, files: list[MemoryFilePaths]) -> str:
     join(worker)
     group = dist.new_group(backend="gloo")
-    partner = Partner(files[worker.rank], worker.rank, (1, 1), group)
+    partner = PartnerReplicator(files[worker.rank], worker.rank, (1, 1), group)
     if worker.rank == 1:  # after the first message
-        dist.recv(torch.empty(FIRST_BYTES, dtype=torch.uint8), 0, group, 0)
+        dist.recv(torch.empty(FIRST_MESSAGE_BYTES, dtype=torch.uint8), 0, group, 0)
         dist.destroy_process_group()
         return ""
-    partner.exchange(files[0].mine[1])
-    return partner.problem
+    partner.replicate(files[0].own_paths[1])
+    return partner.failure_reason
 
 
 def test_a_lost_node_fetches_its_images_from_its_partner() -> None:
@@ -227,9 +246,9 @@ def test_a_lost_node_fetches_its_images_from_its_partner() -> None:
         leave(held, rank, 6, 4)
     for guest in range(2):
         leave_as(kept, guest, 2 + guest, 6)
-    first = {rank: held.images(rank).mine for rank in (0, 1)}
-    first |= {2 + guest: kept.images(guest).mine for guest in range(2)}
-    images = [replace(held.images(rank), found=first, restore_step=6) for rank in range(2)]
+    first = {rank: held.images(rank).own_paths for rank in (0, 1)}
+    first |= {2 + guest: kept.images(guest).own_paths for guest in range(2)}
+    images = [replace(held.images(rank), restore_paths=first, restore_step=6) for rank in range(2)]
     images += [replace(new.images(rank), restore_step=6) for rank in range(2)]
     got = run_ranks(_fetch, 4, (images, (2, 2), 6))
     assert [(problems, fetched) for _, problems, fetched, _ in got] == [([], 2)] * 4
@@ -237,29 +256,29 @@ def test_a_lost_node_fetches_its_images_from_its_partner() -> None:
     assert [looked for *_, looked in got] == [[], [], [], []]
     for local_rank in range(2):
         assert new.heads(local_rank) == held.heads(2 + local_rank)
-        assert body(new.images(local_rank).mine[1]) == body(held.images(2 + local_rank).mine[0])
+        assert body(new.images(local_rank).own_paths[1]) == body(held.images(2 + local_rank).own_paths[0])
 
 
 def leave_as(kept: Held, place: int, rank: int, step: int) -> None:
     whole = Held(rank + 1)
     leave(whole, rank, step, 4)
-    found = FoundImage(whole.images(rank).mine[step % 2])
-    image = ImageFile(kept.images(place).mine[0])
+    found = MemoryFileReader(whole.images(rank).own_paths[step % 2])
+    image = MemoryFileWriter(kept.images(place).own_paths[0])
     image.content(len(found.body))[:] = found.body
-    image.finish_copy(found.head)
+    image.finish_received(found.header)
     image.close()
 
 
 def _fetch(
-    worker: Worker, images: list[Images], ranks_by_node: tuple[int, ...], step: int
+    worker: WorkerContext, images: list[MemoryFilePaths], ranks_by_node: tuple[int, ...], step: int
 ) -> tuple[list[int], list[str], int, list[str]]:
     join(worker)
     try:
         placed = on_nodes(worker, ranks_by_node)
-        mine, problems, fetched = fetch(images[worker.rank], step, placed)
-        _, looked = look(mine, step, worker.rank, worker.world_size, placed.node_ranks)
+        mine, problems, fetched = restore_lost_files(images[worker.rank], step, placed)
+        _, looked = find_local_checkpoint(mine, step, worker.rank, worker.world_size, placed.node_ranks)
         dist.barrier()
-        return sorted(mine.found), problems, fetched, looked
+        return sorted(mine.restore_paths), problems, fetched, looked
     finally:
         dist.destroy_process_group()
 
@@ -269,7 +288,7 @@ def test_what_nobody_has_is_named_and_nothing_is_fetched() -> None:
     for rank in range(2):
         leave(held, rank, 6, 2)
     images = [
-        replace(held.images(0), found={0: held.images(0).mine}, restore_step=6),
+        replace(held.images(0), restore_paths={0: held.images(0).own_paths}, restore_step=6),
         replace(new.images(0), restore_step=6),
     ]
     lost = "nobody has rank 1's snapshot of step 6: node 1 has lost it, and its partner, node 0, has no copy"
@@ -282,10 +301,10 @@ def test_a_copy_that_was_damaged_is_not_taken_up() -> None:
     held, new = Held(2), Held(1)
     for rank in range(2):
         leave(held, rank, 6, 2)
-    held.flip(1, 6, HEAD_BYTES + 5)
-    found = {rank: held.images(rank).mine for rank in range(2)}
+    held.flip(1, 6, HEADER_BYTES + 5)
+    found = {rank: held.images(rank).own_paths for rank in range(2)}
     images = [
-        replace(held.images(0), found=found, restore_step=6),
+        replace(held.images(0), restore_paths=found, restore_step=6),
         replace(new.images(0), restore_step=6),
     ]
     got = run_ranks(_fetch, 2, (images, (1, 1), 6))

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from support.failing_storage import FailingFileSystem, register
-from wanma.checkpoint.load.reader import verify
-from wanma.checkpoint.remote.uploader import Uploader, uploaded
+from wanma.checkpoint.load.reader import find_defects
+from wanma.checkpoint.remote.uploader import Uploader, read_upload_record
 from wanma.checkpoint.save.checkpointer import Checkpointer
-from wanma.checkpoint.store.checkpoint_folder import Keep
-from wanma.job.retry import Patience
+from wanma.checkpoint.store.checkpoint_folder import RetentionPolicy
+from wanma.job.retry import RetryPolicy
 
-QUICK = Patience(tries=2, first_pause_seconds=0.001)
+QUICK = RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001)
 
 
 @pytest.fixture
@@ -41,19 +41,19 @@ def test_each_committed_checkpoint_goes_up_and_what_is_where_is_noted(tmp_path: 
     checkpointer, uploader = Checkpointer(here), Uploader(here, f"file://{there}")
     for step in (1, 2):
         save(checkpointer, step)
-        uploader.wake(step)
+        uploader.request(step)
         assert uploader.wait(30)
-    found = uploader.take()
+    found = uploader.poll()
     assert [(upload.step, upload.error) for upload in found] == [(1, None), (2, None)]
     size = sum(file.stat().st_size for file in (here / "step-00000002").iterdir())
     assert found[1].bytes == size
     assert found[1].url == f"file://{there}"
-    assert verify(there / "step-00000002") == []
-    assert {name: entry["url"] for name, entry in uploaded(here).items()} == {
+    assert find_defects(there / "step-00000002") == []
+    assert {name: entry["url"] for name, entry in read_upload_record(here).items()} == {
         "step-00000001": f"file://{there}",
         "step-00000002": f"file://{there}",
     }
-    assert uploader.take() == []
+    assert uploader.poll() == []
 
 
 def test_the_newest_goes_first_then_what_else_is_on_disk(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_the_newest_goes_first_then_what_else_is_on_disk(tmp_path: Path) -> None
     for step in (1, 2, 3, 9):
         save(checkpointer, step)
     uploader = Uploader(here, f"file://{tmp_path}/there")
-    uploader.wake(3)  # 9 is left from before the run went back
+    uploader.request(3)  # 9 is left from before the run went back
     assert uploader.wait(30)
-    assert [upload.step for upload in uploader.take()] == [3, 2, 1]
+    assert [upload.step for upload in uploader.poll()] == [3, 2, 1]
     assert names(tmp_path / "there") == ["step-00000001", "step-00000002", "step-00000003"]
 
 
@@ -72,20 +72,20 @@ def test_a_failure_is_told_once_and_the_next_checkpoint_tries_again(
     tmp_path: Path, failing: type[FailingFileSystem]
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    checkpointer, uploader = Checkpointer(here), Uploader(here, f"failing://{there}", patience=QUICK)
+    checkpointer, uploader = Checkpointer(here), Uploader(here, f"failing://{there}", retry_policy=QUICK)
     failing.fails = lambda _: TimeoutError("no route")
     save(checkpointer, 1)
-    uploader.wake(1)
+    uploader.request(1)
     assert uploader.wait(30)
-    (upload,) = uploader.take()
+    (upload,) = uploader.poll()
     assert upload.step == 1
     assert "TimeoutError: no route (after 2 tries" in str(upload.error)
-    assert verify(here / "step-00000001") == []
+    assert find_defects(here / "step-00000001") == []
     failing.reset()
     save(checkpointer, 2)
-    uploader.wake(2)
+    uploader.request(2)
     assert uploader.wait(30)
-    assert [(upload.step, upload.error) for upload in uploader.take()] == [(2, None), (1, None)]
+    assert [(upload.step, upload.error) for upload in uploader.poll()] == [(2, None), (1, None)]
     assert names(there) == ["step-00000001", "step-00000002"]
 
 
@@ -94,12 +94,12 @@ def test_a_step_that_was_saved_again_goes_up_again(tmp_path: Path) -> None:
     checkpointer, uploader = Checkpointer(here), Uploader(here, f"file://{there}")
     for value in (0.0, 0.5):
         save(checkpointer, 1, value=value)
-        uploader.wake(1)
+        uploader.request(1)
         assert uploader.wait(30)
     assert (there / "step-00000001" / "manifest.json").read_bytes() == (
         here / "step-00000001" / "manifest.json"
     ).read_bytes()
-    assert verify(there / "step-00000001") == []
+    assert find_defects(there / "step-00000001") == []
 
 
 def test_a_later_process_finds_what_is_there_already(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_later_process_finds_what_is_there_already(tmp_path: Path) -> None:
     save(Checkpointer(here), 1)
     for expected in (True, False):
         uploader = Uploader(here, f"file://{tmp_path}/there")
-        uploader.wake(1)
+        uploader.request(1)
         assert uploader.wait(30)
-        (upload,) = uploader.take()
+        (upload,) = uploader.poll()
         assert (upload.bytes > 0) is expected
 
 
@@ -124,16 +124,16 @@ def test_what_is_being_uploaded_is_not_removed_meanwhile(
 
     failing.fails = slow
     uploader = Uploader(here, f"failing://{tmp_path}/there")
-    checkpointer = Checkpointer(here, keep=1, in_use=uploader.in_use)
+    checkpointer = Checkpointer(here, keep=1, locked_paths=uploader.locked_paths)
     save(checkpointer, 1)
-    uploader.wake(1)
+    uploader.request(1)
     assert begun.wait(30)
     save(checkpointer, 2)
     assert names(here) == ["step-00000001", "step-00000002"]
     gate.set()
-    uploader.wake(2)
+    uploader.request(2)
     assert uploader.wait(30)
-    assert [(upload.step, upload.error) for upload in uploader.take()] == [(1, None), (2, None)]
+    assert [(upload.step, upload.error) for upload in uploader.poll()] == [(1, None), (2, None)]
     save(checkpointer, 3)
     assert names(here) == ["step-00000003"]
 
@@ -141,14 +141,16 @@ def test_what_is_being_uploaded_is_not_removed_meanwhile(
 def test_uploaded_ones_stay_by_a_rule_of_their_own(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     checkpointer = Checkpointer(here, keep=1)
-    uploader = Uploader(here, f"file://{there}", keep=Keep(1, best=True, every_steps=20))
+    uploader = Uploader(
+        here, f"file://{there}", policy=RetentionPolicy(1, keep_best=True, keep_every_steps=20)
+    )
     for step, metric in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 5.0), (50, 4.0)):
         save(checkpointer, step, metric)
-        uploader.wake(step)
+        uploader.request(step)
         assert uploader.wait(30)
-    assert [upload.error for upload in uploader.take()] == [None] * 5
+    assert [upload.error for upload in uploader.poll()] == [None] * 5
     assert names(there) == ["step-00000010", "step-00000020", "step-00000040", "step-00000050"]
-    assert sorted(uploaded(here)) == names(there)
+    assert sorted(read_upload_record(here)) == names(there)
 
 
 def test_what_would_not_stay_there_is_not_sent(tmp_path: Path) -> None:
@@ -156,10 +158,10 @@ def test_what_would_not_stay_there_is_not_sent(tmp_path: Path) -> None:
     checkpointer = Checkpointer(here, keep=9)
     for step, metric in ((10, 2.0), (20, 1.0), (30, 3.0), (40, 4.0)):
         save(checkpointer, step, metric)
-    uploader = Uploader(here, f"file://{there}", keep=Keep(1, best=True))
-    uploader.wake(40)
+    uploader = Uploader(here, f"file://{there}", policy=RetentionPolicy(1, keep_best=True))
+    uploader.request(40)
     assert uploader.wait(30)
-    assert [upload.step for upload in uploader.take()] == [40, 20]
+    assert [upload.step for upload in uploader.poll()] == [40, 20]
     assert names(there) == ["step-00000020", "step-00000040"]
 
 
@@ -168,13 +170,13 @@ def test_closing_does_not_wait_longer_than_told(tmp_path: Path, failing: type[Fa
     failing.fails = lambda _: gate.wait(30) and None
     save(Checkpointer(here), 1)
     uploader = Uploader(here, f"failing://{tmp_path}/there")
-    uploader.wake(1)
+    uploader.request(1)
     began = time.monotonic()
     assert not uploader.close(0.1)
     assert time.monotonic() - began < 5
     gate.set()
     assert uploader.wait(30)
-    (upload,) = uploader.take()
+    (upload,) = uploader.poll()
     assert "asked to stop" in str(upload.error)
     assert not (tmp_path / "there" / "step-00000001" / "manifest.json").exists()
 
@@ -183,7 +185,7 @@ def test_a_url_that_cannot_be_opened_is_told_and_harms_nothing(tmp_path: Path) -
     here = tmp_path / "here"
     save(Checkpointer(here), 1)
     uploader = Uploader(here, "no-such-protocol://bucket")
-    uploader.wake(1)
+    uploader.request(1)
     assert uploader.wait(30)
-    (upload,) = uploader.take()
+    (upload,) = uploader.poll()
     assert "no storage protocol 'no-such-protocol'" in str(upload.error)

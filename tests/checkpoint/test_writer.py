@@ -14,15 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint.load.reader import load, load_full, newest, read_state, verify
+from wanma.checkpoint.load.reader import (
+    find_defects,
+    find_newest_valid,
+    load_full_tensors,
+    load_tensors,
+    read_training_state,
+)
 from wanma.checkpoint.save import checkpointer as writer
 from wanma.checkpoint.save import file_writer
 from wanma.checkpoint.save.checkpointer import Checkpointer, SaveResult
-from wanma.checkpoint.store.checkpoint_folder import best
+from wanma.checkpoint.store.checkpoint_folder import find_best
 from wanma.job.errors import WanmaError
-from wanma.job.retry import Patience
+from wanma.job.retry import RetryPolicy
 from wanma.job.run import generation_claims
-from wanma.job.run.generation_claims import Claim, Fence
+from wanma.job.run.generation_claims import Claim, GenerationFence
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -56,13 +62,13 @@ def test_a_save_reads_back_bitwise_with_its_state(tmp_path: Path) -> None:
     state = {"step": 5, "schedule": {"base": 1e-3}, "list": [1, "ü", None]}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, content, state, rank_state={"random": [1, 2]})
-    path = newest(tmp_path)
+    path = find_newest_valid(tmp_path)
     assert path == tmp_path / "step-00000005"
     assert names(path) == ["manifest.json", "rank-00000.safetensors"]
-    assert read_state(path) == state
+    assert read_training_state(path) == state
     target = {name: torch.zeros_like(tensor) for name, tensor in content.items()}
-    assert load(path, target) == (state, {"random": [1, 2]})
-    full = load_full(path)
+    assert load_tensors(path, target) == (state, {"random": [1, 2]})
+    full = load_full_tensors(path)
     for name, tensor in content.items():
         for loaded in (target[name], full[name]):
             assert loaded.dtype == tensor.dtype
@@ -82,8 +88,8 @@ def test_tensors_and_state_may_change_as_soon_as_save_returns(tmp_path: Path) ->
         content["model.weight"].fill_(9.0)
         state["samples"].append(2)
     path = tmp_path / "step-00000001"
-    assert load_full(path)["model.weight"].unique().tolist() == [1.0]
-    assert read_state(path) == {"samples": [1]}
+    assert load_full_tensors(path)["model.weight"].unique().tolist() == [1.0]
+    assert read_training_state(path) == {"samples": [1]}
 
 
 def test_the_ticket_and_the_result_tell_what_a_save_cost(tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_the_ticket_and_the_result_tell_what_a_save_cost(tmp_path: Path) -> None
         ticket = checkpointer.save(1, tensors(), {})
         (result,) = checkpointer.wait()
     size = (tmp_path / "step-00000001" / "rank-00000.safetensors").stat().st_size
-    assert ticket.bytes == result.bytes == result.whole_bytes == size
+    assert ticket.bytes == result.bytes == result.total_bytes == size
     assert ticket.stall_seconds == result.stall_seconds > 0
     assert result.write_seconds > 0
     assert result.error is None
@@ -106,7 +112,7 @@ def test_buffers_are_used_again_and_follow_a_change_of_the_tensors(tmp_path: Pat
     assert memories[0] is memories[1] is not memories[2]
     assert memories[2] is memories[3]
     for step, shape in ((1, (8, 8)), (2, (8, 8)), (3, (100, 7)), (4, (2,))):
-        assert load_full(tmp_path / f"step-{step:08d}")["w"].equal(torch.full(shape, float(step)))
+        assert load_full_tensors(tmp_path / f"step-{step:08d}")["w"].equal(torch.full(shape, float(step)))
 
 
 @pytest.mark.gpu
@@ -116,7 +122,7 @@ def test_tensors_on_a_gpu_go_through_pinned_memory_and_come_back(tmp_path: Path)
         checkpointer.save(1, content, {})
         content["model.weight"].fill_(9.0)
         assert checkpointer._buffer._memory.is_pinned()
-    load(tmp_path / "step-00000001", content)
+    load_tensors(tmp_path / "step-00000001", content)
     assert content["model.weight"].unique().tolist() == [3.0]
 
 
@@ -135,8 +141,8 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
         threading.Timer(0.3, gate.set).start()
         ticket = checkpointer.save(2, tensors(2), {})
         assert ticket.stall_seconds > 0.2
-    assert load_full(tmp_path / "step-00000001")["optimizer.step"] == 1
-    assert load_full(tmp_path / "step-00000002")["optimizer.step"] == 2
+    assert load_full_tensors(tmp_path / "step-00000001")["optimizer.step"] == 1
+    assert load_full_tensors(tmp_path / "step-00000002")["optimizer.step"] == 2
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -144,7 +150,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         for step, metric in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, float("nan"))):
             saved(checkpointer, step, metric)
     assert names(tmp_path) == ["step-00000020", "step-00000040", "step-00000050"]
-    assert best(tmp_path) == tmp_path / "step-00000020"
+    assert find_best(tmp_path) == tmp_path / "step-00000020"
     # A later process knows the best one from its manifest.
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         saved(checkpointer, 60, 1.5)
@@ -166,10 +172,10 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_good_ones(tmp_path: Pa
     (tmp_path / "step-00000090" / "manifest.json").write_text("damaged")
     with Checkpointer(tmp_path, keep=1) as checkpointer:  # the run went back and continues from before
         assert saved(checkpointer, 50).error is None
-        assert newest(tmp_path) == tmp_path / "step-00000050"
+        assert find_newest_valid(tmp_path) == tmp_path / "step-00000050"
         assert saved(checkpointer, 90).error is None
     assert names(tmp_path) == ["step-00000090"]
-    assert verify(tmp_path / "step-00000090") == []
+    assert find_defects(tmp_path / "step-00000090") == []
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -177,16 +183,16 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         checkpointer.save(5, tensors(1), {"try": 1})
         checkpointer.save(5, tensors(2), {"try": 2})
     assert names(tmp_path) == ["step-00000005"]
-    assert read_state(tmp_path / "step-00000005") == {"try": 2}
+    assert read_training_state(tmp_path / "step-00000005") == {"try": 2}
 
 
 def test_killed_while_replacing_a_step_the_older_one_is_found_and_restored(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         saved(checkpointer, 5)
     (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.replaced-0-2")
-    assert newest(tmp_path) == tmp_path / "step-00000005.replaced-0-2"
+    assert find_newest_valid(tmp_path) == tmp_path / "step-00000005.replaced-0-2"
     Checkpointer(tmp_path)
-    assert newest(tmp_path) == tmp_path / "step-00000005"
+    assert find_newest_valid(tmp_path) == tmp_path / "step-00000005"
 
 
 def test_a_new_start_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path) -> None:
@@ -200,7 +206,7 @@ def test_a_new_start_removes_what_killed_runs_left_and_nothing_else(tmp_path: Pa
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    assert Checkpointer(tmp_path, generation=1).removed == ["step-00000009.partial-0-1"]
+    assert Checkpointer(tmp_path, generation=1).removed_saves == ["step-00000009.partial-0-1"]
     assert names(tmp_path) == ["mine", "step-00000005"]
 
 
@@ -215,7 +221,7 @@ def test_ranks_share_the_writing_and_rank_zero_commits(tmp_path: Path) -> None:
     results = [result for checkpointer in ranks for result in checkpointer.wait()]
     assert [result.path for result in results] == [tmp_path / "step-00000007"] * 3
     assert len({result.bytes for result in results}) == 1  # two tensors of six each
-    assert [result.whole_bytes for result in results] == [3 * results[0].bytes, None, None]
+    assert [result.total_bytes for result in results] == [3 * results[0].bytes, None, None]
     assert names(tmp_path / "step-00000007") == [
         "manifest.json",
         "rank-00000.safetensors",
@@ -223,8 +229,8 @@ def test_ranks_share_the_writing_and_rank_zero_commits(tmp_path: Path) -> None:
         "rank-00002.safetensors",
     ]
     target = {name: torch.zeros(100) for name in content}
-    assert load(tmp_path / "step-00000007", target, rank=2, world_size=3)[1] == {"rank": 2}
-    assert load(tmp_path / "step-00000007", target, rank=1, world_size=2)[1] is None
+    assert load_tensors(tmp_path / "step-00000007", target, rank=2, world_size=3)[1] == {"rank": 2}
+    assert load_tensors(tmp_path / "step-00000007", target, rank=1, world_size=2)[1] is None
     assert all(target[name].equal(content[name]) for name in content)
 
 
@@ -236,15 +242,15 @@ def test_pipeline_stages_save_and_load_their_own_names(tmp_path: Path) -> None:
     for checkpointer in ranks:
         checkpointer.close()
     path = tmp_path / "step-00000001"
-    assert {name: tensor[0].item() for name, tensor in load_full(path).items()} == {
+    assert {name: tensor[0].item() for name, tensor in load_full_tensors(path).items()} == {
         "layers.0": 1.0,
         "layers.1": 2.0,
     }
     mine = {"layers.1": torch.zeros(3)}
-    load(path, mine, elsewhere=["layers.0"])
+    load_tensors(path, mine, names_on_other_ranks=["layers.0"])
     assert mine["layers.1"].tolist() == [2.0, 2.0, 2.0]
     with pytest.raises(WanmaError, match=r"layers\.0: only in the checkpoint"):
-        load(path, mine)
+        load_tensors(path, mine)
 
 
 def test_a_rank_that_never_comes_is_named_and_the_save_before_stays(tmp_path: Path) -> None:
@@ -260,7 +266,7 @@ def test_a_rank_that_never_comes_is_named_and_the_save_before_stays(tmp_path: Pa
         assert result.path is None
         assert "rank 2 did not finish writing within 0.3 s" in str(result.error)
         assert "the ones before it are untouched" in str(result.error)
-    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert find_newest_valid(tmp_path) == tmp_path / "step-00000001"
     ranks[0].close()
     assert names(tmp_path) == ["step-00000001"]
 
@@ -345,7 +351,7 @@ def test_ranks_that_disagree_about_a_tensor_do_not_commit(tmp_path: Path) -> Non
     for checkpointer in ranks:
         (result,) = checkpointer.wait()
         assert "rank 1 holds tensor w as" in str(result.error)
-    assert newest(tmp_path) is None
+    assert find_newest_valid(tmp_path) is None
 
 
 # ---------------------------------------------------------------- failures
@@ -400,7 +406,7 @@ def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
     with monkeypatch.context() as patched:
         patched.setattr(writer, "write_file", explode)
         checkpointer.save(1, tensors(), {})
-        checkpointer._join()
+        checkpointer._join_thread()
     with pytest.raises(WanmaError, match=r"step 1 was not saved.*ZeroDivisionError"):
         checkpointer.save(2, tensors(), {})
     assert saved(checkpointer, 3).error is None
@@ -440,7 +446,9 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
 def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, tries: int
 ) -> None:
-    monkeypatch.setattr(file_writer, "_PATIENCE", Patience(tries=2, first_pause_seconds=0.001))
+    monkeypatch.setattr(
+        file_writer, "_RETRY_POLICY", RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001)
+    )
     fsync, calls = os.fsync, []
 
     def failing(descriptor: int) -> None:
@@ -456,16 +464,16 @@ def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_no
     assert len(calls) == tries
     assert (result.error is None) == (tries == 2)
     if tries == 2:
-        assert verify(tmp_path / "step-00000001") == []
+        assert find_defects(tmp_path / "step-00000001") == []
 
 
 def test_ranks_whose_run_others_carry_on_commit_nothing_more(tmp_path: Path) -> None:
     claim = Claim(1, "10.0.0.1:29500", "one", "host")
-    generation_claims.make(tmp_path, claim)
+    generation_claims.create_claim(tmp_path, claim)
     folder = tmp_path / "checkpoints"
-    with Checkpointer(folder, still_mine=Fence(tmp_path, 1).check) as checkpointer:
+    with Checkpointer(folder, check_fence=GenerationFence(tmp_path, 1).check) as checkpointer:
         assert saved(checkpointer, 10).error is None
-        generation_claims.make(tmp_path, replace(claim, generation=2, coordinator="other"))
+        generation_claims.create_claim(tmp_path, replace(claim, generation=2, coordinator="other"))
         failed = saved(checkpointer, 20)
     assert "followed by start 2" in str(failed.error)
     assert names(folder) == ["step-00000010"]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from wanma.cli.arguments import chosen_run
-from wanma.cli.commands.train import _options_as_overrides
+from wanma.cli.arguments import resolve_run
+from wanma.cli.commands.train import _cluster_overrides
 from wanma.cli.parser import build_parser, parse
 from wanma.job.errors import WanmaError
 
 
 def chosen(folder: Path, name: str | None) -> str:
-    return chosen_run(argparse.Namespace(runs=folder, run_name=name)).name
+    return resolve_run(argparse.Namespace(runs=folder, run_name=name)).name
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_overrides_may_stand_before_and_after_options() -> None:
 
 def test_options_for_several_machines_are_keys_of_the_job() -> None:
     line = ["train", "a.toml", "--nodes", "2", "--rendezvous", "h:1", "--node-rank", "1", "--fresh"]
-    assert _options_as_overrides(parse(build_parser(), line)) == [
+    assert _cluster_overrides(parse(build_parser(), line)) == [
         "cluster.nodes=2",
         "cluster.rendezvous=h:1",
         "cluster.node_rank=1",
         "checkpoint.resume=false",
     ]
-    assert _options_as_overrides(parse(build_parser(), ["train", "a.toml"])) == []
+    assert _cluster_overrides(parse(build_parser(), ["train", "a.toml"])) == []

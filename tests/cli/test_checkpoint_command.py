@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanma.checkpoint.load.reader import load_full
+from wanma.checkpoint.load.reader import load_full_tensors
 from wanma.checkpoint.remote.uploader import Uploader
 from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE
-from wanma.job.file.loading import job_from
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.loading import to_job
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.run.run_directory import RunDirectory
 
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.chdir(tmp_path)
     run = RunDirectory(Path("runs/gpt"))
     run.create()
-    run.job.write_text(to_toml(job_from({"model": {"preset": "gpt-1m"}})))
+    run.job.write_text(job_to_toml(to_job({"model": {"preset": "gpt-1m"}})))
     ranks = [Checkpointer(run.checkpoints, rank, 2) for rank in range(2)]
     for step, metric in ((100, 1.25), (200, 1.5)):
         for checkpointer in ranks:
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
         checkpointer.close()
     (run.checkpoints / "step-00000300.partial-0-3").mkdir()
     uploader = Uploader(run.checkpoints, f"file://{tmp_path}/there")
-    uploader.wake(200)
+    uploader.request(200)
     assert uploader.wait(30)
     (run.checkpoints / "step-00000100" / "manifest.json").touch()
     hour_ago = time.time() - 3600
@@ -183,14 +183,14 @@ def test_convert_makes_one_file_and_leaves_the_source(
 
 def test_convert_changes_the_precision_of_weights_alone(run: RunDirectory) -> None:
     assert main(["checkpoint", "convert", "gpt", "out", "--precision", "bf16"]) == 0
-    found = load_full(Path("out"))
+    found = load_full_tensors(Path("out"))
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         "model.a": torch.bfloat16,
         "model.b": torch.bfloat16,
         "optimizer.a": torch.float32,
     }
     assert main(["checkpoint", "convert", "gpt", "weights", "--weights"]) == 0
-    assert sorted(load_full(Path("weights"))) == ["model.a", "model.b"]
+    assert sorted(load_full_tensors(Path("weights"))) == ["model.a", "model.b"]
 
 
 def test_convert_to_plain_safetensors_names_weights_as_the_model_does(run: RunDirectory) -> None:

@@ -8,16 +8,16 @@ import pytest
 
 from wanma.cli.main import main
 from wanma.hardware.catalogue.lookup import CATALOGUE
-from wanma.hardware.cluster_file.reader import load_cluster
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.hardware.discovery.node import discover
+from wanma.hardware.cluster_file.reader import load_cluster_file
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.hardware.discovery.node import discover_node
 
 
 def test_it_prints_this_machine_as_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster"]) == 0
     path = tmp_path / "cluster.toml"
     path.write_text(capsys.readouterr().out)
-    (node,), (here,) = load_cluster(path).nodes, discover().nodes
+    (node,), (here,) = load_cluster_file(path).nodes, discover_node().nodes
     assert (node.name, node.cores, node.memory_bytes) == (here.name, here.cores, here.memory_bytes)
 
 
@@ -28,7 +28,7 @@ def test_it_prints_a_line_as_a_cluster_file_and_a_file_as_itself(
     path = tmp_path / "cluster.toml"
     text = capsys.readouterr().out
     path.write_text(text)
-    assert load_cluster(path) == parse_cluster("8x8 H100 SXM, 4x100G")
+    assert load_cluster_file(path) == parse_shorthand("8x8 H100 SXM, 4x100G")
     assert main(["cluster", str(path)]) == 0
     assert capsys.readouterr().out == text
 

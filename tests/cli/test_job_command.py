@@ -9,8 +9,8 @@ import pytest
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE
 from wanma.job.file.loading import load_job
-from wanma.job.file.reference import markdown, starter_toml
-from wanma.job.file.schema import keys, tables
+from wanma.job.file.reference import reference_markdown, template_toml
+from wanma.job.file.schema import schema_keys, schema_tables
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -20,8 +20,8 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_every_table_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys)
-    assert [table.header for table in tables() if table.header not in text] == []
-    assert [key.name for key in keys().values() if f"  {key.name} " not in text] == []
+    assert [table.header for table in schema_tables() if table.header not in text] == []
+    assert [key.name for key in schema_keys().values() if f"  {key.name} " not in text] == []
 
 
 def test_a_section_or_one_key_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,8 +35,8 @@ def test_a_section_or_one_key_can_be_asked_for(capsys: pytest.CaptureFixture[str
 
 
 def test_it_prints_a_job_file_and_the_page_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(capsys, "--toml") == starter_toml()
-    assert output(capsys, "--markdown") == markdown()
+    assert output(capsys, "--toml") == template_toml()
+    assert output(capsys, "--markdown") == reference_markdown()
 
 
 def test_job_files_are_upgraded_and_each_change_is_said(

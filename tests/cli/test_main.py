@@ -103,7 +103,7 @@ def test_the_exit_code_is_the_errors_own_and_colour_is_only_for_terminals(
     monkeypatch.setattr(version, "run", fails)
     assert main(["version"]) == 17
     assert capsys.readouterr().err == "error: rank 3 died\n  look at logs/rank-3.log\n"
-    monkeypatch.setattr(main_module, "_colours", lambda: True)
+    monkeypatch.setattr(main_module, "_uses_color", lambda: True)
     main(["version"])
     assert capsys.readouterr().err.startswith("\x1b[1;31merror:\x1b[0m rank 3 died")
 

@@ -9,8 +9,8 @@ import pytest
 
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE
-from wanma.job.file.loading import job_from
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.loading import to_job
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.run.run_directory import RunDirectory, write_json
 
 
@@ -19,7 +19,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.chdir(tmp_path)
     run = RunDirectory(Path("runs/gpt"))
     run.create()
-    run.job.write_text(to_toml(job_from({"model": {"preset": "gpt-1m"}, "train": {"steps": 3}})))
+    run.job.write_text(job_to_toml(to_job({"model": {"preset": "gpt-1m"}, "train": {"steps": 3}})))
     write_json(run.plan, {"plan": {}, "forecast": None})
     write_json(run.environment, {"python": "3.11.7"})
     steps = [

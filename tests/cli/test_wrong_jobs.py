@@ -12,8 +12,8 @@ import pytest
 from support.wrong_jobs import ALL, BASE, OWN_CODE, Wrong
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE, JobError
-from wanma.job.file.loading import job_from
-from wanma.job.file.schema import Key, keys
+from wanma.job.file.loading import to_job
+from wanma.job.file.schema import KeySchema, schema_keys
 from wanma.training.loop import preflight
 
 
@@ -60,26 +60,26 @@ def test_a_wrong_job_is_refused(folder: Path, wrong: Wrong, capsys: pytest.Captu
     assert not (folder / "runs").exists(), "a dry run writes nothing"
 
 
-def _values(key: Key) -> list[object]:
+def _values(key: KeySchema) -> list[object]:
     """Values that no key of this type takes."""
     if key.choices and "list" not in key.allowed and "whole" not in key.allowed:
         return ["no such choice", 3.5, [1]]
-    if key.text:
+    if key.is_text:
         return [3, True, ["a"], "a\0b"]
     if "number" in key.allowed and "[" not in key.allowed and "list" not in key.allowed:
         return ["x", True, [1], float("inf"), float("nan"), 1e300, 10**40, -(10**40)]
     return [] if key.allowed == "a table" else [3.5, "no such word", float("nan")]
 
 
-@pytest.mark.parametrize("path", [path for path in keys() if path.count(".") == 1])
+@pytest.mark.parametrize("path", [path for path in schema_keys() if path.count(".") == 1])
 def test_every_key_refuses_what_it_cannot_be(path: str) -> None:
     section, name = path.split(".")
     given = {"preset": "gpt-1m"} if section == "model" else {}
-    for value in _values(keys()[path]):
-        if isinstance(value, str) and keys()[path].allowed.startswith("a list of text"):
+    for value in _values(schema_keys()[path]):
+        if isinstance(value, str) and schema_keys()[path].allowed.startswith("a list of text"):
             continue  # one text is a list of one
         with pytest.raises(JobError) as refusal:
-            job_from({"model": {"preset": "gpt-1m"}} | {section: {**given, name: value}})
+            to_job({"model": {"preset": "gpt-1m"}} | {section: {**given, name: value}})
         assert path in str(refusal.value), (value, str(refusal.value))
 
 
@@ -99,8 +99,8 @@ def test_a_model_too_large_to_run_here_is_checked_without_storage(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight, "SMALL", 0)
-    monkeypatch.setattr(preflight, "LARGEST", 0)
+    monkeypatch.setattr(preflight, "MAX_ELEMENTS_RUN_FIRST", 0)
+    monkeypatch.setattr(preflight, "MAX_ELEMENTS_RUN", 0)
     assert main(["train", "own.toml", "--dry-run", override]) == code
     told = capsys.readouterr()
     assert says in told.err + " ".join(told.out.split())

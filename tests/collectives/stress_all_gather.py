@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.functional_all_gather import mend_all_gather
+from wanma.collectives.functional_all_gather import patch_functional_all_gather
 
 RANKS = 2
 BETWEEN_LOOKS = 500
@@ -42,7 +42,7 @@ def gather(rank: int, port: int, seconds: float, as_torch: bool) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     if not as_torch:
-        mend_all_gather()
+        patch_functional_all_gather()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     group, functional = dist.group.WORLD, torch.ops._c10d_functional

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import run_ranks
-from wanma.collectives.algorithms.algorithm_table import ALGORITHMS, follow
-from wanma.collectives.algorithms.communication_schedules import chunk, ring_all_reduce
+from wanma.collectives.algorithms.algorithm_table import ALGORITHMS, run_schedule
+from wanma.collectives.algorithms.communication_schedules import compute_chunk_bounds, ring_all_reduce
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
 SIZES = (0, 1, 5, 1 << 12, (1 << 16) + 3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def joined(worker: Worker) -> dist.ProcessGroup:
+def joined(worker: WorkerContext) -> dist.ProcessGroup:
     store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
     group = dist.group.WORLD
@@ -35,7 +35,7 @@ def noise(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(elements, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def reduce_all(worker: Worker) -> dict[Any, bytes]:
+def reduce_all(worker: WorkerContext) -> dict[Any, bytes]:
     """Every all-reduce of every size, beside the sum in fp64; returns the bytes of the results."""
     group = joined(worker)
     found: dict[Any, bytes] = {}
@@ -65,11 +65,11 @@ def test_every_rank_has_the_same_bits_of_the_right_sum(ranks: int) -> None:
     assert all(other == first for other in others)
 
 
-def others_run(worker: Worker) -> None:
+def others_run(worker: WorkerContext) -> None:
     group = joined(worker)
     me, ranks = worker.rank, worker.world_size
     elements = 4 * ranks
-    first, last = chunk(me, ranks, elements)
+    first, last = compute_chunk_bounds(me, ranks, elements)
     try:
         scattered = torch.arange(elements, dtype=torch.float64) + me
         ALGORITHMS["reduce_scatter"]["ring"](scattered, group, one_node(group))
@@ -90,7 +90,7 @@ def test_scatters_gathers_and_broadcasts_do_what_they_say() -> None:
     run_ranks(others_run, 3, ())
 
 
-def in_a_part_of_the_world(worker: Worker) -> list[float]:
+def in_a_part_of_the_world(worker: WorkerContext) -> list[float]:
     joined(worker)
     try:
         group = dist.new_group([0, 2])
@@ -110,15 +110,15 @@ def test_a_group_of_some_ranks_adds_up_among_itself() -> None:
     assert run_ranks(in_a_part_of_the_world, 3, ()) == [[32.0] * 3, [2.0] * 3, [32.0] * 3]
 
 
-def one_leaves(worker: Worker) -> str:
+def one_leaves(worker: WorkerContext) -> str:
     group = joined(worker)
-    follow(ring_all_reduce, torch.ones(8), group)  # connections are there
+    run_schedule(ring_all_reduce, torch.ones(8), group)  # connections are there
     if worker.rank == 1:
         dist.destroy_process_group()
         return ""
     try:
         with pytest.raises(WanmaError) as lost:
-            follow(ring_all_reduce, torch.ones(1 << 20), group)
+            run_schedule(ring_all_reduce, torch.ones(1 << 20), group)
     finally:
         dist.destroy_process_group()
     assert lost.value.__cause__ is not None, "by which a supervisor knows an echo from a cause"
@@ -132,12 +132,12 @@ def test_a_peer_that_has_gone_is_named() -> None:
     assert "look at the end of rank 1's log" in told
 
 
-def wrong_buffers(worker: Worker) -> None:
+def wrong_buffers(worker: WorkerContext) -> None:
     group = joined(worker)
     try:
         for buffer in (torch.ones(2, 2), torch.ones(4)[::2]):
             with pytest.raises(ValueError, match="one dim, contiguous"):
-                follow(ring_all_reduce, buffer, group)
+                run_schedule(ring_all_reduce, buffer, group)
     finally:
         dist.destroy_process_group()
 

@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.ranks import run_ranks
-from wanma.collectives.balanced_owners import shared_out
+from wanma.collectives.balanced_owners import assign_balanced_owners
 from wanma.collectives.compression import bucket_tensors as pieces_module
-from wanma.collectives.compression.bucket_tensors import Memory, Piece
-from wanma.collectives.compression.compressor_table import KEEP_ERRORS, method_of
-from wanma.collectives.compression.half_precision_codecs import BFloat16, Float16
-from wanma.collectives.compression.hierarchical import ByNodes, Levels, cut
-from wanma.collectives.compression.int8_codec import SOURCE, BlockwiseInt8
-from wanma.collectives.compression.overlap import together
-from wanma.collectives.compression.power_sgd import first_q
-from wanma.hardware.native.native_library import compiled
+from wanma.collectives.compression.bucket_tensors import BucketTensor, ErrorFeedback
+from wanma.collectives.compression.compressor_table import ERROR_FEEDBACK_METHODS, make_compressor
+from wanma.collectives.compression.half_precision_codecs import BFloat16Codec, BlockScaledFloat16Codec
+from wanma.collectives.compression.hierarchical import HierarchicalCompressor, NodeGroups, split_among_ranks
+from wanma.collectives.compression.int8_codec import NATIVE_SOURCE, BlockwiseInt8Codec
+from wanma.collectives.compression.overlap import run_interleaved
+from wanma.collectives.compression.power_sgd import draw_initial_q
+from wanma.hardware.native.native_library import build_and_check_library
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.parallel import Compression
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 
 RANKS = 3
 STEPS = 4
@@ -51,12 +51,12 @@ def columns(which: int) -> int:
     return SHAPES[which][1] if len(SHAPES[which]) > 1 else 1
 
 
-def memory_of(kind: Compression, which: int, destinations: int) -> Memory | None:
-    if kind not in KEEP_ERRORS:
+def memory_of(kind: Compression, which: int, destinations: int) -> ErrorFeedback | None:
+    if kind not in ERROR_FEEDBACK_METHODS:
         return None
     length = SHAPES[which][0] * columns(which) // destinations
-    q = first_q(f"tensor {which}", columns(which), RANK, seed=1) if kind == "powersgd" else None
-    return Memory(torch.zeros(destinations, length), q)
+    q = draw_initial_q(f"tensor {which}", columns(which), RANK, seed=1) if kind == "powersgd" else None
+    return ErrorFeedback(torch.zeros(destinations, length), q)
 
 
 def tensors_of(kind: Compression, scattered: bool) -> list[int]:
@@ -64,14 +64,14 @@ def tensors_of(kind: Compression, scattered: bool) -> list[int]:
     return [0, 2] if kind == "powersgd" or scattered else [0, 1, 2]
 
 
-def exchange(worker: Worker, kind: Compression, scattered: bool, elements: int) -> dict[str, Any]:
+def exchange(worker: WorkerContext, kind: Compression, scattered: bool, elements: int) -> dict[str, Any]:
     """`STEPS` exchanges of one rank: sums by step and tensor, and the errors at the end."""
-    pieces_module.TOGETHER_ELEMENTS = elements
-    with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
-        group = grid.axis("dp_replicate").get_group()
+    pieces_module.MAX_SLICE_ELEMENTS = elements
+    with open_mesh(worker, Plan(dp_replicate=RANKS), 60) as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
         # Ranks with a compiler and ranks without one understand each other.
-        native = compiled(SOURCE).path if worker.rank % 2 == 0 else None
-        method, which = method_of(kind, SHARE, native), tensors_of(kind, scattered)
+        native = build_and_check_library(NATIVE_SOURCE).path if worker.rank % 2 == 0 else None
+        method, which = make_compressor(kind, SHARE, native), tensors_of(kind, scattered)
         destinations = RANKS if scattered else 1
         memories = [memory_of(kind, one, destinations) for one in which]
         sums, sent = [], 0
@@ -80,17 +80,19 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, elements: int) 
             for one, memory in zip(which, memories, strict=True):
                 values = gradient(step, worker.rank, one).view(destinations, -1)
                 result = torch.full((values.shape[1],), torch.nan) if scattered else None
-                pieces.append(Piece(values, result, columns(one), memory))
-            sent += sum(together((method.reduce_scatter if scattered else method.all_reduce)(pieces, group)))
-            totals = [piece.values[0] if piece.result is None else piece.result for piece in pieces]
+                pieces.append(BucketTensor(values, result, columns(one), memory))
+            sent += sum(
+                run_interleaved((method.reduce_scatter if scattered else method.all_reduce)(pieces, group))
+            )
+            totals = [piece.values[0] if piece.shard_sum is None else piece.shard_sum for piece in pieces]
             sums.append([total.tolist() for total in totals])  # tensors do not outlive their process
-        kept = [one.error for one in memories if one is not None and one.error is not None]
+        kept = [one.residual for one in memories if one is not None and one.residual is not None]
         errors = [error.view(-1).tolist() for error in kept]
         return {"sums": sums, "errors": errors, "sent": sent}
 
 
 def ran(
-    kind: Compression, scattered: bool, elements: int = pieces_module.TOGETHER_ELEMENTS
+    kind: Compression, scattered: bool, elements: int = pieces_module.MAX_SLICE_ELEMENTS
 ) -> list[dict[str, Any]]:
     outcome = run_ranks(exchange, RANKS, (kind, scattered, elements))
     return [
@@ -160,7 +162,7 @@ class ByPowerSGD:
 
     def __init__(self, which: int) -> None:
         self.columns = columns(which)
-        self.q = first_q(f"tensor {which}", self.columns, RANK, seed=1)
+        self.q = draw_initial_q(f"tensor {which}", self.columns, RANK, seed=1)
 
     def __call__(self, corrected: list[Tensor]) -> Tensor:
         matrices = [c.view(-1, self.columns) for c in corrected]
@@ -210,18 +212,18 @@ def test_eight_bits_with_both_errors_are_those_that_were_published() -> None:
         torch.testing.assert_close(torch.tensor(kept), error, rtol=1e-4, atol=1e-5 * largest)
 
 
-def one_tensor(worker: Worker) -> tuple[list[list[float]], list[float]]:
-    with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
-        group = grid.axis("dp_replicate").get_group()
-        method, memory = method_of("int8", SHARE), memory_of("int8", 0, 1)
+def one_tensor(worker: WorkerContext) -> tuple[list[list[float]], list[float]]:
+    with open_mesh(worker, Plan(dp_replicate=RANKS), 60) as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
+        method, memory = make_compressor("int8", SHARE), memory_of("int8", 0, 1)
         assert memory is not None
-        assert memory.error is not None
+        assert memory.residual is not None
         sums = []
         for step in range(STEPS):
             values = gradient(step, worker.rank, 0).view(1, -1)
-            together(method.all_reduce([Piece(values, None, columns(0), memory)], group))
+            run_interleaved(method.all_reduce([BucketTensor(values, None, columns(0), memory)], group))
             sums.append(values[0].tolist())
-        return sums, memory.error[0].tolist()
+        return sums, memory.residual[0].tolist()
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
@@ -233,7 +235,7 @@ def test_what_is_not_sent_now_is_owed_and_nothing_is_lost(kind: Compression, sca
         assert isinstance(given, Tensor)
         got = sum(whole_sums(outcome, step, index, scattered) for step in range(STEPS))
         largest = float(given.abs().max())
-        if kind in KEEP_ERRORS:
+        if kind in ERROR_FEEDBACK_METHODS:
             owed = sum(of_rank["errors"][index] for of_rank in outcome)
             assert float(owed.abs().max()) > 1e-4 * largest, "the method left nothing out"
             torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5 * largest)
@@ -292,7 +294,7 @@ def check_by_machines(outcome: list[dict[str, Any]], kind: Compression) -> None:
         for other in others:
             assert torch.equal(first, other)
         got, largest = first.sum(0), float(given.abs().max())
-        if kind in KEEP_ERRORS:
+        if kind in ERROR_FEEDBACK_METHODS:
             owed = torch.tensor([rank["errors"][index] for rank in outcome]).sum(0)
             assert float(owed.abs().max()) > 1e-4 * largest, "the method left nothing out"
             torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5 * largest)
@@ -318,16 +320,16 @@ def flat(nested: Any) -> list[Tensor]:
 
 
 def by_machines(
-    worker: Worker, kind: Compression, elements: int = pieces_module.TOGETHER_ELEMENTS
+    worker: WorkerContext, kind: Compression, elements: int = pieces_module.MAX_SLICE_ELEMENTS
 ) -> dict[str, Any]:
     """`STEPS` exchanges of one of four ranks on two machines; and of the machines, as if each were a rank."""
-    pieces_module.TOGETHER_ELEMENTS = elements
-    with process_grid(worker, Plan(dp_replicate=4), 60):
+    pieces_module.MAX_SLICE_ELEMENTS = elements
+    with open_mesh(worker, Plan(dp_replicate=4), 60):
         pairs = {(0, 1): dist.new_group([0, 1]), (2, 3): dist.new_group([2, 3])}
         across = {(0, 2): dist.new_group([0, 2]), (1, 3): dist.new_group([1, 3])}
         mine = [next(g for ranks, g in of.items() if worker.rank in ranks) for of in (pairs, across)]
-        plain, which = method_of(kind, SHARE), tensors_of(kind, scattered=False)
-        method = ByNodes(plain, Levels(*mine), cuts=kind != "powersgd")
+        plain, which = make_compressor(kind, SHARE), tensors_of(kind, scattered=False)
+        method = HierarchicalCompressor(plain, NodeGroups(*mine), splits_tensors=kind != "powersgd")
         memories, of_machines = ([memory_of(kind, one, 1) for one in which] for _ in range(2))
         found: dict[str, Any] = {"sums": [], "of machines": []}
         for step in range(STEPS):
@@ -340,22 +342,26 @@ def by_machines(
                 ("of machines", partial(plain.all_reduce, group=mine[1]), sums, of_machines),
             ):
                 pieces = [
-                    Piece(one, None, columns(number), memory)
+                    BucketTensor(one, None, columns(number), memory)
                     for one, number, memory in zip(given, which, kept, strict=True)
                 ]
-                together(sum_up(pieces))
+                run_interleaved(sum_up(pieces))
                 found[name].append([one[0].tolist() for one in given])
-        found["errors"] = [m.error[0].tolist() for m in memories if m is not None and m.error is not None]
+        found["errors"] = [
+            m.residual[0].tolist() for m in memories if m is not None and m.residual is not None
+        ]
         for name, kept in (("q", memories), ("q of machines", of_machines)):
-            found[name] = [m.q.tolist() for m in kept if m is not None and m.q is not None]
+            found[name] = [
+                m.power_sgd_q.tolist() for m in kept if m is not None and m.power_sgd_q is not None
+            ]
         return found
 
 
 def test_each_element_of_a_bucket_has_one_owner() -> None:
-    pieces = [Piece(torch.zeros(1, length)) for length in (1000, 3, 700, 256)]
+    pieces = [BucketTensor(torch.zeros(1, length)) for length in (1000, 3, 700, 256)]
     for ranks in (1, 2, 3, 8):
-        (run,) = pieces_module.runs(pieces, 1)
-        parts = cut(run, ranks)
+        (run,) = pieces_module.slice_bucket(pieces, 1)
+        parts = split_among_ranks(run, ranks)
         places: set[tuple[int, int]] = set()
         for part in parts:
             assert 0 <= part.owner < ranks
@@ -363,11 +369,11 @@ def test_each_element_of_a_bucket_has_one_owner() -> None:
             assert not own & places
             places |= own
         for piece in pieces:
-            of_it = sorted((part.start, part.stop) for part in parts if part.piece is piece)
+            of_it = sorted((part.start, part.stop) for part in parts if part.tensor is piece)
             assert [start for start, _ in of_it] == [0, *(stop for _, stop in of_it[:-1])]
             assert of_it[-1][1] == piece.length
-    assert shared_out([3, 1000, 700, 256], 2) == [1, 0, 1, 1]
-    assert shared_out([5, 5, 5], 1) == [0, 0, 0]
+    assert assign_balanced_owners([3, 1000, 700, 256], 2) == [1, 0, 1, 1]
+    assert assign_balanced_owners([5, 5, 5], 1) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
@@ -378,21 +384,23 @@ def test_a_machine_by_itself_leaves_nothing_out(kind: Compression) -> None:
         assert rank["sent"] == 0
 
 
-def by_itself(worker: Worker, kind: Compression) -> dict[str, Any]:
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
-        group = grid.axis("dp_replicate").get_group()
+def by_itself(worker: WorkerContext, kind: Compression) -> dict[str, Any]:
+    with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
         alone = [dist.new_group([rank]) for rank in range(2)][worker.rank]
-        method = ByNodes(method_of(kind, SHARE), Levels(group, alone), cuts=kind != "powersgd")
+        method = HierarchicalCompressor(
+            make_compressor(kind, SHARE), NodeGroups(group, alone), splits_tensors=kind != "powersgd"
+        )
         memory, values = memory_of(kind, 0, 1), gradient(0, worker.rank, 0).view(1, -1)
         whole = values.clone()
         dist.all_reduce(whole, group=group)
-        (sent,) = together(method.all_reduce([Piece(values, None, columns(0), memory)]))
+        (sent,) = run_interleaved(method.all_reduce([BucketTensor(values, None, columns(0), memory)]))
         assert memory is not None
-        assert memory.error is not None
+        assert memory.residual is not None
         return {
             "sums": values[0].tolist(),
             "whole": whole[0].tolist(),
-            "errors": memory.error[0].tolist(),
+            "errors": memory.residual[0].tolist(),
             "sent": sent,
         }
 
@@ -416,16 +424,16 @@ def test_each_sum_waits_as_often_as_its_method_says(kind: Compression, scattered
     for found in run_ranks(waits, 2, (kind, scattered)):
         # An all-reduce in two phases is a reduce-scatter and what gives the sum to all.
         fewer = kind in ("bf16", "fp16", "int8") and scattered
-        assert found == [method_of(kind, SHARE).waits - fewer] * len(found)
+        assert found == [make_compressor(kind, SHARE).collectives_per_sum - fewer] * len(found)
         assert found
 
 
-def waits(worker: Worker, kind: Compression, scattered: bool) -> list[int]:
+def waits(worker: WorkerContext, kind: Compression, scattered: bool) -> list[int]:
     """Count the waits of each sum that a method makes of the tensors."""
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
-        group, destinations = grid.axis("dp_replicate").get_group(), 2 if scattered else 1
+    with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
+        group, destinations = grid.dim_mesh("dp_replicate").get_group(), 2 if scattered else 1
         pieces = [
-            Piece(
+            BucketTensor(
                 gradient(0, worker.rank, one).view(destinations, -1),
                 torch.empty(SHAPES[one][0] * columns(one) // 2) if scattered else None,
                 columns(one),
@@ -433,7 +441,7 @@ def waits(worker: Worker, kind: Compression, scattered: bool) -> list[int]:
             )
             for one in tensors_of(kind, scattered)
         ]
-        method, found = method_of(kind, SHARE), []
+        method, found = make_compressor(kind, SHARE), []
         for steps in (method.reduce_scatter if scattered else method.all_reduce)(pieces, group):
             found.append(0)
             for work in steps:
@@ -449,7 +457,7 @@ def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
         assert sent == [(torch.uint8, 2 * 520), (torch.uint8, 520)]
 
 
-def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
+def messages(worker: WorkerContext) -> list[tuple[torch.dtype, int]]:
     """(dtype, elements) that a rank hands over, all-to-all and then all-gather, of 1,024 elements."""
     found = []
     exchange, all_gather = dist.all_to_all_single, pieces_module.all_gather
@@ -462,10 +470,12 @@ def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
         found.append((given.dtype, given.numel()))
         return all_gather(output, given, **more)
 
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+    with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
         dist.all_to_all_single, pieces_module.all_gather = exchanging, gathering
-        piece = Piece(torch.randn(1, 1024), None, 1, Memory(torch.zeros(1, 1024)))
-        together(method_of("int8", SHARE).all_reduce([piece], grid.axis("dp_replicate").get_group()))
+        piece = BucketTensor(torch.randn(1, 1024), None, 1, ErrorFeedback(torch.zeros(1, 1024)))
+        run_interleaved(
+            make_compressor("int8", SHARE).all_reduce([piece], grid.dim_mesh("dp_replicate").get_group())
+        )
         dist.all_to_all_single, pieces_module.all_gather = exchange, all_gather
     return found
 
@@ -476,25 +486,30 @@ def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
 @pytest.mark.parametrize("exponent", [-44, -20, 0, 20, 38])
 def test_fp16_with_its_scale_neither_overflows_nor_loses_small_gradients(exponent: int) -> None:
     values = torch.linspace(-1, 1, 512)[None] * 10.0**exponent
-    back = Float16().decode(Float16().encode(values))
+    back = BlockScaledFloat16Codec().decode(BlockScaledFloat16Codec().encode(values))
     # Below 2^-126 fp32 itself has fewer places.
     torch.testing.assert_close(back, values, rtol=2**-11, atol=float(values.abs().max()) * 2**-24 + 1e-44)
 
 
 def test_blocks_of_other_sizes_do_not_cost_fp16_its_precision() -> None:
     values = torch.cat([torch.full((1, 256), 3e30), torch.full((1, 256), 3e-30)], 1)
-    torch.testing.assert_close(Float16().decode(Float16().encode(values)), values, rtol=2**-11, atol=0.0)
+    torch.testing.assert_close(
+        BlockScaledFloat16Codec().decode(BlockScaledFloat16Codec().encode(values)),
+        values,
+        rtol=2**-11,
+        atol=0.0,
+    )
 
 
 def test_an_outlier_costs_its_own_block_its_precision_and_no_other() -> None:
     values = torch.linspace(-1, 1, 512)[None].clone()
     values[0, 0] = 1e6
-    back = BlockwiseInt8().decode(BlockwiseInt8().encode(values))
+    back = BlockwiseInt8Codec().decode(BlockwiseInt8Codec().encode(values))
     assert float((back - values)[0, 1:256].abs().max()) == pytest.approx(1.0, rel=0.01)
     assert float((back - values)[0, 256:].abs().max()) <= 1 / 127 / 2 * 1.001
 
 
-@pytest.mark.parametrize("codec", [BFloat16(), Float16(), BlockwiseInt8()])
+@pytest.mark.parametrize("codec", [BFloat16Codec(), BlockScaledFloat16Codec(), BlockwiseInt8Codec()])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_value_that_is_not_finite_is_seen_behind_the_codec(codec: Any, bad: float) -> None:
     values = torch.ones(2, 512)
@@ -505,38 +520,38 @@ def test_a_value_that_is_not_finite_is_seen_behind_the_codec(codec: Any, bad: fl
     assert back[1, :256].isfinite().all()
 
 
-@pytest.mark.parametrize("codec", [BFloat16(), Float16(), BlockwiseInt8()])
+@pytest.mark.parametrize("codec", [BFloat16Codec(), BlockScaledFloat16Codec(), BlockwiseInt8Codec()])
 def test_zeros_stay_zeros(codec: Any) -> None:
     assert torch.equal(codec.decode(codec.encode(torch.zeros(1, 256))), torch.zeros(1, 256))
 
 
 @pytest.fixture(scope="module")
-def native() -> BlockwiseInt8:
-    found = compiled(SOURCE)
+def native() -> BlockwiseInt8Codec:
+    found = build_and_check_library(NATIVE_SOURCE)
     if found.path is None:
-        pytest.skip(f"needs the C++ compiler g++: {found.reason}")
-    return BlockwiseInt8(found.path)
+        pytest.skip(f"needs the C++ compiler g++: {found.failure_reason}")
+    return BlockwiseInt8Codec(found.path)
 
 
 @pytest.mark.parametrize("exponent", [-44, -38, -20, 0, 20, 37])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_int8_in_native_code_makes_the_bytes_that_torchs_operators_make(
-    native: BlockwiseInt8, exponent: int, threads: int
+    native: BlockwiseInt8Codec, exponent: int, threads: int
 ) -> None:
     """Also of blocks of zeros, of one number alone, and of numbers so small that fp32 has fewer places."""
     values = torch.randn(3, 1500 * 256, generator=torch.Generator().manual_seed(exponent)) * 10.0**exponent
     values[1, 256:512] = 0.0
     values[2, 512:768] = 0.0
     values[2, 700] = -values[2, 0].abs()
-    lost, native_lost, plain = values.clone(), values.clone(), BlockwiseInt8()
+    lost, native_lost, plain = values.clone(), values.clone(), BlockwiseInt8Codec()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         expected = plain.encode(values)
         assert torch.equal(native.encode(values), expected)
         assert torch.equal(native.decode(expected), plain.decode(expected))
-        assert torch.equal(plain.encode_losing(lost), expected)
-        assert torch.equal(native.encode_losing(native_lost), expected)
+        assert torch.equal(plain.encode_with_residual(lost), expected)
+        assert torch.equal(native.encode_with_residual(native_lost), expected)
         assert torch.equal(native_lost, lost)
         beside_others = values[:, 256:1024]
         assert torch.equal(native.encode(beside_others), plain.encode(beside_others))
@@ -546,10 +561,10 @@ def test_int8_in_native_code_makes_the_bytes_that_torchs_operators_make(
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_native_code_hides_no_value_that_is_not_finite(native: BlockwiseInt8, bad: float) -> None:
+def test_native_code_hides_no_value_that_is_not_finite(native: BlockwiseInt8Codec, bad: float) -> None:
     values = torch.ones(2, 512)
     values[1, 300] = bad
-    encoded = native.encode_losing(values)
+    encoded = native.encode_with_residual(values)
     back = native.decode(encoded)
     assert not back[1, 256:].isfinite().any()
     assert back[0].isfinite().all()

@@ -8,33 +8,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.collectives.compression import bucket_tensors as module
-from wanma.collectives.compression.bucket_tensors import ALIGNMENT, Piece, runs, width_of
-from wanma.collectives.compression.compressor_table import KEEP_ERRORS
-from wanma.collectives.compression.overlap import AT_ONCE
-from wanma.collectives.compression.power_sgd import first_q, thin_rank
+from wanma.collectives.compression.bucket_tensors import (
+    CODEC_BLOCK_ELEMENTS,
+    BucketTensor,
+    compute_row_elements,
+    slice_bucket,
+)
+from wanma.collectives.compression.compressor_table import ERROR_FEEDBACK_METHODS
+from wanma.collectives.compression.overlap import MAX_IN_FLIGHT
+from wanma.collectives.compression.power_sgd import choose_approximation_rank, draw_initial_q
 from wanma.collectives.compression.top_k import TopK
 from wanma.planner.cost import gradient_collectives as cost
-from wanma.planner.memory.model_states import COMPRESSED_TOGETHER_BYTES
+from wanma.planner.memory.model_states import COMPRESSION_CHUNK_BYTES
 
 
 @given(st.lists(st.integers(0, 3000), max_size=6), st.integers(1, 4))
 def test_slices_cover_every_element_once_and_lie_beside_each_other(lengths: list[int], ranks: int) -> None:
-    before = module.TOGETHER_ELEMENTS
-    module.TOGETHER_ELEMENTS = 1024
+    before = module.MAX_SLICE_ELEMENTS
+    module.MAX_SLICE_ELEMENTS = 1024
     try:
-        pieces = [Piece(torch.zeros(ranks, length)) for length in lengths]
-        found = list(runs(pieces, ranks))
+        pieces = [BucketTensor(torch.zeros(ranks, length)) for length in lengths]
+        found = list(slice_bucket(pieces, ranks))
     finally:
-        module.TOGETHER_ELEMENTS = before
+        module.MAX_SLICE_ELEMENTS = before
     covered = {id(piece): 0 for piece in pieces}
     for run in found:
-        assert width_of(run) <= max(1024 // ranks // ALIGNMENT, 1) * ALIGNMENT
+        assert (
+            compute_row_elements(run) <= max(1024 // ranks // CODEC_BLOCK_ELEMENTS, 1) * CODEC_BLOCK_ELEMENTS
+        )
         end = 0
         for one in run:
-            assert one.offset % ALIGNMENT == 0
+            assert one.offset % CODEC_BLOCK_ELEMENTS == 0
             assert one.offset >= end
-            assert one.start == covered[id(one.piece)]
-            covered[id(one.piece)] = one.stop
+            assert one.start == covered[id(one.tensor)]
+            covered[id(one.tensor)] = one.stop
             end = one.offset + one.stop - one.start
     assert [covered[id(piece)] for piece in pieces] == lengths
 
@@ -44,21 +51,21 @@ def test_slices_cover_every_element_once_and_lie_beside_each_other(lengths: list
     [(100, 100, 4, 4), (100, 100, 30, 0), (100, 1, 4, 0), (3, 1000, 4, 0), (8, 1000, 2, 2), (1000, 8, 2, 2)],
 )
 def test_only_what_becomes_half_as_large_becomes_thin(rows: int, columns: int, asked: int, rank: int) -> None:
-    assert thin_rank(rows, columns, asked) == rank
+    assert choose_approximation_rank(rows, columns, asked) == rank
 
 
 def test_an_iteration_begins_alike_on_every_rank_and_elsewhere_for_every_tensor() -> None:
-    assert torch.equal(first_q("a", 8, 2, seed=1), first_q("a", 8, 2, seed=1))
-    assert not torch.equal(first_q("a", 8, 2, seed=1), first_q("b", 8, 2, seed=1))
-    assert not torch.equal(first_q("a", 8, 2, seed=1), first_q("a", 8, 2, seed=2))
+    assert torch.equal(draw_initial_q("a", 8, 2, seed=1), draw_initial_q("a", 8, 2, seed=1))
+    assert not torch.equal(draw_initial_q("a", 8, 2, seed=1), draw_initial_q("b", 8, 2, seed=1))
+    assert not torch.equal(draw_initial_q("a", 8, 2, seed=1), draw_initial_q("a", 8, 2, seed=2))
 
 
 @pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (50, 1), (100, 1), (101, 2), (1000, 10)])
 def test_at_least_one_element_of_a_tensor_is_sent(length: int, kept: int) -> None:
-    assert TopK(0.01).kept(length) == kept
+    assert TopK(0.01).count_selected(length) == kept
 
 
 def test_the_planner_knows_which_methods_keep_errors_and_how_much_goes_at_once() -> None:
-    assert cost.KEEP_ERRORS == KEEP_ERRORS
-    assert (cost.TOGETHER_ELEMENTS, cost.AT_ONCE) == (module.TOGETHER_ELEMENTS, AT_ONCE)
-    assert COMPRESSED_TOGETHER_BYTES == 4 * module.TOGETHER_ELEMENTS * AT_ONCE
+    assert cost.ERROR_FEEDBACK_METHODS == ERROR_FEEDBACK_METHODS
+    assert (cost.CODEC_CHUNK_ELEMENTS, cost.CHUNKS_IN_FLIGHT) == (module.MAX_SLICE_ELEMENTS, MAX_IN_FLIGHT)
+    assert COMPRESSION_CHUNK_BYTES == 4 * module.MAX_SLICE_ELEMENTS * MAX_IN_FLIGHT

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from support.ranks import run_ranks
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
-from wanma.job.sections.parallel import Collectives
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.parallel import CollectiveTransport
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 
 RANKS = 3
 SHAPES = ((2,), (1, 3), (4, 2, 2), (0, 5))
@@ -38,9 +38,9 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return (torch.rand(shape, generator=generator) * 100).to(dtype)
 
 
-def gather(worker: Worker, collectives: Collectives) -> dict[Any, list[Any]]:
-    with process_grid(worker, Plan(dp_replicate=RANKS), 60, collectives) as grid:
-        group = grid.axis("dp_replicate").get_group()
+def gather(worker: WorkerContext, collectives: CollectiveTransport) -> dict[Any, list[Any]]:
+    with open_mesh(worker, Plan(dp_replicate=RANKS), 60, collectives) as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
         return {
             (shape, dtype): whole(part_of(worker.rank, shape, dtype), RANKS, group.group_name).tolist()
             for shape in SHAPES
@@ -48,9 +48,9 @@ def gather(worker: Worker, collectives: Collectives) -> dict[Any, list[Any]]:
         }
 
 
-def operators_of_a_gather(worker: Worker) -> dict[str, list[str]]:
-    with process_grid(worker, Plan(dp_replicate=2), 60, "gloo") as grid:
-        group = grid.axis("dp_replicate").get_group()
+def operators_of_a_gather(worker: WorkerContext) -> dict[str, list[str]]:
+    with open_mesh(worker, Plan(dp_replicate=2), 60, "gloo") as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
         part = torch.ones(2, 3)
         called = {}
         for kind, function in {"eager": whole, "compiled": torch.compile(whole, fullgraph=True)}.items():

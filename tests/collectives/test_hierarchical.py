@@ -11,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.ranks import run_ranks
-from wanma.collectives.algorithms.hierarchical_all_reduce import nodes_of, segments, sum_over_nodes
+from wanma.collectives.algorithms.hierarchical_all_reduce import (
+    group_ranks_by_node,
+    hierarchical_all_reduce,
+    list_bucket_segments,
+)
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.job.run.worker import WorkerContext
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 
 SIZES = (0, 1, 2, 5, 6, 7, 1001)
 
@@ -24,10 +28,10 @@ RANKS_BY_NODE = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 @given(RANKS_BY_NODE, st.integers(0, 60))
 def test_each_element_has_one_owner_on_every_node(counts: list[int], elements: int) -> None:
-    nodes = nodes_of(range(sum(counts)), counts)
+    nodes = group_ranks_by_node(range(sum(counts)), counts)
     assert [len(node) for node in nodes] == counts
     covered: list[int] = []
-    for segment in segments(elements, nodes):
+    for segment in list_bucket_segments(elements, nodes):
         assert segment.start < segment.stop
         covered += range(segment.start, segment.stop)
         for owner, node in zip(segment.owners, nodes, strict=True):
@@ -39,9 +43,9 @@ def test_each_element_has_one_owner_on_every_node(counts: list[int], elements: i
 
 
 def test_ranks_of_a_group_are_found_on_their_nodes_whatever_the_group() -> None:
-    assert nodes_of([0, 2, 4, 6], (3, 4)) == [[0, 1], [2, 3]]
-    assert nodes_of([1, 3, 5], (2, 2, 2)) == [[0], [1], [2]]
-    assert nodes_of([0, 1], ()) == [[0, 1]]
+    assert group_ranks_by_node([0, 2, 4, 6], (3, 4)) == [[0, 1], [2, 3]]
+    assert group_ranks_by_node([1, 3, 5], (2, 2, 2)) == [[0], [1], [2]]
+    assert group_ranks_by_node([0, 1], ()) == [[0, 1]]
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 2), (1, 3), (1, 2, 2), (4,)], ids=str)
@@ -79,35 +83,35 @@ def numbers(rank: int, size: int) -> torch.Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64)
 
 
-def summed(worker: Worker, counts: Sequence[int]) -> dict[int, tuple[list[float], list[float]]]:
-    with process_grid(worker, Plan(dp_replicate=worker.world_size), 60) as grid:
-        group = grid.axis("dp_replicate").get_group()
-        nodes = nodes_of(range(worker.world_size), counts)
+def summed(worker: WorkerContext, counts: Sequence[int]) -> dict[int, tuple[list[float], list[float]]]:
+    with open_mesh(worker, Plan(dp_replicate=worker.world_size), 60) as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
+        nodes = group_ranks_by_node(range(worker.world_size), counts)
         found = {}
         for size in SIZES:
             once, again = numbers(worker.rank, size), numbers(worker.rank, size)
-            sum_over_nodes(once, group, nodes)
-            sum_over_nodes(again, group, nodes)
+            hierarchical_all_reduce(once, group, nodes)
+            hierarchical_all_reduce(again, group, nodes)
             found[size] = once.tolist(), again.tolist()
         return found
 
 
-def refused(worker: Worker) -> str:
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+def refused(worker: WorkerContext) -> str:
+    with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
         with pytest.raises(ValueError) as error:  # noqa: PT011  # its text is what is returned
-            sum_over_nodes(torch.ones(3), grid.axis("dp_replicate").get_group(), [[0], [0]])
+            hierarchical_all_reduce(torch.ones(3), grid.dim_mesh("dp_replicate").get_group(), [[0], [0]])
         return str(error.value)
 
 
-def left_alone(worker: Worker) -> str:
-    with process_grid(worker, Plan(dp_replicate=4), 60) as grid:
-        group = grid.axis("dp_replicate").get_group()
-        sum_over_nodes(torch.ones(4), group, [[0, 1], [2, 3]])  # all connections are made
+def left_alone(worker: WorkerContext) -> str:
+    with open_mesh(worker, Plan(dp_replicate=4), 60) as grid:
+        group = grid.dim_mesh("dp_replicate").get_group()
+        hierarchical_all_reduce(torch.ones(4), group, [[0, 1], [2, 3]])  # all connections are made
         dist.barrier(group)  # nobody leaves, nor hears of it, while others are at that sum
         if worker.rank == 3:
             return "left"
         try:
-            sum_over_nodes(torch.ones(1 << 20), group, [[0, 1], [2, 3]])
+            hierarchical_all_reduce(torch.ones(1 << 20), group, [[0, 1], [2, 3]])
         except WanmaError as error:
             return str(error)
     return "summed"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanma.collectives.compression.overlap import Steps, together
+from wanma.collectives.compression.overlap import CollectiveSteps, run_interleaved
 
 
 class Message:
@@ -22,7 +22,7 @@ class Message:
             raise RuntimeError(f"{self.name}: the peer is gone")
 
 
-def a_sum(told: list[str], name: str, waits: int, *, is_elsewhere: bool = False) -> Steps[str]:
+def a_sum(told: list[str], name: str, waits: int, *, is_elsewhere: bool = False) -> CollectiveSteps[str]:
     for number in range(waits):
         told.append(f"send {name}{number}")
         message: Any = None if is_elsewhere else Message(told, f"{name}{number}")
@@ -33,7 +33,7 @@ def a_sum(told: list[str], name: str, waits: int, *, is_elsewhere: bool = False)
 
 def test_one_computes_while_the_messages_of_another_travel() -> None:
     told: list[str] = []
-    assert together(a_sum(told, name, 2) for name in "abc") == ["a", "b", "c"]
+    assert run_interleaved(a_sum(told, name, 2) for name in "abc") == ["a", "b", "c"]
     assert told == [
         *("send a0", "send b0", "wait a0", "send a1", "wait b0", "send b1"),
         *("wait a1", "end a", "send c0", "wait b1", "end b", "wait c0", "send c1", "wait c1", "end c"),
@@ -47,7 +47,7 @@ def test_all_ranks_communicate_in_one_order_also_those_that_have_nothing_to_wait
         told: list[str] = []
         waits = {"a": 2, "b": 2, "c": 1, "d": 3, "e": 0, "f": 1}
         sums = (a_sum(told, name, waits[name], is_elsewhere=rank == 1 and name in "bd") for name in waits)
-        assert together(sums, at_once) == list("abcdef")
+        assert run_interleaved(sums, at_once) == list("abcdef")
         orders.append([line for line in told if not line.startswith("wait")])
     assert orders[0] == orders[1]
 
@@ -56,25 +56,25 @@ def test_sums_are_made_when_their_turn_comes() -> None:
     """Not all at once: each holds memory from its beginning on."""
     told: list[str] = []
 
-    def sums() -> Iterator[Steps[str]]:
+    def sums() -> Iterator[CollectiveSteps[str]]:
         for name in "abcd":
             told.append(f"make {name}")
             yield a_sum(told, name, 1)
 
-    together(sums())
+    run_interleaved(sums())
     assert told.index("end a") < told.index("make c")
     assert told.index("end b") < told.index("make d")
 
 
 def test_what_does_not_wait_ends_at_once_and_nothing_is_nothing() -> None:
     told: list[str] = []
-    assert together([a_sum(told, "a", 1), a_sum(told, "b", 0)]) == ["a", "b"]
+    assert run_interleaved([a_sum(told, "a", 1), a_sum(told, "b", 0)]) == ["a", "b"]
     assert told == ["send a0", "end b", "wait a0", "end a"]
-    assert together([]) == []
+    assert run_interleaved([]) == []
 
 
 def test_a_lost_message_ends_all_of_them() -> None:
     told: list[str] = []
     with pytest.raises(RuntimeError, match="lost0: the peer is gone"):
-        together(a_sum(told, name, 1) for name in ("lost", "b", "c"))
+        run_interleaved(a_sum(told, name, 1) for name in ("lost", "b", "c"))
     assert "send c0" not in told

@@ -9,22 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.ranks import run_ranks
-from wanma.collectives.measurement.node_links import SLOW_FACTOR, Link, measure_links, slow_links, slow_nodes
-from wanma.job.run.worker import Worker
+from wanma.collectives.measurement.node_links import (
+    SLOW_LINK_FACTOR,
+    NodeLink,
+    measure_links,
+    slow_links,
+    slow_nodes,
+)
+from wanma.job.run.worker import WorkerContext
 
 
-def ring(*bandwidths: float, latencies: dict[int, float] | None = None) -> list[Link]:
+def ring(*bandwidths: float, latencies: dict[int, float] | None = None) -> list[NodeLink]:
     nodes = len(bandwidths)
     latencies = latencies or {}
     return [
-        Link((at - 1) % nodes, at, latencies.get(at, 1e-4), bandwidth)
+        NodeLink((at - 1) % nodes, at, latencies.get(at, 1e-4), bandwidth)
         for at, bandwidth in enumerate(bandwidths)
     ]
 
 
 def test_a_slow_link_is_told_and_a_node_with_two_is_the_cause() -> None:
     one = ring(1e9, 1e9, 1e8, 1e9, 1e9)
-    assert [(link.source, link.target) for link in slow_links(one)] == [(1, 2)]
+    assert [(link.source_node, link.target_node) for link in slow_links(one)] == [(1, 2)]
     assert slow_nodes(one) == [], "which end of it is to blame is not known"
     both = ring(1e9, 1e9, 1e8, 1.2e8, 1e9, 1.1e9)
     assert slow_nodes(both) == [2], "what it hears and what it sends"
@@ -42,16 +48,16 @@ def test_links_that_are_alike_are_never_slow_and_at_most_half_of_all_are(
     bandwidths: list[float], latency: float
 ) -> None:
     nodes = len(bandwidths)
-    links = [Link((at - 1) % nodes, at, latency, bandwidth) for at, bandwidth in enumerate(bandwidths)]
+    links = [NodeLink((at - 1) % nodes, at, latency, bandwidth) for at, bandwidth in enumerate(bandwidths)]
     assert 2 * len(slow_links(links)) <= len(links)
     for link in slow_links(links):
-        assert link.bandwidth_bytes_per_second * SLOW_FACTOR < max(bandwidths)
-    alike = [Link((at - 1) % nodes, at, latency, 1e9 + at) for at in range(nodes)]
+        assert link.bandwidth_bytes_per_second * SLOW_LINK_FACTOR < max(bandwidths)
+    alike = [NodeLink((at - 1) % nodes, at, latency, 1e9 + at) for at in range(nodes)]
     assert slow_links(alike) == slow_nodes(alike) == []
     assert len(slow_nodes(links)) <= len(slow_links(links))
 
 
-def measured(worker: Worker) -> Any:
+def measured(worker: WorkerContext) -> Any:
     store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
     try:
@@ -63,7 +69,7 @@ def measured(worker: Worker) -> Any:
 def test_every_rank_gets_the_same_numbers_of_every_link() -> None:
     first, *others = run_ranks(measured, 3, ())
     assert others == [first, first]
-    assert [(link.source, link.target) for link in first] == [(1, 0), (0, 1)]
+    assert [(link.source_node, link.target_node) for link in first] == [(1, 0), (0, 1)]
     for link in first:
         assert 0 < link.latency_seconds < 0.1
         assert link.bandwidth_bytes_per_second > 1e7, "of loopback"

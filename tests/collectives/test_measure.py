@@ -7,37 +7,41 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import run_ranks
-from wanma.collectives.measurement.microbenchmark import COLLECTIVES, Collective, collective_seconds
+from wanma.collectives.measurement.microbenchmark import (
+    TRAINING_COLLECTIVES,
+    TrainingCollective,
+    measure_collective,
+)
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
 
-def measure(worker: Worker) -> tuple[dict[Collective, float], list[float]]:
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+def measure(worker: WorkerContext) -> tuple[dict[TrainingCollective, float], list[float]]:
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
 
-    with process_grid(worker, Plan(dp_replicate=2), 60):
+    with open_mesh(worker, Plan(dp_replicate=2), 60):
         group = dist.group.WORLD
         assert group is not None
         cpu = torch.device("cpu")
-        found = {name: collective_seconds(name, 4099, group, cpu, 0.01) for name in COLLECTIVES}
-        sizes = [collective_seconds("all_reduce", size, group, cpu, 0.05) for size in (1 << 10, 1 << 24)]
+        found = {name: measure_collective(name, 4099, group, cpu, 0.01) for name in TRAINING_COLLECTIVES}
+        sizes = [measure_collective("all_reduce", size, group, cpu, 0.05) for size in (1 << 10, 1 << 24)]
     return found, sizes
 
 
-def alone(worker: Worker) -> str:
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+def alone(worker: WorkerContext) -> str:
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
 
-    with process_grid(worker, Plan(), 60):
+    with open_mesh(worker, Plan(), 60):
         group = dist.group.WORLD
         assert group is not None
         with pytest.raises(ValueError, match="takes two ranks"):
-            collective_seconds("all_reduce", 4096, group, torch.device("cpu"))
+            measure_collective("all_reduce", 4096, group, torch.device("cpu"))
     return "refused"
 
 
 def test_every_collective_is_timed_and_ranks_agree() -> None:
     (one, sizes), (other, _) = run_ranks(measure, 2, ())
-    assert list(one) == list(COLLECTIVES)
+    assert list(one) == list(TRAINING_COLLECTIVES)
     assert one == other
     assert all(0 < seconds < 5 for seconds in one.values())
     assert sizes[1] > sizes[0], "16 MiB take longer than a kilobyte"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.collectives.algorithms.communication_schedules import (
-    Exchange,
-    Schedule,
-    chunk,
+    CommunicationSchedule,
+    SendReceive,
+    compute_chunk_bounds,
     halving_doubling_all_reduce,
     ring_all_gather,
     ring_all_reduce,
@@ -35,7 +35,7 @@ class Rank:
     number: int
     buffer: list[frozenset[int]]
     """Contributions to each element: the ranks whose numbers have been added up."""
-    todo: list[Exchange]
+    todo: list[SendReceive]
     is_sent: bool = False
     landed: list[frozenset[int]] | None = None
     messages: int = 0
@@ -43,7 +43,7 @@ class Rank:
     rounds: int = 0
 
 
-def follow(schedule: Schedule, ranks: int, elements: int, start: str = "own") -> list[Rank]:
+def follow(schedule: CommunicationSchedule, ranks: int, elements: int, start: str = "own") -> list[Rank]:
     """Let all ranks follow `schedule`; each waits until what it sends has been taken, as Gloo does.
 
     Args:
@@ -51,7 +51,7 @@ def follow(schedule: Schedule, ranks: int, elements: int, start: str = "own") ->
     """
     everyone = []
     for me in range(ranks):
-        first, last = chunk(me, ranks, elements)
+        first, last = compute_chunk_bounds(me, ranks, elements)
         own = frozenset({me})
         has = {
             "own": [own] * elements,
@@ -67,10 +67,10 @@ def follow(schedule: Schedule, ranks: int, elements: int, start: str = "own") ->
 
 
 def _match(rank: Rank, everyone: list[Rank]) -> bool:
-    if not rank.todo or rank.is_sent or (sent := rank.todo[0].sent) is None:
+    if not rank.todo or rank.is_sent or (sent := rank.todo[0].send) is None:
         return False
     other = everyone[sent.peer]
-    taken = other.todo[0].received if other.todo else None
+    taken = other.todo[0].receive if other.todo else None
     if taken is None or taken.peer != rank.number or other.landed is not None:
         return False
     assert (sent.start, sent.stop) == (taken.start, taken.stop), "both ends speak of the same elements"
@@ -85,13 +85,13 @@ def _complete(rank: Rank) -> bool:
     if not rank.todo:
         return False
     one = rank.todo[0]
-    if (one.sent is not None and not rank.is_sent) or (one.received is not None and rank.landed is None):
+    if (one.send is not None and not rank.is_sent) or (one.receive is not None and rank.landed is None):
         return False
-    if one.received is not None and rank.landed is not None:
-        for at, arrived in enumerate(rank.landed, one.received.start):
+    if one.receive is not None and rank.landed is not None:
+        for at, arrived in enumerate(rank.landed, one.receive.start):
             here = rank.buffer[at]
-            assert not (one.adds and here & arrived), "nobody's number is added twice"
-            rank.buffer[at] = here | arrived if one.adds else arrived
+            assert not (one.reduces and here & arrived), "nobody's number is added twice"
+            rank.buffer[at] = here | arrived if one.reduces else arrived
     rank.todo.pop(0)
     rank.is_sent, rank.landed = False, None
     rank.rounds += 1
@@ -113,9 +113,9 @@ def test_a_scatter_leaves_each_rank_the_sum_of_its_chunk_and_a_gather_everything
 ) -> None:
     everything = frozenset(range(ranks))
     for rank in follow(ring_reduce_scatter, ranks, elements):
-        first, last = chunk(rank.number, ranks, elements)
+        first, last = compute_chunk_bounds(rank.number, ranks, elements)
         assert rank.buffer[first:last] == [everything] * (last - first)
-    owners = [me for me in range(ranks) for _ in range(*chunk(me, ranks, elements))]
+    owners = [me for me in range(ranks) for _ in range(*compute_chunk_bounds(me, ranks, elements))]
     for rank in follow(ring_all_gather, ranks, elements, "chunk"):
         assert rank.buffer == [frozenset({owner}) for owner in owners]
 
@@ -154,7 +154,7 @@ def test_halving_and_doubling_of_other_numbers_of_ranks_costs_the_whole_buffer_t
 
 
 def test_the_largest_messages_of_halving_and_doubling_go_to_the_nearest_ranks() -> None:
-    sent = [one.sent for one in halving_doubling_all_reduce(0, 8, 800)]
+    sent = [one.send for one in halving_doubling_all_reduce(0, 8, 800)]
     assert [(part.peer, len(part)) for part in sent if part is not None] == [
         (1, 400),
         (2, 200),
@@ -175,7 +175,7 @@ def test_a_tree_has_fewest_messages_and_steps() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 1000))
 def test_chunks_are_as_even_as_can_be_and_cover_everything(ranks: int, elements: int) -> None:
-    cut = [chunk(number, ranks, elements) for number in range(ranks)]
+    cut = [compute_chunk_bounds(number, ranks, elements) for number in range(ranks)]
     assert [first for first, _ in cut] == [0, *(last for _, last in cut[:-1])]
     assert cut[-1][1] == elements
     sizes = [last - first for first, last in cut]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from support.ranks import run_ranks
 from support.shared import CHUNK_BYTES, shared_world
-from wanma.collectives.shared_memory.process_group import SharedGroup
-from wanma.job.run.worker import Worker
+from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
+from wanma.job.run.worker import WorkerContext
 
 RANKS = (2, 3, 4)
 DTYPES = (
@@ -69,7 +69,7 @@ def check(found: Tensor, expected: Tensor, *told: object) -> None:
 # ---------------------------------------------------------------- reductions
 
 
-def reduce_all(worker: Worker) -> str:
+def reduce_all(worker: WorkerContext) -> str:
     ranks = worker.world_size
     with shared_world(worker) as (group, _):
         for dtype in DTYPES:
@@ -78,14 +78,14 @@ def reduce_all(worker: Worker) -> str:
                 mine = values(worker.rank, count, dtype)
                 dist.all_reduce(mine, operation)
                 check(mine, expected, "staged", dtype, count, operation)
-                place = group.allocate(count, dtype)
+                place = group.allocate_tensor(count, dtype)
                 place.copy_(values(worker.rank, count, dtype))
                 dist.all_reduce(place, operation)
                 check(place, expected, "in place", dtype, count, operation)
     return "equal"
 
 
-def scatter_sums(worker: Worker) -> str:
+def scatter_sums(worker: WorkerContext) -> str:
     ranks, me = worker.world_size, worker.rank
     with shared_world(worker) as (group, _):
         for dtype in DTYPES:
@@ -93,7 +93,7 @@ def scatter_sums(worker: Worker) -> str:
                 everyones = [values(rank, count * ranks, dtype) for rank in range(ranks)]
                 parts = [whole[me * count : (me + 1) * count] for whole in everyones]
                 expected = reduced(parts, operation)
-                for place in (everyones[me].clone(), group.allocate(count * ranks, dtype)):
+                for place in (everyones[me].clone(), group.allocate_tensor(count * ranks, dtype)):
                     place.copy_(everyones[me])
                     found = torch.empty(count, dtype=dtype)
                     dist.reduce_scatter_tensor(found, place, operation)
@@ -112,7 +112,7 @@ def test_sums_and_their_like_are_those_of_one_process(function: object, ranks: i
     assert run_ranks(function, ranks, ()) == ["equal"] * ranks
 
 
-def not_a_number(worker: Worker) -> list[list[bool]]:
+def not_a_number(worker: WorkerContext) -> list[list[bool]]:
     with shared_world(worker):
         found = []
         for operation in (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.SUM):
@@ -132,7 +132,7 @@ def test_what_is_not_a_number_stays_visible() -> None:
 # ---------------------------------------------------------------- copies
 
 
-def gather_all(worker: Worker) -> str:
+def gather_all(worker: WorkerContext) -> str:
     ranks, me = worker.world_size, worker.rank
     with shared_world(worker) as (group, _):
         for dtype in (*DTYPES, torch.complex64, torch.int16):
@@ -144,7 +144,7 @@ def gather_all(worker: Worker) -> str:
                 listed = [torch.empty(count, dtype=dtype) for _ in range(ranks)]
                 dist.all_gather(listed, parts[me])
                 check(torch.cat(listed), torch.cat(parts), "list", dtype, count)
-                place = group.allocate(count * ranks, dtype)
+                place = group.allocate_tensor(count * ranks, dtype)
                 own = place[me * count : (me + 1) * count]
                 own.copy_(parts[me])
                 dist.all_gather_into_tensor(place, own)
@@ -152,7 +152,7 @@ def gather_all(worker: Worker) -> str:
     return "equal"
 
 
-def send_to_all(worker: Worker) -> str:
+def send_to_all(worker: WorkerContext) -> str:
     ranks, me = worker.world_size, worker.rank
     with shared_world(worker):
         for dtype in (torch.float32, torch.int8, torch.complex64):
@@ -186,13 +186,13 @@ def test_what_is_copied_comes_as_it_was(function: object, ranks: int) -> None:
 # ---------------------------------------------------------------- order and repeats
 
 
-def repeat(worker: Worker) -> list[bytes]:
+def repeat(worker: WorkerContext) -> list[bytes]:
     with shared_world(worker) as (group, _):
         found = []
         for again in range(20):
             staged = values(worker.rank, 30_011, torch.float32)
             dist.all_reduce(staged)
-            place = group.allocate(30_011, torch.float32)
+            place = group.allocate_tensor(30_011, torch.float32)
             place.copy_(values(worker.rank, 30_011, torch.float32))
             dist.all_reduce(place)
             dist.barrier() if again % 2 else None
@@ -204,13 +204,13 @@ def test_every_rank_gets_the_same_bits_every_time_in_place_or_not() -> None:
     assert len({bits for found in run_ranks(repeat, 4, ()) for bits in found}) == 1
 
 
-def many_small(worker: Worker) -> float:
+def many_small(worker: WorkerContext) -> float:
     """Thousands in a row, of all kinds and sizes: no one's data is written over before it was read."""
     with shared_world(worker) as (group, _):
         return sum(one_round(group, worker, turn) for turn in range(1500))
 
 
-def one_round(group: SharedGroup, worker: Worker, turn: int) -> float:
+def one_round(group: SharedMemoryProcessGroup, worker: WorkerContext, turn: int) -> float:
     ranks, me = worker.world_size, worker.rank
     summed = torch.full((1 + turn % 5 * 2000,), float(turn + me))
     dist.all_reduce(summed)

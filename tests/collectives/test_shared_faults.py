@@ -23,11 +23,11 @@ from support.ranks import _context, run_ranks
 from support.shared import shared_world
 from wanma.collectives.shared_memory import backend
 from wanma.collectives.shared_memory.errors import SharedMemoryError, failure_text
-from wanma.collectives.shared_memory.native_library import Outcome
-from wanma.collectives.shared_memory.process_group import SharedGroup
-from wanma.elastic.failure import is_consequence
-from wanma.elastic.workers.flight_recorder import whereabouts
-from wanma.job.run.worker import Worker
+from wanma.collectives.shared_memory.native_library import CollectiveStatus
+from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
+from wanma.elastic.failure import is_secondary_error
+from wanma.elastic.workers.flight_recorder import read_collective_state
+from wanma.job.run.worker import WorkerContext
 
 RANKS, VICTIM = 3, 1
 COLLECTIVES: dict[str, Callable[[], Any]] = {
@@ -79,7 +79,7 @@ def outcomes(
 
 def _rank(function: Any, rank: int, ranks: int, port: int, arguments: tuple[Any, ...], results: Any) -> None:
     torch.set_num_threads(1)
-    worker = Worker(rank, rank, ranks, ranks, 0, 1, Path("/nowhere"), store_port=port)
+    worker = WorkerContext(rank, rank, ranks, ranks, 0, 1, Path("/nowhere"), store_port=port)
     results.put((rank, function(worker, *arguments)))
 
 
@@ -88,14 +88,14 @@ def caught(run: Callable[[], Any]) -> tuple[str, float]:
     began = time.monotonic()
     with pytest.raises(SharedMemoryError) as error:
         run()
-    assert is_consequence(error.value), "a supervisor looks for another cause"
+    assert is_secondary_error(error.value), "a supervisor looks for another cause"
     return str(error.value), time.monotonic() - began
 
 
 # ---------------------------------------------------------------- killed, stopped, left
 
 
-def strike_in_each(worker: Worker, strike: signal.Signals, name: str) -> tuple[str, float, str]:
+def strike_in_each(worker: WorkerContext, strike: signal.Signals, name: str) -> tuple[str, float, str]:
     with shared_world(worker) as (group, _):
         group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
         COLLECTIVES[name]()
@@ -127,7 +127,9 @@ def test_a_stopped_peer_is_named_when_time_is_over() -> None:
         assert seconds >= TIMEOUT_SECONDS - 0.3
 
 
-def strike_before_a_message(worker: Worker, strike: signal.Signals, name: str) -> tuple[str, float, str]:
+def strike_before_a_message(
+    worker: WorkerContext, strike: signal.Signals, name: str
+) -> tuple[str, float, str]:
     with shared_world(worker) as (group, _):
         group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
         dist.barrier()
@@ -164,7 +166,7 @@ def test_a_stopped_sender_is_named_when_time_is_over() -> None:
         assert seconds >= TIMEOUT_SECONDS - 0.3
 
 
-def send_and_leave(worker: Worker) -> str:
+def send_and_leave(worker: WorkerContext) -> str:
     with shared_world(worker):
         dist.barrier()
         if worker.rank == VICTIM:
@@ -186,7 +188,7 @@ def test_what_was_sent_arrives_though_its_sender_has_left() -> None:
         assert f"rank {VICTIM} has closed its process group" in text
 
 
-def receive_another_size(worker: Worker) -> str:
+def receive_another_size(worker: WorkerContext) -> str:
     with shared_world(worker):
         if worker.rank == 0:
             dist.send(torch.ones(4), 1)
@@ -201,7 +203,7 @@ def test_a_message_of_another_size_is_an_error_on_both_sides() -> None:
         assert "with different sizes, types or roots" in text
 
 
-def leave_early(worker: Worker) -> str:
+def leave_early(worker: WorkerContext) -> str:
     with shared_world(worker):
         dist.barrier()
         if worker.rank == VICTIM:
@@ -216,7 +218,7 @@ def test_a_peer_that_closed_its_group_is_named() -> None:
         assert f"rank {VICTIM} has closed its process group" in text
 
 
-def abort(worker: Worker) -> str:
+def abort(worker: WorkerContext) -> str:
     with shared_world(worker) as (group, _):
         dist.barrier()
         if worker.rank == VICTIM:
@@ -233,7 +235,7 @@ def test_an_abort_wakes_all_who_wait() -> None:
     assert "rank 1 has given up" in two
 
 
-def in_the_background(worker: Worker) -> tuple[str, str]:
+def in_the_background(worker: WorkerContext) -> tuple[str, str]:
     with shared_world(worker):
         dist.barrier()
         if worker.rank == VICTIM:
@@ -259,7 +261,7 @@ def test_who_waits_later_hears_of_it_too() -> None:
 # ---------------------------------------------------------------- different collectives
 
 
-def differ(worker: Worker, kind: str) -> str:
+def differ(worker: WorkerContext, kind: str) -> str:
     with shared_world(worker):
         odd = worker.rank == VICTIM
         return caught(
@@ -287,7 +289,7 @@ def test_ranks_in_different_collectives_are_an_error_and_not_a_wrong_sum(kind: s
 # ---------------------------------------------------------------- deadlines
 
 
-def wait_a_little(worker: Worker) -> tuple[str, float]:
+def wait_a_little(worker: WorkerContext) -> tuple[str, float]:
     with shared_world(worker):
         total = torch.ones(3)
         dist.barrier()
@@ -308,20 +310,20 @@ def test_whoever_waits_for_a_while_only_can_wait_again() -> None:
     assert total == other == 2.0
 
 
-def stand(worker: Worker) -> tuple[str, tuple[str, ...]]:
+def stand(worker: WorkerContext) -> tuple[str, tuple[str, ...]]:
     with shared_world(worker):
         dist.all_reduce(torch.ones(3))
         if worker.rank == 0:
             work = dist.all_reduce(torch.ones(3), async_op=True)
             assert work is not None
-            found = whereabouts()
+            found = read_collective_state()
             dist.send(torch.ones(1), 1)  # only now the other one comes
             work.wait()
         else:
-            found = whereabouts()
+            found = read_collective_state()
             dist.recv(torch.ones(1), 0)
             dist.all_reduce(torch.ones(3))
-        return found.collective, found.recent
+        return found.current_collective, found.recent_collectives
 
 
 def test_a_hang_report_names_the_collective_that_a_rank_is_in() -> None:
@@ -332,16 +334,16 @@ def test_a_hang_report_names_the_collective_that_a_rank_is_in() -> None:
 
 
 def test_errors_name_who_did_not_come() -> None:
-    text = failure_text(Outcome.LATE, "barrier #3 of group data", 1, [1, 4, 6], 0, 60)
+    text = failure_text(CollectiveStatus.TIMED_OUT, "barrier #3 of group data", 1, [1, 4, 6], 0, 60)
     assert "barrier #3 of group data: timed out waiting for ranks 1, 4 and 6 (60 s)" in text
 
 
 # ---------------------------------------------------------------- what is left
 
 
-def mapped(worker: Worker) -> tuple[set[str], int, int]:
+def mapped(worker: WorkerContext) -> tuple[set[str], int, int]:
     with shared_world(worker) as (group, grid):
-        kept = group.allocate(100_000, torch.float32)
+        kept = group.allocate_tensor(100_000, torch.float32)
         dist.all_reduce(kept.zero_())
         maps = Path("/proc/self/maps").read_text()
         inside = maps.count("memfd:wanma-collectives")
@@ -367,14 +369,14 @@ def named() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
-def memory(worker: Worker) -> tuple[int, int]:
-    from wanma.training.run.rank_memory import held_bytes
+def memory(worker: WorkerContext) -> tuple[int, int]:
+    from wanma.training.run.rank_memory import peak_rank_memory_bytes
 
     with shared_world(worker) as (group, _):
-        before = held_bytes("cpu")
-        place = group.allocate(1 << 23, torch.float32)
+        before = peak_rank_memory_bytes("cpu")
+        place = group.allocate_tensor(1 << 23, torch.float32)
         dist.all_reduce(place.fill_(1.0))
-        return held_bytes("cpu") - before, group.allocated_bytes
+        return peak_rank_memory_bytes("cpu") - before, group.allocated_bytes
 
 
 def test_a_rank_counts_its_own_tensors_in_shared_memory_once() -> None:
@@ -386,21 +388,21 @@ def test_a_rank_counts_its_own_tensors_in_shared_memory_once() -> None:
 # ---------------------------------------------------------------- without
 
 
-def without(worker: Worker, hosts: bool) -> tuple[str, float]:
+def without(worker: WorkerContext, hosts: bool) -> tuple[str, float]:
     from wanma.job.plan.plan import Plan
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
 
     if hosts:
         backend.host_id = lambda: f"host {worker.rank}"
     elif worker.rank == 0:
         there_is_none()
-    with process_grid(worker, Plan(dp_replicate=2), 60):
+    with open_mesh(worker, Plan(dp_replicate=2), 60):
         world = dist.group.WORLD
         assert world is not None
-        assert not isinstance(world, SharedGroup)
+        assert not isinstance(world, SharedMemoryProcessGroup)
         total = torch.ones(5)
         dist.all_reduce(total)
-        return backend.why_not(world), float(total[0])
+        return backend.get_fallback_reason(world), float(total[0])
 
 
 def test_without_a_compiler_and_across_hosts_it_is_gloo_and_says_so() -> None:
@@ -409,7 +411,7 @@ def test_without_a_compiler_and_across_hosts_it_is_gloo_and_says_so() -> None:
     assert run_ranks(without, 2, (True,)) == [("the 2 ranks are on 2 hosts", 2.0)] * 2
 
 
-def refuse(worker: Worker) -> str:
+def refuse(worker: WorkerContext) -> str:
     from wanma.job.errors import WanmaError
 
     backend.host_id = lambda: f"host {worker.rank}"

@@ -16,13 +16,13 @@ from support.ranks import run_ranks
 from support.shared import shared_world
 from wanma.collectives.shared_memory import backend, point_to_point
 from wanma.collectives.shared_memory.errors import SharedMemoryError
-from wanma.elastic.workers.flight_recorder import whereabouts
-from wanma.job.run.worker import Worker
+from wanma.elastic.workers.flight_recorder import read_collective_state
+from wanma.job.run.worker import WorkerContext
 
 SIZES = (0, 1, 7, 4096, 300_001)
 
 
-def everybody_to_everybody(worker: Worker) -> None:
+def everybody_to_everybody(worker: WorkerContext) -> None:
     """Itself included; all are asked for before any is waited for."""
     ranks, me = worker.world_size, worker.rank
     with shared_world(worker):
@@ -47,7 +47,7 @@ def test_messages_of_every_type_and_size_arrive_as_they_were_sent(ranks: int) ->
     run_ranks(everybody_to_everybody, ranks, ())
 
 
-def in_another_order(worker: Worker) -> list[float]:
+def in_another_order(worker: WorkerContext) -> list[float]:
     """Tags are told apart; within one, order is kept, whoever is waited for first."""
     with shared_world(worker):
         sent = [(1, 1.0), (2, 2.0), (1, 3.0), (2, 4.0)]
@@ -70,7 +70,7 @@ def test_tags_are_told_apart_and_order_is_kept_within_one() -> None:
     assert run_ranks(in_another_order, 2, ())[1] == [2.0, 1.0, 3.0, 4.0]
 
 
-def of_anybody(worker: Worker) -> list[int]:
+def of_anybody(worker: WorkerContext) -> list[int]:
     with shared_world(worker):
         if worker.rank:
             dist.send(torch.tensor([worker.rank]), 0)
@@ -87,7 +87,7 @@ def test_a_message_of_anybody_tells_whose_it_is() -> None:
     assert run_ranks(of_anybody, 3, ())[0] == [1, 2]
 
 
-def far_too_many(worker: Worker, count: int, elements: int) -> tuple[float, int]:
+def far_too_many(worker: WorkerContext, count: int, elements: int) -> tuple[float, int]:
     """Both send all of theirs before either takes any."""
     peer = 1 - worker.rank
     with shared_world(worker) as (group, _):
@@ -110,8 +110,8 @@ def test_more_messages_than_a_channel_takes_wait_for_room() -> None:
         assert total == sum(range(count))
 
 
-def in_a_small_heap(worker: Worker) -> tuple[float, int]:
-    backend.usual_heap_bytes = lambda _: 1 << 20
+def in_a_small_heap(worker: WorkerContext) -> tuple[float, int]:
+    backend.compute_default_heap_bytes = lambda _: 1 << 20
     return far_too_many(worker, 20, 50_000)
 
 
@@ -121,7 +121,7 @@ def test_messages_that_the_heap_has_no_room_for_wait_until_others_were_taken() -
         assert allocated <= 1 << 20
 
 
-def again_and_again(worker: Worker) -> int:
+def again_and_again(worker: WorkerContext) -> int:
     peer = 1 - worker.rank
     with shared_world(worker) as (group, _):
         got = torch.zeros(250_000)
@@ -142,7 +142,7 @@ def test_places_of_messages_are_used_again() -> None:
         assert allocated <= 4 << 20
 
 
-def kept(worker: Worker) -> int:
+def kept(worker: WorkerContext) -> int:
     """Tensors that somebody else than this function still has."""
     peer = 1 - worker.rank
     with shared_world(worker):
@@ -161,7 +161,7 @@ def test_tensors_are_let_go_of_when_their_messages_are_through() -> None:
     assert run_ranks(kept, 2, ()) == [0, 0]
 
 
-def look_first(worker: Worker) -> tuple[bool, bool, float, str]:
+def look_first(worker: WorkerContext) -> tuple[bool, bool, float, str]:
     with shared_world(worker):
         if worker.rank == 0:
             dist.barrier()
@@ -173,14 +173,18 @@ def look_first(worker: Worker) -> tuple[bool, bool, float, str]:
         assert work is not None
         assert last is not None
         before = work.is_completed()
-        assert whereabouts().collective == "", "asked for, and not waited for"
+        assert read_collective_state().current_collective == "", "asked for, and not waited for"
         with pytest.raises(SharedMemoryError, match=r"recv #1 from rank 0 .* still under way"):
             work.wait(timedelta(seconds=0.05))
         where = []
         thread = threading.Thread(target=lambda: work.wait())
         thread.start()
         while not where:
-            where = [whereabouts().collective] if whereabouts().collective else []
+            where = (
+                [read_collective_state().current_collective]
+                if read_collective_state().current_collective
+                else []
+            )
         future = last.get_future()
         dist.barrier()
         assert float(future.wait()[0]) == 6.0
@@ -194,7 +198,7 @@ def test_a_message_can_be_looked_for_waited_for_a_while_and_be_a_future() -> Non
     assert where == "recv #1 from rank 0 of group default_pg", "the hang report tells it"
 
 
-def beside_collectives(worker: Worker) -> float:
+def beside_collectives(worker: WorkerContext) -> float:
     """A collective under way and messages do not wait for each other."""
     with shared_world(worker):
         total = torch.ones(100_000)
@@ -220,7 +224,7 @@ def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
     assert run_ranks(beside_collectives, 2, ()) == [2.0, 2.0]
 
 
-def send_and_do_something_else(worker: Worker) -> float:
+def send_and_do_something_else(worker: WorkerContext) -> float:
     """More than there is room for, and then a collective: somebody goes on sending."""
     with shared_world(worker):
         total = 0.0
@@ -241,9 +245,9 @@ def test_what_found_no_room_is_sent_while_its_sender_does_something_else() -> No
     assert run_ranks(send_and_do_something_else, 2, ())[1] == sum(range(1500))
 
 
-def one_tag_long_before(worker: Worker) -> int:
+def one_tag_long_before(worker: WorkerContext) -> int:
     """Places of messages that were taken are free, though an earlier one of another tag was not."""
-    point_to_point.MOST_BYTES = 1 << 20
+    point_to_point.MAX_QUEUED_BYTES = 1 << 20
     with shared_world(worker) as (group, _):
         if worker.rank == 0:
             dist.send(torch.ones(1), 1, tag=9)
@@ -264,7 +268,7 @@ def test_a_message_that_waits_keeps_no_room_of_later_ones() -> None:
     assert allocated <= 2 << 20
 
 
-def leave_one_by_one(worker: Worker) -> list[int]:
+def leave_one_by_one(worker: WorkerContext) -> list[int]:
     """Whoever has sent leaves; anybody's messages go on."""
     with shared_world(worker):
         dist.barrier()
@@ -281,7 +285,7 @@ def test_a_message_of_anybody_may_come_when_others_have_left() -> None:
     assert run_ranks(leave_one_by_one, 3, ())[0] == [1, 2]
 
 
-def gone(worker: Worker) -> tuple[bool, str]:
+def gone(worker: WorkerContext) -> tuple[bool, str]:
     """A sender that has left is seen by whoever only looks."""
     with shared_world(worker):
         dist.barrier()
@@ -301,7 +305,7 @@ def test_a_failed_message_looks_failed() -> None:
     assert "rank 1 has closed its process group" in text
 
 
-def of_a_collective(worker: Worker) -> float:
+def of_a_collective(worker: WorkerContext) -> float:
     """A tensor that a collective has not brought yet can be sent."""
     with shared_world(worker):
         world = dist.group.WORLD
@@ -319,7 +323,7 @@ def test_what_a_collective_is_still_bringing_can_be_sent() -> None:
     assert run_ranks(of_a_collective, 2, ()) == [10.0, 10.0]
 
 
-def refuse(worker: Worker) -> None:
+def refuse(worker: WorkerContext) -> None:
     with shared_world(worker) as (group, _):
         for peer, tag in ((-1, 0), (2, 0), (0, -1), (0, 1 << 31)):
             with pytest.raises(ValueError, match=r"there is no rank|a tag is from 0"):

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.ranks import run_ranks
 from support.shared import shared_world
-from wanma.collectives.fsdp.point_to_point_collectives import Stopwatch
-from wanma.collectives.fsdp.shared_memory_collectives import SharedAllGather, SharedReduceScatter
-from wanma.collectives.shared_memory.backend import shared_group
-from wanma.job.run.worker import Worker
+from wanma.collectives.fsdp.point_to_point_collectives import CommunicationTimer
+from wanma.collectives.fsdp.shared_memory_collectives import SharedMemoryAllGather, SharedMemoryReduceScatter
+from wanma.collectives.shared_memory.backend import as_shared_memory_group
+from wanma.job.run.worker import WorkerContext
 
 
-def in_the_background(worker: Worker) -> list[float]:
+def in_the_background(worker: WorkerContext) -> list[float]:
     with shared_world(worker):
         tensors = [torch.full((50_000,), float(turn + worker.rank)) for turn in range(20)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -42,11 +42,11 @@ def test_several_collectives_under_way_end_in_their_order() -> None:
     assert run_ranks(in_the_background, 2, ()) == [[2.0 * turn + 1 for turn in range(20)]] * 2
 
 
-def crosswise(worker: Worker) -> list[float]:
+def crosswise(worker: WorkerContext) -> list[float]:
     """Each of two ranks begins with the other's second group: each group has its own order."""
     with shared_world(worker):
         groups = [dist.new_group([0, 1]) for _ in range(2)]
-        assert all(shared_group(group) is not None for group in groups)
+        assert all(as_shared_memory_group(group) is not None for group in groups)
         order = groups if worker.rank == 0 else groups[::-1]
         tensors = {id(group): torch.full((30_000,), float(turn + 1)) for turn, group in enumerate(groups)}
         works = [dist.all_reduce(tensors[id(group)], group=group, async_op=True) for group in order]
@@ -60,7 +60,7 @@ def test_groups_of_the_same_ranks_do_not_wait_for_each_other() -> None:
     assert run_ranks(crosswise, 2, ()) == [[2.0, 4.0]] * 2
 
 
-def from_threads(worker: Worker) -> list[float]:
+def from_threads(worker: WorkerContext) -> list[float]:
     """Each thread has a group."""
     with shared_world(worker):
         groups = [dist.new_group([0, 1]) for _ in range(3)]
@@ -82,11 +82,11 @@ def test_threads_use_groups_of_their_own_at_once() -> None:
     assert run_ranks(from_threads, 2, ()) == [[0.0, 1.0, 2.0]] * 2
 
 
-def in_part(worker: Worker) -> dict[str, Any]:
+def in_part(worker: WorkerContext) -> dict[str, Any]:
     with shared_world(worker):
         pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
         mine = pairs[worker.rank % 2]
-        group = shared_group(mine)
+        group = as_shared_memory_group(mine)
         assert group is not None
         total = torch.tensor([float(worker.rank)])
         dist.all_reduce(total, group=mine)
@@ -103,7 +103,7 @@ def test_a_group_of_some_ranks_has_its_own_memory_and_order() -> None:
     assert run_ranks(in_part, 4, ()) == [even, odd, even, odd]
 
 
-def by_gloo(worker: Worker) -> dict[str, Any]:
+def by_gloo(worker: WorkerContext) -> dict[str, Any]:
     """Messages and what has one root are Gloo's, in the same group."""
     with shared_world(worker):
         me, ranks = worker.rank, worker.world_size
@@ -165,7 +165,7 @@ def train(model: nn.Module, inputs: list[Tensor]) -> list[float]:
     return losses
 
 
-def in_parallel(worker: Worker, kind: str) -> float:
+def in_parallel(worker: WorkerContext, kind: str) -> float:
     """The largest difference from one process, over all parameters after three steps."""
     alone = network()
     model: nn.Module = copy.deepcopy(alone)
@@ -177,8 +177,8 @@ def in_parallel(worker: Worker, kind: str) -> float:
             for module in (model[0], model[2], model):  # type: ignore[index]
                 fully_shard(module, mesh=mesh)
                 if kind == "in place":
-                    module.set_custom_all_gather(SharedAllGather(Stopwatch(), group))
-                    module.set_custom_reduce_scatter(SharedReduceScatter(Stopwatch(), group))
+                    module.set_custom_all_gather(SharedMemoryAllGather(CommunicationTimer(), group))
+                    module.set_custom_reduce_scatter(SharedMemoryReduceScatter(CommunicationTimer(), group))
                     module.set_force_sum_reduction_for_comms(True)
         train(model, [samples(worker.rank, step) for step in range(3)])
         train(
@@ -197,7 +197,7 @@ def test_ddp_and_fsdp_train_as_one_process_does() -> None:
         assert max(run_ranks(in_parallel, 2, (kind,))) < 1e-9, kind
 
 
-def as_dtensors(worker: Worker) -> list[bool]:
+def as_dtensors(worker: WorkerContext) -> list[bool]:
     with shared_world(worker):
         mesh = init_device_mesh("cpu", (worker.world_size,))
         torch.manual_seed(5)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from support.ranks import run_ranks
 from wanma.collectives.all_reduce.site_all_reduce import CODECS
-from wanma.collectives.all_reduce.site_all_reduce import Sum as SumOf
-from wanma.collectives.compression.bucket_tensors import ALIGNMENT
+from wanma.collectives.all_reduce.site_all_reduce import SiteAllReduce as SumOf
+from wanma.collectives.compression.bucket_tensors import CODEC_BLOCK_ELEMENTS
 from wanma.job.sections.parallel import OuterCompression
-from wanma.planner.cost.site_synchronization import SENT_BYTES
+from wanma.planner.cost.site_synchronization import WIRE_ELEMENT_BYTES
 
 SIZE = 1000  # no multiple of a block
 
@@ -54,29 +54,31 @@ def test_three_ranks_have_the_same_sum(compression: OuterCompression) -> None:
 def rounded(flat: torch.Tensor, compression: OuterCompression) -> torch.Tensor:
     """There and back."""
     codec = CODECS[compression]
-    whole_blocks = torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))
+    whole_blocks = torch.nn.functional.pad(flat, (0, -len(flat) % CODEC_BLOCK_ELEMENTS))
     return codec.decode(codec.encode(whole_blocks[None]))[0, : len(flat)]
 
 
-@given(seed=st.integers(0, 100), size=st.integers(1, 3 * ALIGNMENT))
+@given(seed=st.integers(0, 100), size=st.integers(1, 3 * CODEC_BLOCK_ELEMENTS))
 def test_eight_bits_are_within_half_a_step_of_each_blocks_largest(seed: int, size: int) -> None:
     flat = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     got = rounded(flat, "int8")
-    for start in range(0, size, ALIGNMENT):
-        block = flat[start : start + ALIGNMENT]
-        assert (got[start : start + ALIGNMENT] - block).abs().max() <= block.abs().max() / 127 / 2 * 1.001
+    for start in range(0, size, CODEC_BLOCK_ELEMENTS):
+        block = flat[start : start + CODEC_BLOCK_ELEMENTS]
+        assert (
+            got[start : start + CODEC_BLOCK_ELEMENTS] - block
+        ).abs().max() <= block.abs().max() / 127 / 2 * 1.001
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
     assert rounded(torch.zeros(300), "int8").count_nonzero() == 0
-    broken = torch.ones(2 * ALIGNMENT)
+    broken = torch.ones(2 * CODEC_BLOCK_ELEMENTS)
     broken[3] = float("nan")
     got = rounded(broken, "int8")
-    assert not torch.isfinite(got[:ALIGNMENT]).any()
-    assert torch.allclose(got[ALIGNMENT:], torch.ones(ALIGNMENT))
+    assert not torch.isfinite(got[:CODEC_BLOCK_ELEMENTS]).any()
+    assert torch.allclose(got[CODEC_BLOCK_ELEMENTS:], torch.ones(CODEC_BLOCK_ELEMENTS))
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8"])
 def test_forecasts_know_what_travels(compression: OuterCompression) -> None:
-    encoded = CODECS[compression].encode(torch.ones(1, ALIGNMENT))
-    assert SENT_BYTES[compression] * ALIGNMENT == encoded.numel()
+    encoded = CODECS[compression].encode(torch.ones(1, CODEC_BLOCK_ELEMENTS))
+    assert WIRE_ELEMENT_BYTES[compression] * CODEC_BLOCK_ELEMENTS == encoded.numel()

@@ -10,18 +10,18 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from support.ranks import run_ranks
-from wanma.collectives.timing.functional_wait_time import waits
-from wanma.job.run.worker import Worker
+from wanma.collectives.timing.functional_wait_time import get_functional_wait_time
+from wanma.job.run.worker import WorkerContext
 
 LATE_SECONDS = 0.4
 
 
-def _wait(worker: Worker) -> dict[str, float]:
+def _wait(worker: WorkerContext) -> dict[str, float]:
     """Rank 1 comes late to each kind of collective; what each rank has waited in it."""
     store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=2)
     group: Any = dist.group.WORLD
-    watch, waited = waits(), {}
+    watch, waited = get_functional_wait_time(), {}
     x = torch.ones(8, requires_grad=True)
 
     def taken(name: str, call: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from wanma.data.datasets.dataset import Data
-from wanma.data.datasets.map_dataset import Sample, open_dataset
-from wanma.data.opening import open_data
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.datasets.map_dataset import Sample, wrap_user_dataset
+from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import TrainSection
@@ -30,13 +30,15 @@ class Squares(Dataset[Any]):
         return self.item(index)
 
 
-def opened(dataset: Any, fraction: float = 0.1, seed: int = 1, **section: Any) -> Data:
-    return open_data(DataSection(validation_fraction=fraction, **section), TrainSection(seed=seed), dataset)
+def opened(dataset: Any, fraction: float = 0.1, seed: int = 1, **section: Any) -> BatchedDataset:
+    return open_dataset(
+        DataSection(validation_fraction=fraction, **section), TrainSection(seed=seed), dataset
+    )
 
 
 def test_an_epoch_visits_every_training_sample_once_and_validation_is_apart() -> None:
     data = opened(Squares())
-    assert (data.kind, data.train_samples, data.validation_samples, data.targets_per_sample) == (
+    assert (data.input_kind, data.train_samples, data.validation_samples, data.targets_per_sample) == (
         "custom",
         45,
         5,
@@ -175,6 +177,6 @@ def test_one_thread_at_a_time_enters_the_dataset() -> None:
             inside.clear()
             return super().__getitem__(index)
 
-    data = open_dataset(Alone(), DataSection(workers=1), seed=1, total_samples=8)
+    data = wrap_user_dataset(Alone(), DataSection(workers=1), seed=1, total_samples=8)
     with ThreadPoolExecutor(4) as threads:
         assert len(list(threads.map(data.batch, [[n] for n in range(8)]))) == 8

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wanma.data.datasets.image_dataset import ImageData
-from wanma.data.datasets.image_files import find_images, read_images
-from wanma.data.opening import open_data
+from wanma.data.datasets.image_dataset import ImageDataset
+from wanma.data.datasets.image_files import find_image_files, read_image_files
+from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import TrainSection
@@ -42,16 +42,16 @@ def mnist(folder: Path, ending: str, names: tuple[str, ...] = ("train", "t10k"))
     return arrays
 
 
-def opened(path: Path, fraction: float = 0.1) -> ImageData:
-    data = open_data(DataSection(images=str(path), validation_fraction=fraction), TrainSection())
-    assert isinstance(data, ImageData)
+def opened(path: Path, fraction: float = 0.1) -> ImageDataset:
+    data = open_dataset(DataSection(images=str(path), validation_fraction=fraction), TrainSection())
+    assert isinstance(data, ImageDataset)
     return data
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_mnist_files_are_found_by_their_names(tmp_path: Path, ending: str) -> None:
     images, labels, test_images, test_labels = mnist(tmp_path, ending)
-    train, test = read_images(str(tmp_path))
+    train, test = read_image_files(str(tmp_path))
     assert test is not None
     assert np.array_equal(train.images, images[:, None])
     assert train.labels.tolist() == labels.tolist()
@@ -61,7 +61,7 @@ def test_mnist_files_are_found_by_their_names(tmp_path: Path, ending: str) -> No
 
 def test_one_idx_file_is_read_with_its_labels(tmp_path: Path) -> None:
     images, labels = mnist(tmp_path, "", ("train",))
-    train, test = read_images(str(tmp_path / "train-images-idx3-ubyte"))
+    train, test = read_image_files(str(tmp_path / "train-images-idx3-ubyte"))
     assert test is None
     assert np.array_equal(train.images[:, 0], images)
     assert train.labels.tolist() == labels.tolist()
@@ -73,7 +73,7 @@ def test_cifar_batches_are_joined_in_order(tmp_path: Path, ending: str, inside: 
     records = [RANDOM.integers(0, 10, (4, 3073), dtype=np.uint8) for _ in range(3)]
     for name, record in zip(("data_batch_1", "data_batch_2", "test_batch"), records, strict=True):
         save(tmp_path / inside / f"{name}.bin{ending}", record.tobytes())
-    train, test = read_images(str(tmp_path))
+    train, test = read_image_files(str(tmp_path))
     assert test is not None
     assert train.images.shape == (8, 3, 32, 32)
     assert np.array_equal(train.images.reshape(8, -1), np.concatenate(records[:2])[:, 1:])
@@ -90,7 +90,7 @@ def test_npz_arrays_become_channels_first(
 ) -> None:
     images = RANDOM.integers(0, 256, shape, dtype=np.uint8)
     np.savez(tmp_path / "x.npz", images=images, labels=np.arange(9)[:, None] % 3)
-    train, test = read_images(str(tmp_path / "x.npz"))
+    train, test = read_image_files(str(tmp_path / "x.npz"))
     assert test is None
     assert train.images.shape[1:] == expected
     assert train.labels.tolist() == [0, 1, 2] * 3
@@ -101,7 +101,7 @@ def test_npz_arrays_become_channels_first(
 def test_npz_with_a_test_set_in_a_folder(tmp_path: Path) -> None:
     images, labels = random_images(12)
     np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:4], y_test=labels[:4])
-    _, test = read_images(str(tmp_path))
+    _, test = read_image_files(str(tmp_path))
     assert test is not None
     assert test.labels.tolist() == labels[:4].tolist()
 
@@ -118,7 +118,7 @@ def test_batches_are_normalised_by_the_training_set(tmp_path: Path) -> None:
     assert pixels.mean(axis=(0, 2, 3)) == pytest.approx([0, 0, 0], abs=1e-5)
     assert pixels.std(axis=(0, 2, 3)) == pytest.approx([1, 1, 0], abs=1e-5)
     assert sorted(batch.targets.tolist()) == [0] * 20 + [1] * 20
-    assert (data.image_shape, data.classes, data.kind) == ((3, 4, 4), 2, "images")
+    assert (data.image_shape, data.classes, data.input_kind) == ((3, 4, 4), 2, "images")
 
 
 def test_the_test_set_is_the_validation_set(tmp_path: Path) -> None:
@@ -163,40 +163,40 @@ def test_padding_is_one_row_that_counts_for_nothing(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"data\.images: '/no/such' does not exist"):
-        read_images("/no/such")
+        read_image_files("/no/such")
     with pytest.raises(JobError, match=r"data\.images: no images that are known in "):
-        find_images(str(tmp_path))
+        find_image_files(str(tmp_path))
     save(tmp_path / "picture.png", b"")
     with pytest.raises(JobError, match=r"data\.images: no images that are known in '.*picture\.png'"):
-        find_images(str(tmp_path / "picture.png"))
+        find_image_files(str(tmp_path / "picture.png"))
     save(tmp_path / "train-images-idx3-ubyte", b"")
     with pytest.raises(JobError, match=r"data\.images: no labels beside '.*train-images-idx3-ubyte'"):
-        find_images(str(tmp_path))
+        find_image_files(str(tmp_path))
     save(tmp_path / "letters-train-images-idx3-ubyte", b"")
     with pytest.raises(JobError, match=r"data\.images: more than one set of images"):
-        find_images(str(tmp_path))
+        find_image_files(str(tmp_path))
 
 
 def test_a_file_and_its_compressed_copy_count_once(tmp_path: Path) -> None:
     images, *_ = mnist(tmp_path / "mnist", "")
     mnist(tmp_path / "mnist", ".gz")
-    assert np.array_equal(read_images(str(tmp_path / "mnist"))[0].images[:, 0], images)
+    assert np.array_equal(read_image_files(str(tmp_path / "mnist"))[0].images[:, 0], images)
     for folder, ending in (("cifar", ""), ("cifar", ".gz"), ("cifar/cifar-10-batches-bin", "")):
         save(tmp_path / folder / f"data_batch_1.bin{ending}", bytes(3073 * 2))
-    assert len(read_images(str(tmp_path / "cifar"))[0].labels) == 2
+    assert len(read_image_files(str(tmp_path / "cifar"))[0].labels) == 2
 
 
 def test_a_file_that_is_no_archive_is_told(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros(3))
     (tmp_path / "x.npy").rename(tmp_path / "x.npz")
     with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: it is no \.npz archive"):
-        read_images(str(tmp_path / "x.npz"))
+        read_image_files(str(tmp_path / "x.npz"))
 
 
 def test_npz_without_the_arrays_says_which_it_has(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", data=np.zeros(3))
     with pytest.raises(JobError, match=r"holds the arrays \['data'\]"):
-        read_images(str(tmp_path / "x.npz"))
+        read_image_files(str(tmp_path / "x.npz"))
 
 
 def test_npz_with_pickled_objects_is_refused_and_nothing_runs(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_npz_with_pickled_objects_is_refused_and_nothing_runs(tmp_path: Path) ->
 
     np.savez(tmp_path / "x.npz", images=np.array([Bomb()], dtype=object), labels=np.zeros(1, int))
     with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: .*allow_pickle"):
-        read_images(str(tmp_path / "x.npz"))
+        read_image_files(str(tmp_path / "x.npz"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -232,7 +232,7 @@ def test_damaged_idx_files_are_told(tmp_path: Path, images: bytes, labels: bytes
     save(tmp_path / "train-images-idx3-ubyte", images)
     save(tmp_path / "train-labels-idx1-ubyte", labels)
     with pytest.raises(WanmaError, match=rf"data\.images: '.*' cannot be read: .*{message}|{message}"):
-        read_images(str(tmp_path))
+        read_image_files(str(tmp_path))
 
 
 @pytest.mark.parametrize(("ending", "cut"), [("", 100), (".gz", 20)])
@@ -241,13 +241,13 @@ def test_a_truncated_cifar_file_is_told(tmp_path: Path, ending: str, cut: int) -
     save(path, RANDOM.integers(0, 10, 3073 * 2, dtype=np.uint8).tobytes())
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(WanmaError, match=r"data\.images: '.*data_batch_1\.bin.*' cannot be read"):
-        read_images(str(tmp_path))
+        read_image_files(str(tmp_path))
 
 
 def test_a_cifar_file_with_impossible_labels_is_told(tmp_path: Path) -> None:
     save(tmp_path / "data_batch_1.bin", bytes([77]) * 3073)
     with pytest.raises(WanmaError, match="a label is 77; CIFAR-10 has 0 to 9"):
-        read_images(str(tmp_path))
+        read_image_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("cut", [10, 400])
@@ -256,7 +256,7 @@ def test_a_truncated_npz_is_told(tmp_path: Path, cut: int) -> None:
     content = (tmp_path / "x.npz").read_bytes()
     (tmp_path / "x.npz").write_bytes(content[:-cut])
     with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read"):
-        read_images(str(tmp_path))
+        read_image_files(str(tmp_path))
 
 
 def test_sets_of_different_shapes_are_told(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_sets_of_different_shapes_are_told(tmp_path: Path) -> None:
         x_test=np.zeros((3, 5, 4), np.uint8), y_test=np.zeros(3, int),
     )  # fmt: skip
     with pytest.raises(WanmaError, match=r"different shapes: \(1, 4, 4\) for training but \(1, 5, 4\)"):
-        read_images(str(tmp_path))
+        read_image_files(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_arrays_that_are_no_images_are_told(
 ) -> None:
     np.savez(tmp_path / "x.npz", images=images, labels=labels)
     with pytest.raises(WanmaError, match=message):
-        read_images(str(tmp_path / "x.npz"))
+        read_image_files(str(tmp_path / "x.npz"))
 
 
 REAL = Path(__file__).parents[3] / "shared" / "data"

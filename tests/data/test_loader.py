@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanma.data.datasets.dataset import Data
-from wanma.data.opening import open_data
-from wanma.data.step_loader import Loader
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.opening import open_dataset
+from wanma.data.step_loader import StepLoader
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
@@ -29,11 +29,17 @@ class Numbers:
         return float(index), index
 
 
-def loader(data: Data | Any, plan: Plan = Plan(), rank: int = 0, start: int = 0, **values: Any) -> Loader:  # noqa: B008
+def loader(
+    data: BatchedDataset | Any,
+    plan: Plan = Plan(),  # noqa: B008
+    rank: int = 0,
+    start: int = 0,
+    **values: Any,
+) -> StepLoader:
     train = values.pop("train", TrainSection(steps=6, global_batch=4))
-    if not isinstance(data, Data):
-        data = open_data(DataSection(validation_fraction=0, workers=2), train, data)
-    return Loader(data, plan, train, rank, start, **{"prefetch": 2, "threads": 1, **values})
+    if not isinstance(data, BatchedDataset):
+        data = open_dataset(DataSection(validation_fraction=0, workers=2), train, data)
+    return StepLoader(data, plan, train, rank, start, **{"prefetch": 2, "threads": 1, **values})
 
 
 def loader_threads() -> list[str]:
@@ -46,7 +52,7 @@ def test_steps_come_in_order_and_equal_those_loaded_by_hand(threads: int) -> Non
         found = list(steps)
         by_hand = [steps.load(step) for step in range(6)]
     assert [step.step for step in found] == list(range(6))
-    assert [step.samples_before for step in found] == [0, 4, 8, 12, 16, 20]
+    assert [step.samples_consumed_before for step in found] == [0, 4, 8, 12, 16, 20]
     for one, other in zip(found, by_hand, strict=True):
         assert [b.samples.tolist() for b in one.micro_batches] == [
             b.samples.tolist() for b in other.micro_batches
@@ -66,7 +72,7 @@ def test_ranks_share_each_step_and_a_resumed_run_goes_on_where_it_was() -> None:
     assert [step.step for step in ranks[0]] == [1, 2, 3]
     for number, (before, size) in enumerate([(4, 4), (8, 8), (16, 8)]):
         parts = [rank[number] for rank in ranks]
-        assert {part.global_batch for part in parts} == {size}
+        assert {part.global_batch_size for part in parts} == {size}
         assert len({len(part.micro_batches) for part in parts}) == 1
         samples = torch.cat([b.samples[b.real] for part in parts for b in part.micro_batches])
         assert samples.tolist() == list(range(before, before + size))
@@ -74,11 +80,11 @@ def test_ranks_share_each_step_and_a_resumed_run_goes_on_where_it_was() -> None:
 
 def test_another_plan_counts_from_the_next_step_on_whatever_was_loaded_ahead() -> None:
     even = Plan(dp_replicate=2, micro_batch=2)
-    moved = even.but(batch_shares=(3, 1))
+    moved = even.with_changes(batch_shares=(3, 1))
     with loader(Numbers(), plan=even, prefetch=4) as steps:
         found = [next(steps), next(steps)]
-        steps.follow(moved)
-        steps.follow(moved)
+        steps.switch_plan(moved)
+        steps.switch_plan(moved)
         found += list(steps)
     assert [step.step for step in found] == list(range(6))
     rows = [[row for batch in step.micro_batches for row in batch.samples.tolist()] for step in found]

@@ -16,8 +16,8 @@ weights = st.lists(st.sampled_from([0.1, 0.25, 0.3, 1.0, 2.0, 7.0]), min_size=1,
 def test_each_source_is_read_from_its_beginning_without_gaps_or_repeats(
     weights: list[float], start: int
 ) -> None:
-    mixture = Mixture.of(weights)
-    sources, indices = mixture.locate(np.arange(start, start + 500))
+    mixture = Mixture.from_weights(weights)
+    sources, indices = mixture.locate_samples(np.arange(start, start + 500))
     for source in range(len(weights)):
         mine = indices[sources == source]
         if len(mine):
@@ -27,18 +27,18 @@ def test_each_source_is_read_from_its_beginning_without_gaps_or_repeats(
 
 @given(weights=weights, period=st.integers(0, 10**9))
 def test_shares_are_exact_over_every_period(weights: list[float], period: int) -> None:
-    mixture = Mixture.of(weights)
-    size = sum(mixture.shares)
-    sources, indices = mixture.locate(np.arange(period * size, (period + 1) * size))
+    mixture = Mixture.from_weights(weights)
+    size = sum(mixture.source_weights)
+    sources, indices = mixture.locate_samples(np.arange(period * size, (period + 1) * size))
     counts = np.bincount(sources, minlength=len(weights))
-    assert counts.tolist() == list(mixture.shares)
-    for source, share in enumerate(mixture.shares):
+    assert counts.tolist() == list(mixture.source_weights)
+    for source, share in enumerate(mixture.source_weights):
         assert indices[sources == source].min() == period * share
 
 
 @given(weights=weights)
 def test_shares_are_nearly_exact_at_every_moment(weights: list[float]) -> None:
-    sources, _ = Mixture.of(weights).locate(np.arange(2000))
+    sources, _ = Mixture.from_weights(weights).locate_samples(np.arange(2000))
     levels = ceil(log2(len(weights))) if len(weights) > 1 else 0
     for source, weight in enumerate(weights):
         seen = np.cumsum(sources == source)
@@ -48,27 +48,27 @@ def test_shares_are_nearly_exact_at_every_moment(weights: list[float]) -> None:
 
 @given(start=st.integers(0, 10**12), split=st.integers(0, 100))
 def test_any_slice_equals_the_whole(start: int, split: int) -> None:
-    mixture = Mixture.of([0.7, 0.2, 0.1])
+    mixture = Mixture.from_weights([0.7, 0.2, 0.1])
     numbers = np.arange(start, start + 100)
-    whole = np.stack(mixture.locate(numbers))
-    parts = [np.stack(mixture.locate(part)) for part in (numbers[:split], numbers[split:])]
+    whole = np.stack(mixture.locate_samples(numbers))
+    parts = [np.stack(mixture.locate_samples(part)) for part in (numbers[:split], numbers[split:])]
     assert np.concatenate(parts, axis=1).tolist() == whole.tolist()
 
 
 def test_decimal_weights_are_taken_as_written() -> None:
-    assert Mixture.of([0.7, 0.2, 0.1]).shares == (7, 2, 1)
-    assert Mixture.of([3, 1]).shares == (3, 1)
+    assert Mixture.from_weights([0.7, 0.2, 0.1]).source_weights == (7, 2, 1)
+    assert Mixture.from_weights([3, 1]).source_weights == (3, 1)
 
 
 def test_weights_without_a_short_period_are_scaled_and_stay_in_range_at_a_trillion() -> None:
-    mixture = Mixture.of([0.1234567890123, 1.0, 1e-12])
-    assert sum(mixture.shares) <= 2**31
-    assert mixture.shares[2] == 1
-    sources, indices = mixture.locate(np.arange(10**12, 10**12 + 10_000))
+    mixture = Mixture.from_weights([0.1234567890123, 1.0, 1e-12])
+    assert sum(mixture.source_weights) <= 2**31
+    assert mixture.source_weights[2] == 1
+    sources, indices = mixture.locate_samples(np.arange(10**12, 10**12 + 10_000))
     assert (sources == 0).mean() == pytest.approx(0.1234567890123 / 1.1234567890133, abs=1e-3)
     assert indices.min() >= 0
 
 
 def test_weights_must_be_positive() -> None:
     with pytest.raises(ValueError, match="above 0"):
-        Mixture.of([1.0, 0.0])
+        Mixture.from_weights([1.0, 0.0])

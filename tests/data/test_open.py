@@ -1,4 +1,4 @@
-"""The front door: text as `Data`, what `prepare` leaves behind, and law 2 end to end."""
+"""The front door: text as `BatchedDataset`, what `prepare_job_data` leaves behind, and law 2 end to end."""
 
 import logging
 import os
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.data import opening as front_door
-from wanma.data.datasets.dataset import Data
-from wanma.data.opening import open_data, prepare
-from wanma.data.sampling.batch_size_schedule import global_batch, samples_before
-from wanma.data.text.corpus import cache_folder
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.opening import open_dataset, prepare_job_data
+from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
+from wanma.data.text.corpus import token_cache_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection, SourceSection
@@ -47,28 +47,28 @@ def mixed(corpus: Path) -> DataSection:
 
 
 def test_targets_are_the_inputs_shifted_by_one(corpus: Path) -> None:
-    data = open_data(section(corpus), TrainSection())
+    data = open_dataset(section(corpus), TrainSection())
     batch = data.batch(range(5))
     assert batch.inputs[0].shape == batch.targets.shape == (5, 16)
     assert batch.inputs[0].dtype == batch.targets.dtype == torch.int64
     assert torch.equal(batch.inputs[0][:, 1:], batch.targets[:, :-1])
     assert batch.keywords == {}
-    assert (data.kind, data.vocabulary, data.targets_per_sample) == ("tokens", 257, 16)
+    assert (data.input_kind, data.vocabulary_size, data.targets_per_sample) == ("tokens", 257, 16)
 
 
 def test_an_epoch_is_every_sequence_of_the_training_documents_once(corpus: Path) -> None:
-    data = open_data(section(corpus), TrainSection())
+    data = open_dataset(section(corpus), TrainSection())
     rows = data.batch(range(data.train_samples)).inputs[0]
     text = "".join(chr(token) if token < 256 else "\0" for token in rows.flatten().tolist())
     described = data.describe()["sources"][0]
     assert len(text) == data.train_samples * 16 <= described["train_tokens"]
-    whole = open_data(section(corpus, validation_fraction=0), TrainSection())
+    whole = open_dataset(section(corpus, validation_fraction=0), TrainSection())
     assert whole.validation_samples == 0
     assert whole.train_samples > data.train_samples > 0.8 * whole.train_samples
 
 
 def test_another_epoch_another_order_the_same_rows(corpus: Path) -> None:
-    data = open_data(section(corpus), TrainSection())
+    data = open_dataset(section(corpus), TrainSection())
     n = data.train_samples
     first, second = data.batch(range(n)).inputs[0], data.batch(range(n, 2 * n)).inputs[0]
     assert not torch.equal(first, second)
@@ -88,11 +88,11 @@ def test_any_layout_resumed_anywhere_reads_what_one_process_reads(
 ) -> None:
     train = TrainSection(global_batch=5, batch_ramp=[(2, 9), (4, 3)], seed=3)
     job = mixed(corpus) if mixture else section(corpus)
-    alone = open_data(job, train)
+    alone = open_dataset(job, train)
     plan = Plan(dp_replicate=replicate, dp_shard=shard, micro_batch=micro_batch)
-    ranks = [open_data(job, train) for _ in range(plan.data_ranks)]
+    ranks = [open_dataset(job, train) for _ in range(plan.data_parallel_size)]
     for step in range(resumed, 6):
-        size, before = global_batch(train, step), samples_before(train, step)
+        size, before = global_batch_size(train, step), samples_consumed_before(train, step)
         expected = alone.batch(range(before, before + size))
         rows = [
             rank_data.batch(range(before + run.start, before + run.stop))
@@ -105,8 +105,8 @@ def test_any_layout_resumed_anywhere_reads_what_one_process_reads(
 
 
 def test_a_mixture_reads_its_sources_by_weight_each_in_its_own_epochs(corpus: Path) -> None:
-    data = open_data(mixed(corpus), TrainSection(steps=100, global_batch=32))
-    low = open_data(section(corpus, text=[f"{corpus}/0*.txt"]), TrainSection())
+    data = open_dataset(mixed(corpus), TrainSection(steps=100, global_batch=32))
+    low = open_dataset(section(corpus, text=[f"{corpus}/0*.txt"]), TrainSection())
     rows = data.batch(range(3200)).inputs[0].tolist()
     known = {tuple(row) for row in low.batch(range(low.train_samples)).inputs[0].tolist()}
     shares = np.mean([tuple(row) in known for row in rows])
@@ -119,19 +119,19 @@ def test_a_mixture_reads_its_sources_by_weight_each_in_its_own_epochs(corpus: Pa
 
 def test_validation_is_a_fixed_shuffle_apart_from_training(corpus: Path) -> None:
     for job in (section(corpus), mixed(corpus)):
-        data = open_data(job, TrainSection())
+        data = open_dataset(job, TrainSection())
         count = data.validation_samples
         validation = {tuple(row) for row in data.validation_batch(range(count)).inputs[0].tolist()}
         train = {tuple(row) for row in data.batch(range(data.train_samples)).inputs[0].tolist()}
         assert len(validation) == count > 3
         assert not validation & train
-        again = open_data(job, TrainSection()).validation_batch(range(3))
+        again = open_dataset(job, TrainSection()).validation_batch(range(3))
         assert torch.equal(again.inputs[0], data.validation_batch(range(3)).inputs[0])
         assert not data.validation_batch([]).real.any()
 
 
 def test_document_masks_keep_documents_apart(corpus: Path) -> None:
-    data = open_data(section(corpus, document_masks=True, sequence_length=128), TrainSection())
+    data = open_dataset(section(corpus, document_masks=True, sequence_length=128), TrainSection())
     batch = data.batch(range(20))
     tokens, targets = batch.inputs[0], batch.targets
     documents, positions = batch.keywords["documents"], batch.keywords["positions"]
@@ -141,13 +141,13 @@ def test_document_masks_keep_documents_apart(corpus: Path) -> None:
     assert torch.equal(targets == -100, ends)
     assert torch.equal(documents[:, 1:] - documents[:, :-1], ends[:, :-1].long())
     assert (positions[:, 1:][ends[:, :-1]] == 0).all()
-    plain = open_data(section(corpus, sequence_length=128), TrainSection()).batch(range(20))
+    plain = open_dataset(section(corpus, sequence_length=128), TrainSection()).batch(range(20))
     assert torch.equal(plain.inputs[0], tokens)
     assert torch.equal(plain.targets[~ends], targets[~ends])
 
 
 def test_padding_is_one_row_that_counts_for_nothing(corpus: Path) -> None:
-    batch = open_data(section(corpus, document_masks=True), TrainSection()).batch(range(7, 7))
+    batch = open_dataset(section(corpus, document_masks=True), TrainSection()).batch(range(7, 7))
     assert batch.inputs[0].shape == (1, 16)
     assert (batch.targets == -100).all()
     assert batch.real.tolist() == [False]
@@ -155,22 +155,22 @@ def test_padding_is_one_row_that_counts_for_nothing(corpus: Path) -> None:
 
 
 def test_tokens_are_text_again(corpus: Path) -> None:
-    data = open_data(section(corpus), TrainSection())
+    data = open_dataset(section(corpus), TrainSection())
     assert data.decode([104, 105, 256]) == "hi"
 
 
 def test_ranks_and_machines_agree_on_the_fingerprint(corpus: Path, tmp_path: Path) -> None:
-    here = open_data(section(corpus), TrainSection())
+    here = open_dataset(section(corpus), TrainSection())
     (tmp_path / "copy").mkdir()
     for path in corpus.iterdir():
         (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
-    there = open_data(section(tmp_path / "copy"), TrainSection())
+    there = open_dataset(section(tmp_path / "copy"), TrainSection())
     assert here.fingerprint == there.fingerprint
     assert torch.equal(here.batch(range(9)).inputs[0], there.batch(range(9)).inputs[0])
 
 
 def test_a_job_without_data_trains_on_the_standard_library(tmp_path: Path) -> None:
-    data = open_data(DataSection(cache=str(tmp_path)), TrainSection())
+    data = open_dataset(DataSection(cache=str(tmp_path)), TrainSection())
     assert data.train_samples > 20_000
     assert data.describe()["documents"] > 300
 
@@ -179,9 +179,9 @@ def test_a_single_document_is_split_inside_and_told(tmp_path: Path, caplog: pyte
     (tmp_path / "one.txt").write_text("0123456789" * 100)
     job = section(tmp_path, text=[str(tmp_path / "one.txt")])
     with caplog.at_level(logging.WARNING):
-        prepare(job)
+        prepare_job_data(job)
     assert "the last 10.0% of each is kept instead" in caplog.text
-    data = open_data(job, TrainSection())
+    data = open_dataset(job, TrainSection())
     assert data.describe()["sources"][0]["validation_tokens"] == 101
 
 
@@ -198,30 +198,30 @@ def test_bad_input_is_refused_before_ranks_start(
     corpus: Path, values: dict[str, object], message: str
 ) -> None:
     with pytest.raises(JobError, match=message):
-        prepare(section(corpus, **values))
+        prepare_job_data(section(corpus, **values))
 
 
 def test_a_bad_source_is_named(corpus: Path) -> None:
     sources = [SourceSection(name="a", text=[str(corpus)]), SourceSection(name="b", text=["/no/such"])]
     with pytest.raises(JobError, match=r"data\.sources\[1\]\.text\[0\]: '/no/such' does not exist"):
-        prepare(section(corpus, text=[], sources=sources))
+        prepare_job_data(section(corpus, text=[], sources=sources))
 
 
 def test_progress_counts_all_sources_together(corpus: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     job = mixed(corpus).model_copy(update={"cache": str(tmp_path)})
-    prepare(job, lambda done, total: seen.append((done, total)))
+    prepare_job_data(job, lambda done, total: seen.append((done, total)))
     total = sum(path.stat().st_size for path in corpus.iterdir())
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
 
 
 def test_the_cache_is_the_jobs_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_folder(DataSection(cache="/x")) == Path("/x")
+    assert token_cache_folder(DataSection(cache="/x")) == Path("/x")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert cache_folder(DataSection()) == Path("/caches/wanma")
+    assert token_cache_folder(DataSection()) == Path("/caches/wanma")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder(DataSection()) == Path.home() / ".cache" / "wanma"
+    assert token_cache_folder(DataSection()) == Path.home() / ".cache" / "wanma"
 
 
 QUIET = """
@@ -232,9 +232,9 @@ from wanma.job.sections.data import DataSection
 assert len(os.listdir("/proc/self/task")) == 1, "a thread after import"
 section = DataSection(text=[sys.argv[1]], sequence_length=16, cache=sys.argv[2], tokenizer=sys.argv[3])
 wanma.data.text.tokenization._TASK_BYTES = 2000
-wanma.data.text.tokenization._MERGED_PER_PROCESS = 100
-wanma.data.opening.prepare(section)
-assert len(os.listdir("/proc/self/task")) == 1, "a thread after prepare"
+wanma.data.text.tokenization._BPE_TEXT_PER_PROCESS = 100
+wanma.data.opening.prepare_job_data(section)
+assert len(os.listdir("/proc/self/task")) == 1, "a thread after prepare_job_data"
 assert "torch" not in sys.modules
 try:
     os.waitpid(-1, os.WNOHANG)
@@ -244,7 +244,7 @@ except ChildProcessError:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_prepare_imports_no_torch_and_leaves_no_thread_and_no_process(
+def test_preparing_imports_no_torch_and_leaves_no_thread_and_no_process(
     corpus: Path, tmp_path: Path, several: bool
 ) -> None:
     from tokenizers import Tokenizer as Backend
@@ -266,19 +266,19 @@ def test_prepare_imports_no_torch_and_leaves_no_thread_and_no_process(
 def test_storage_with_threads_is_prepared_in_another_process(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_door, "starts_threads", lambda _: True)
-    monkeypatch.setattr("wanma.data.text.corpus.ensure_token_file", None)  # not in this process
+    monkeypatch.setattr(front_door, "uses_async_filesystem", lambda _: True)
+    monkeypatch.setattr("wanma.data.text.corpus.open_or_build_token_file", None)  # not in this process
     seen: list[tuple[int, int]] = []
     job = section(corpus).model_copy(update={"cache": str(tmp_path)})
-    prepare(job, lambda done, total: seen.append((done, total)))
+    prepare_job_data(job, lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] == sum(path.stat().st_size for path in corpus.iterdir())
     assert len(list((tmp_path / "tokens").glob("*/header.json"))) == 1
     with pytest.raises(WanmaError, match=r"data\.text\[0\]: '/no/such' does not exist") as told:
-        prepare(section(corpus, text=["/no/such"]))
+        prepare_job_data(section(corpus, text=["/no/such"]))
     assert told.value.exit_code == 2
 
 
 def test_the_front_door_names_the_type_it_opens() -> None:
-    assert front_door.Data is Data
+    assert front_door.BatchedDataset is BatchedDataset
     with pytest.raises(AttributeError):
         front_door.nothing  # noqa: B018

@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.data.sampling.permutation import permute, shuffled
+from wanma.data.sampling.permutation import permute_indices, shuffle_indices
 from wanma.job.plan.plan import Plan
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 100))
 def test_a_permutation_visits_every_index_once(size: int, seed: int, epoch: int) -> None:
-    indices = permute(np.arange(size), size, seed, epoch)
+    indices = permute_indices(np.arange(size), size, seed, epoch)
     assert sorted(indices.tolist()) == list(range(size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 255, 256, 257])
 def test_small_sizes_are_bijections_for_many_keys(size: int) -> None:
     for key in range(50):
-        assert sorted(permute(np.arange(size), size, key)) == list(range(size))
+        assert sorted(permute_indices(np.arange(size), size, key)) == list(range(size))
 
 
 @given(
@@ -28,7 +28,7 @@ def test_small_sizes_are_bijections_for_many_keys(size: int) -> None:
 )
 def test_a_trillion_samples_are_distinct_inside_and_need_no_memory(size: int, start: int, seed: int) -> None:
     positions = np.arange(start, start + 2000)
-    indices = permute(positions, size, seed)
+    indices = permute_indices(positions, size, seed)
     assert indices.min() >= 0
     assert indices.max() < size
     assert len(np.unique(indices)) == 2000
@@ -36,7 +36,7 @@ def test_a_trillion_samples_are_distinct_inside_and_need_no_memory(size: int, st
 
 def test_indices_of_a_huge_permutation_are_spread_evenly() -> None:
     size = 10**12
-    indices = permute(np.arange(100_000), size, 1)
+    indices = permute_indices(np.arange(100_000), size, 1)
     counts = np.bincount(indices * 64 // size, minlength=64)
     # chi-square with 63 degrees of freedom: mean 63, standard deviation 11.2
     assert ((counts - 100_000 / 64) ** 2 / (100_000 / 64)).sum() < 63 + 5 * 11.2
@@ -47,7 +47,7 @@ def test_indices_of_a_huge_permutation_are_spread_evenly() -> None:
 def test_every_order_of_three_occurs_about_equally_often() -> None:
     seen: dict[tuple[int, ...], int] = {}
     for seed in range(6000):
-        order = tuple(permute(np.arange(3), 3, seed).tolist())
+        order = tuple(permute_indices(np.arange(3), 3, seed).tolist())
         seen[order] = seen.get(order, 0) + 1
     assert len(seen) == 6
     assert min(seen.values()) > 800
@@ -55,8 +55,8 @@ def test_every_order_of_three_occurs_about_equally_often() -> None:
 
 def test_the_order_is_fixed_for_ever() -> None:
     """These numbers are a promise to every run that resumes: never update them."""
-    assert permute(np.arange(10), 10, 1, 0).tolist() == [7, 9, 8, 3, 0, 4, 5, 2, 1, 6]
-    assert permute(np.arange(3), 10**12, 1, 0).tolist() == [189452484111, 12644291224, 425307132586]
+    assert permute_indices(np.arange(10), 10, 1, 0).tolist() == [7, 9, 8, 3, 0, 4, 5, 2, 1, 6]
+    assert permute_indices(np.arange(3), 10**12, 1, 0).tolist() == [189452484111, 12644291224, 425307132586]
 
 
 @given(
@@ -65,8 +65,8 @@ def test_the_order_is_fixed_for_ever() -> None:
 def test_every_epoch_visits_each_sample_once_and_any_slice_equals_the_whole(
     samples: int, seed: int, start: int, count: int
 ) -> None:
-    whole = shuffled(np.arange(start + count), samples, seed)
-    assert shuffled(np.arange(start, start + count), samples, seed).tolist() == whole[start:].tolist()
+    whole = shuffle_indices(np.arange(start + count), samples, seed)
+    assert shuffle_indices(np.arange(start, start + count), samples, seed).tolist() == whole[start:].tolist()
     for first in range(0, start + count - samples + 1, samples):
         assert sorted(whole[first : first + samples].tolist()) == list(range(samples))
 
@@ -83,11 +83,11 @@ def test_any_world_size_and_any_split_reads_the_same_samples_in_the_same_order(
     replicate: int, shard: int, micro_batch: int, batch: int, resumed: int
 ) -> None:
     plan = Plan(dp_replicate=replicate, dp_shard=shard, micro_batch=micro_batch)
-    alone = shuffled(np.arange(10 * batch), 33, 7)
+    alone = shuffle_indices(np.arange(10 * batch), 33, 7)
     for step in range(resumed, 10):
         read = [
-            shuffled(np.arange(rows.start, rows.stop) + step * batch, 33, 7)
-            for rank in range(plan.data_ranks)
+            shuffle_indices(np.arange(rows.start, rows.stop) + step * batch, 33, 7)
+            for rank in range(plan.data_parallel_size)
             for rows in plan.micro_batches(batch, rank)
         ]
         assert np.concatenate(read).tolist() == alone[step * batch : (step + 1) * batch].tolist()
@@ -95,14 +95,14 @@ def test_any_world_size_and_any_split_reads_the_same_samples_in_the_same_order(
 
 def test_epochs_seeds_and_streams_have_different_orders() -> None:
     numbers = np.arange(2000)
-    first = shuffled(numbers, 1000, 1)
+    first = shuffle_indices(numbers, 1000, 1)
     assert first[:1000].tolist() != first[1000:].tolist()
-    assert first.tolist() != shuffled(numbers, 1000, 2).tolist()
-    assert shuffled(numbers, 1000, 1, "a").tolist() != shuffled(numbers, 1000, 1, "b").tolist()
+    assert first.tolist() != shuffle_indices(numbers, 1000, 2).tolist()
+    assert shuffle_indices(numbers, 1000, 1, "a").tolist() != shuffle_indices(numbers, 1000, 1, "b").tolist()
 
 
 def test_a_position_outside_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
-        permute(np.array([5]), 5, 1)
+        permute_indices(np.array([5]), 5, 1)
     with pytest.raises(ValueError, match="cannot permute 0"):
-        permute(np.array([], dtype=np.int64), 0, 1)
+        permute_indices(np.array([], dtype=np.int64), 0, 1)

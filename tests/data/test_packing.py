@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.text.sequence_packing import TokenStream, document_masks
+from wanma.data.text.sequence_packing import PackedSequences, find_document_boundaries
 
 END = 99
 
@@ -20,23 +20,23 @@ def test_rows_are_consecutive_pieces_of_the_joined_segments(
     tokens = np.arange(200, dtype=np.uint16)
     bounds = np.cumsum([number for gap in gaps for number in gap]).reshape(-1, 2)
     joined = np.concatenate([tokens[start:end] for start, end in bounds]).tolist()
-    stream = TokenStream(tokens, bounds, length)
-    assert stream.size == len(joined)
-    assert stream.sequences == max((len(joined) - 1) // length, 0)
-    if stream.sequences:
-        rows = data.draw(st.lists(st.integers(0, stream.sequences - 1), min_size=1, max_size=6))
+    stream = PackedSequences(tokens, bounds, length)
+    assert stream.token_count == len(joined)
+    assert stream.sequence_count == max((len(joined) - 1) // length, 0)
+    if stream.sequence_count:
+        rows = data.draw(st.lists(st.integers(0, stream.sequence_count - 1), min_size=1, max_size=6))
         expected = [joined[row * length : row * length + length + 1] for row in rows]
         found = stream.read(np.array(rows))
         assert found.tolist() == expected
         assert found.dtype == np.int64
         starts = {tokens[start] for start, _ in bounds}
         seams = [[token in starts for token in row] for row in expected]
-        assert stream.seams(np.array(rows)).tolist() == seams
+        assert stream.segment_starts(np.array(rows)).tolist() == seams
 
 
 def test_masks_restart_documents_and_positions_and_ignore_foreign_targets() -> None:
     rows = np.array([[5, 6, END, 7, END, 8, 9]])
-    documents, positions, foreign = document_masks(rows, np.zeros(rows.shape, bool), END)
+    documents, positions, foreign = find_document_boundaries(rows, np.zeros(rows.shape, bool), END)
     assert documents.tolist() == [[0, 0, 0, 1, 1, 2]]
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0]]
     # token 2 is the end of document 0: its target is the first token of document 1
@@ -45,7 +45,9 @@ def test_masks_restart_documents_and_positions_and_ignore_foreign_targets() -> N
 
 def test_a_seam_separates_like_an_end() -> None:
     rows = np.array([[5, 6, 7, 8]])
-    documents, positions, foreign = document_masks(rows, np.array([[True, False, True, False]]), END)
+    documents, positions, foreign = find_document_boundaries(
+        rows, np.array([[True, False, True, False]]), END
+    )
     assert documents.tolist() == [[0, 0, 1]]
     assert positions.tolist() == [[0, 1, 0]]
     assert foreign.tolist() == [[False, True, False]]
@@ -53,7 +55,9 @@ def test_a_seam_separates_like_an_end() -> None:
 
 @given(st.lists(st.lists(st.sampled_from([1, 2, END]), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_masks_equal_a_plain_walk(rows: list[list[int]]) -> None:
-    documents, positions, foreign = document_masks(np.array(rows), np.zeros((len(rows), 5), bool), END)
+    documents, positions, foreign = find_document_boundaries(
+        np.array(rows), np.zeros((len(rows), 5), bool), END
+    )
     for number, row in enumerate(rows):
         document = position = 0
         for at in range(4):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wanma.data.datasets.map_dataset import open_dataset
+from wanma.data.datasets.map_dataset import wrap_user_dataset
 from wanma.job.sections.data import DataSection
 
 
@@ -34,7 +34,7 @@ class Augmented:
 
 
 def rows(workers: int, batches: list[list[int]], seldom: bool = False, seed: int = 3) -> dict[int, Tensor]:
-    data = open_dataset(Augmented(seldom), DataSection(workers=workers, validation_fraction=0), seed, 64)
+    data = wrap_user_dataset(Augmented(seldom), DataSection(workers=workers, validation_fraction=0), seed, 64)
     with ThreadPoolExecutor(workers) as threads:
         read = list(threads.map(data.batch, batches))
     return {

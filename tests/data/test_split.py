@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.data.text.token_file import TokenFile
-from wanma.data.text.validation_split import Split, split_documents
+from wanma.data.text.validation_split import ValidationSplit, split_documents
 from wanma.job.errors import JobError
 
 
@@ -62,14 +62,16 @@ def test_sides_never_share_a_document_and_each_gets_a_sequence(
     check_split(files, split_documents(files, fraction, sequence_length), fraction, sequence_length)
 
 
-def check_split(files: list[TokenFile], splits: list[Split], fraction: float, sequence_length: int) -> None:
+def check_split(
+    files: list[TokenFile], splits: list[ValidationSplit], fraction: float, sequence_length: int
+) -> None:
     for file, split in zip(files, splits, strict=True):
         assert covered(split.train) | covered(split.validation) == set(range(len(file.tokens)))
         assert not covered(split.train) & covered(split.validation)
         assert len(covered(split.train)) > sequence_length
     if fraction:
         assert max(len(covered(split.validation)) for split in splits) > sequence_length
-    if not splits[0].cut:
+    if not splits[0].validation_tail_fraction:
         train = set().union(*(documents_in(f, s.train) for f, s in zip(files, splits, strict=True)))
         kept = set().union(*(documents_in(f, s.validation) for f, s in zip(files, splits, strict=True)))
         assert not train & kept
@@ -98,7 +100,7 @@ def test_a_huge_document_on_the_wrong_side_stays_in_training() -> None:
 
 def test_a_single_document_is_split_inside_at_the_fraction() -> None:
     (split,) = split_documents([file_of([10_000], [5])], 0.1, 16)
-    assert split == Split(split.train, split.validation, 0.1)
+    assert split == ValidationSplit(split.train, split.validation, 0.1)
     assert split.train.tolist() == [[0, 9000]]
     assert split.validation.tolist() == [[9000, 10_000]]
 

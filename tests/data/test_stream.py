@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from wanma.data.datasets.dataset import Data
+from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.datasets.stream_reader import StreamReader
-from wanma.data.opening import open_data
+from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import TrainSection
@@ -73,12 +73,12 @@ class Different(Counting):
             yield generator.random(), 1
 
 
-def opened(dataset: Any, **train: Any) -> Data:
+def opened(dataset: Any, **train: Any) -> BatchedDataset:
     section = TrainSection(**{"steps": 100, "global_batch": 4, "validation_samples": 3, **train})
-    return open_data(DataSection(), section, dataset)
+    return open_dataset(DataSection(), section, dataset)
 
 
-def inputs(data: Data, *numbers: int) -> list[float]:
+def inputs(data: BatchedDataset, *numbers: int) -> list[float]:
     return [float(value) for value in data.batch(list(numbers)).inputs[0]]
 
 
@@ -117,7 +117,7 @@ def reader(dataset: Any) -> StreamReader:
 
 
 def values(found: StreamReader, *numbers: int) -> list[float]:
-    return [item[0] for item in found.items(numbers)]
+    return [item[0] for item in found.read_samples(numbers)]
 
 
 @pytest.mark.parametrize("dataset", [Counting, Resumable, Shuffling])
@@ -125,11 +125,11 @@ def test_a_run_that_carries_on_has_the_samples_that_come_next(dataset: Any) -> N
     whole = reader(dataset())
     for position in range(0, 20, 4):
         values(whole, *range(position, position + 4))
-    kept = whole.at(18)
+    kept = whole.state_at(18)
     following = values(whole, *range(20, 40))
     assert bool(kept) == (dataset is Resumable)
     again = reader(dataset())
-    again.resume(kept)
+    again.restore_state(kept)
     told: list[int] = []
     again.seek(20, told.append)
     assert told == [20]
@@ -144,7 +144,7 @@ def test_a_state_saves_reading_what_came_before() -> None:
     values(whole, *range(500))
     dataset = Resumable(1_000)
     again = reader(dataset)
-    again.resume(whole.at(498))
+    again.restore_state(whole.state_at(498))
     before = len(dataset.read)
     again.seek(500, lambda _: None)
     assert len(dataset.read) == before  # a copy of it reads
@@ -162,4 +162,4 @@ def test_what_is_no_stream_of_samples_is_refused() -> None:
     with pytest.raises(WanmaError, match="Counting gives no sample"):
         _ = opened(Counting(0)).fingerprint
     with pytest.raises(JobError, match=r"data.workers = 2: Counting can only be iterated over"):
-        open_data(DataSection(workers=2), TrainSection(), Counting())
+        open_dataset(DataSection(workers=2), TrainSection(), Counting())

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import wanma.data.text.documents
 import wanma.data.text.tokenizer
 from support.failing_storage import FailingFileSystem, register
-from wanma.data.text.documents import _cut, list_documents, starts_threads
+from wanma.data.text.documents import _chunk_end, list_documents, uses_async_filesystem
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.retry import Patience
+from wanma.job.retry import RetryPolicy
 
 
 def names(entries: list[str], root: Path) -> list[str]:
@@ -25,7 +25,7 @@ def names(entries: list[str], root: Path) -> list[str]:
 
 
 def content(entry: str, size: int = 1 << 20) -> list[bytes]:
-    return list(list_documents([entry])[0].pieces(size))
+    return list(list_documents([entry])[0].read_chunks(size))
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_any_fsspec_url_is_read() -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
     """Storage that a test makes fail, tried again without long pauses."""
-    quick = Patience(tries=4, first_pause_seconds=0.001)
+    quick = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.001)
     for module in (wanma.data.text.documents, wanma.data.text.tokenizer):
-        monkeypatch.setattr(module, "PATIENCE", quick)
+        monkeypatch.setattr(module, "STORAGE_RETRY_POLICY", quick)
     return register()
 
 
@@ -89,7 +89,7 @@ def test_a_corpus_and_a_tokenizer_behind_a_network_that_fails_now_and_then_are_r
     (tmp_path / "tokenizer.json").write_text('{"wanma_tokenizer": "bytes"}')
     failing.fails = staticmethod(lambda call: OSError("reset") if call.number in (1, 4, 8, 9, 17) else None)
     documents = list_documents([f"failing://{tmp_path}/*.txt*"])
-    assert [b"".join(document.pieces(6)) for document in documents] == [
+    assert [b"".join(document.read_chunks(6)) for document in documents] == [
         *(b"first\nsecond\n", b"third\nfourth\n")
     ]
     assert load_tokenizer(f"failing://{tmp_path}").fingerprint == load_tokenizer("bytes").fingerprint
@@ -104,11 +104,11 @@ def test_storage_that_fails_for_good_is_told_with_the_key_and_the_file(
     (document,) = list_documents([f"failing://{tmp_path}/a.txt"])
     failing.fails = staticmethod(lambda call: RuntimeError("odd") if call.name == "read" else None)
     with pytest.raises(WanmaError, match=r"data.text\[0\]: cannot read '.*a.txt': odd"):
-        list(document.pieces())
+        list(document.read_chunks())
     assert failing.calls.count("read") == 4
     failing.fails = staticmethod(lambda call: PermissionError("no") if call.name == "open" else None)
     with pytest.raises(WanmaError, match="no permission"):
-        list(document.pieces())
+        list(document.read_chunks())
     assert failing.calls.count("open") == 5, "once more: it would be refused again"
 
 
@@ -159,8 +159,8 @@ def test_pieces_of_any_bytes_join_to_the_content(raw: bytes, size: int) -> None:
 
 
 def test_a_piece_ends_after_the_last_line() -> None:
-    assert _cut(b"one\ntwo\nthr") == 8
-    assert [_cut("aé€".encode()[:size]) for size in range(1, 7)] == [1, 1, 3, 3, 3, 6]
+    assert _chunk_end(b"one\ntwo\nthr") == 8
+    assert [_chunk_end("aé€".encode()[:size]) for size in range(1, 7)] == [1, 1, 3, 3, 3, 6]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_an_unreadable_file_names_itself_and_its_key(corpus: Path, monkeypatch: 
 
     monkeypatch.setattr(document.filesystem, "open", refuse)
     with pytest.raises(WanmaError, match=r"data\.text\[0\]: no permission to read '.*b\.txt'"):
-        list(document.pieces())
+        list(document.read_chunks())
 
 
 def test_a_folder_that_may_not_be_entered_is_not_silently_left_out(
@@ -229,7 +229,7 @@ def test_a_file_that_disappears_is_told(corpus: Path) -> None:
     document = list_documents([str(corpus / "b.txt")])[0]
     (corpus / "b.txt").unlink()
     with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*b\.txt': No such file"):
-        list(document.pieces())
+        list(document.read_chunks())
 
 
 def test_a_file_that_changes_has_another_version(corpus: Path) -> None:
@@ -243,8 +243,8 @@ def test_asynchronous_storage_is_known_by_its_url() -> None:
         protocol = "wanma-remote"
 
     fsspec.register_implementation("wanma-remote", Remote, clobber=True)
-    assert starts_threads("wanma-remote://bucket/x")
-    assert starts_threads("simplecache::wanma-remote://bucket/x")
-    assert not starts_threads("memory://x")
-    assert not starts_threads("/tmp/x")
-    assert not starts_threads("stdlib")
+    assert uses_async_filesystem("wanma-remote://bucket/x")
+    assert uses_async_filesystem("simplecache::wanma-remote://bucket/x")
+    assert not uses_async_filesystem("memory://x")
+    assert not uses_async_filesystem("/tmp/x")
+    assert not uses_async_filesystem("stdlib")

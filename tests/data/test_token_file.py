@@ -18,8 +18,13 @@ from tokenizers import models, pre_tokenizers
 
 from wanma.data.text import token_file, tokenization
 from wanma.data.text.documents import Document, list_documents
-from wanma.data.text.token_file import DamagedError, TokenFile, ensure_token_file, open_token_file
-from wanma.data.text.tokenization import TokenWriter
+from wanma.data.text.token_file import (
+    TokenFile,
+    TokenFileCorruptError,
+    open_or_build_token_file,
+    open_token_file,
+)
+from wanma.data.text.tokenization import TokenFileWriter
 from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 
@@ -36,7 +41,7 @@ def documents(tmp_path: Path) -> list[Document]:
 
 
 def build(documents: list[Document], tmp_path: Path, **keywords: object) -> TokenFile:
-    return ensure_token_file(documents, BytesTokenizer(), tmp_path / "cache", **keywords)  # type: ignore[arg-type]
+    return open_or_build_token_file(documents, BytesTokenizer(), tmp_path / "cache", **keywords)  # type: ignore[arg-type]
 
 
 def folders(tmp_path: Path) -> list[str]:
@@ -98,9 +103,9 @@ def test_processes_build_the_same_file_as_one(
         tokenizer = str(tmp_path / "words.json")
     loaded = load_tokenizer(tokenizer)
     seen: list[int] = []
-    alone = ensure_token_file(documents, loaded, tmp_path / "one", workers=1)
-    several = ensure_token_file(
-        documents, loaded, tmp_path / "two", lambda *done: seen.append(done[0]), workers=2
+    alone = open_or_build_token_file(documents, loaded, tmp_path / "one", process_count=1)
+    several = open_or_build_token_file(
+        documents, loaded, tmp_path / "two", lambda *done: seen.append(done[0]), process_count=2
     )
     assert several.fingerprint == alone.fingerprint
     assert several.tokens.tolist() == alone.tokens.tolist()
@@ -117,7 +122,7 @@ def test_an_error_in_a_process_is_told_and_leaves_nothing(
     monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
     Path(documents[7].path).unlink()
     with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*07\.txt'"):
-        build(documents, tmp_path, workers=2)
+        build(documents, tmp_path, process_count=2)
     assert folders(tmp_path) == []
 
 
@@ -127,7 +132,7 @@ def test_a_process_that_dies_is_told_and_leaves_nothing(
     monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WanmaError, match="a process that encodes text ended with code 1"):
-        build(documents, tmp_path, workers=2)
+        build(documents, tmp_path, process_count=2)
     assert folders(tmp_path) == []
 
 
@@ -199,7 +204,7 @@ def test_documents_that_are_not_utf8_are_replaced_and_counted_where_it_matters(t
     backend = Backend(models.WordLevel({"caf\ufffd": 0, "?": 1}, unk_token="?"))
     backend.save(str(tmp_path / "t.json"))
     documents = list_documents([str(tmp_path / "latin.txt")])
-    words = ensure_token_file(documents, load_tokenizer(tmp_path / "t.json"), tmp_path / "cache")
+    words = open_or_build_token_file(documents, load_tokenizer(tmp_path / "t.json"), tmp_path / "cache")
     assert (words.header["not_utf8"], words.tokens.tolist()) == (1, [0, 2])
     assert build(documents, tmp_path).header["not_utf8"] == 0
 
@@ -208,7 +213,7 @@ def test_memory_is_built_here_whatever_the_size(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(tokenization, "_TASK_BYTES", 10)
     for name in "ab":
         fsspec.filesystem("memory").pipe(f"/built-here/{name}", name.encode() * 20)
-    file = build(list_documents(["memory://built-here"]), tmp_path, workers=2)
+    file = build(list_documents(["memory://built-here"]), tmp_path, process_count=2)
     assert bytes(file.tokens[:20].tolist()) == b"a" * 20
 
 
@@ -242,7 +247,7 @@ def test_damage_is_found_told_and_mended(
     whole = build(documents, tmp_path)
     content = whole.tokens.tolist()
     DAMAGE[damage](whole.folder)
-    with pytest.raises(DamagedError):
+    with pytest.raises(TokenFileCorruptError):
         open_token_file(whole.folder)
     with caplog.at_level(logging.WARNING):
         mended = build(documents, tmp_path)
@@ -265,10 +270,10 @@ def test_a_copied_cache_is_hashed_once(documents: list[Document], tmp_path: Path
 def test_a_full_disk_is_told_and_nothing_is_left(
     documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: TokenWriter, content: bytes) -> None:
+    def full(self: TokenFileWriter, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(TokenWriter, "write_bytes", full)
+    monkeypatch.setattr(TokenFileWriter, "write_bytes", full)
     with pytest.raises(
         WanmaError, match=r"cannot keep token files in .*: No space left on device .* MiB free"
     ) as told:
@@ -280,9 +285,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(
 def test_a_disk_that_fills_up_in_a_process_is_told_alike(documents: list[Document], tmp_path: Path) -> None:
     BytesTokenizer().save(tmp_path)
     (tmp_path / "part").symlink_to("/dev/full")  # every write to it fails as on a full disk
-    process = tokenization._Process(tmp_path, "bytes")
+    process = tokenization._TokenizationProcess(tmp_path, "bytes")
     try:
-        with pytest.raises(WanmaError, match="No space left on device"), token_file._folder_errors(tmp_path):
+        with (
+            pytest.raises(WanmaError, match="No space left on device"),
+            token_file._explain_disk_errors(tmp_path),
+        ):
             process.encode(documents, tmp_path / "part")
     finally:
         process.kill()
@@ -299,12 +307,12 @@ BUILDER = """
 import sys, time
 from pathlib import Path
 from wanma.data.text.documents import list_documents
-from wanma.data.text.token_file import ensure_token_file
+from wanma.data.text.token_file import open_or_build_token_file
 from wanma.data.text.tokenizer import BytesTokenizer
 def progress(done, total):
     print("building", done, flush=True)
     time.sleep(float(sys.argv[3]))
-file = ensure_token_file(list_documents([sys.argv[1]]), BytesTokenizer(), Path(sys.argv[2]), progress)
+file = open_or_build_token_file(list_documents([sys.argv[1]]), BytesTokenizer(), Path(sys.argv[2]), progress)
 print(file.fingerprint, flush=True)
 """
 

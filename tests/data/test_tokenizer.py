@@ -37,7 +37,7 @@ def test_bytes_round_trip(raw: bytes) -> None:
 
 
 def test_bytes_have_an_end_of_document_and_257_tokens() -> None:
-    assert (BytesTokenizer().vocabulary, BytesTokenizer().end_of_document) == (257, 256)
+    assert (BytesTokenizer().vocabulary_size, BytesTokenizer().end_of_document_id) == (257, 256)
 
 
 @given(text=st.text())
@@ -54,7 +54,7 @@ def test_a_file_round_trips(text: str, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<|end_of_text|>"])
 def test_the_end_of_document_is_found_by_its_common_names(tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(byte_level(tmp_path / "t.json", ["<pad>", name]))
-    assert tokenizer.end_of_document == 1
+    assert tokenizer.end_of_document_id == 1
     assert tokenizer.decode([1]) == ""
 
 
@@ -62,7 +62,7 @@ def test_a_tokenizer_without_an_end_of_document_gets_one(tmp_path: Path) -> None
     path = byte_level(tmp_path / "t.json", [])
     known = len(json.loads(path.read_text())["model"]["vocab"])
     tokenizer = load_tokenizer(path)
-    assert (tokenizer.end_of_document, tokenizer.vocabulary) == (known, known + 1)
+    assert (tokenizer.end_of_document_id, tokenizer.vocabulary_size) == (known, known + 1)
     assert tokenizer.decode([*tokenizer.encode(b"cat"), known]) == "cat"
 
 

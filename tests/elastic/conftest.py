@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from support.supervisors import Supervisor
-from wanma.elastic.launch_config import Launch, Outcome
-from wanma.elastic.supervisor.supervisor import run_node
+from wanma.elastic.launch_config import LaunchConfig, RunOutcome
+from wanma.elastic.supervisor.supervisor import run_supervisor
 
 HERE = str(Path(__file__).parent)
 
@@ -24,15 +24,17 @@ def _entries_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
+def launch(tmp_path: Path) -> LaunchConfig:
     """One rank of `finish`; tests replace what they are about."""
-    return Launch(tmp_path / "run", "elastic_entries:finish", preload=(), start_seconds=60)
+    return LaunchConfig(
+        tmp_path / "run", "elastic_entries:finish", preload_modules=(), start_timeout_seconds=60
+    )
 
 
 class Ran:
     """A run that has ended."""
 
-    def __init__(self, launch: Launch, outcome: Outcome, events: list[dict[str, Any]]) -> None:
+    def __init__(self, launch: LaunchConfig, outcome: RunOutcome, events: list[dict[str, Any]]) -> None:
         self.launch, self.outcome, self.events = launch, outcome, events
 
     def log(self, rank: int) -> str:
@@ -44,7 +46,7 @@ class Ran:
 
 
 @pytest.fixture
-def run(launch: Launch) -> Callable[..., Ran]:
+def run(launch: LaunchConfig) -> Callable[..., Ran]:
     """Run `launch` with changes, in this process."""
 
     def run(entry: str, on_event: Callable[[dict[str, Any]], None] | None = None, **changes: Any) -> Ran:
@@ -56,7 +58,7 @@ def run(launch: Launch) -> Callable[..., Ran]:
             if on_event is not None:
                 on_event(event)
 
-        return Ran(changed, run_node(changed, keep), events)
+        return Ran(changed, run_supervisor(changed, keep), events)
 
     return run
 

@@ -19,9 +19,9 @@ from wanma.job.errors import WanmaError
 def finish(worker: Any, payload: bytes) -> None:
     print(f"payload {payload.decode()!r}")
     for step in range(3):
-        worker.control.progress(step, "forward")
+        worker.supervisor_client.report_progress(step, "forward")
         if worker.rank == 0:
-            worker.control.event({"kind": "step", "step": step, "loss": 1.5 - step})
+            worker.supervisor_client.send_event({"kind": "step", "step": step, "loss": 1.5 - step})
 
 
 def describe(worker: Any, payload: bytes) -> None:
@@ -62,7 +62,7 @@ def last_words(worker: Any, payload: bytes) -> None:
 
 
 def raise_on_rank_1(worker: Any, payload: bytes) -> None:
-    worker.control.progress(1, "forward")
+    worker.supervisor_client.report_progress(1, "forward")
     if worker.rank == 1:
         raise ValueError("no such column: prize")
     wait_forever()
@@ -97,10 +97,10 @@ def exit_with_3(worker: Any, payload: bytes) -> None:
 def until_stopped(worker: Any, payload: bytes) -> None:
     """Steps until asked to stop; rank 0 says when it has begun."""
     step = 0
-    while not worker.control.stop_requested():
-        worker.control.progress(step, "forward")
+    while not worker.supervisor_client.is_drain_requested():
+        worker.supervisor_client.report_progress(step, "forward")
         if step == 0 and worker.rank == 0:
-            worker.control.event({"kind": "start"})
+            worker.supervisor_client.send_event({"kind": "start"})
         step += 1
         time.sleep(0.01)
     print("stopped in order")
@@ -112,8 +112,8 @@ def stubborn(worker: Any, payload: bytes) -> None:
     child = subprocess.Popen(["sleep", "600"])
     if payload:
         Path(payload.decode(), f"pids-{worker.rank}").write_text(f"{os.getpid()} {child.pid}")
-    worker.control.event({"kind": "start", "rank": worker.rank})
-    worker.control.progress(0, "forward")
+    worker.supervisor_client.send_event({"kind": "start", "rank": worker.rank})
+    worker.supervisor_client.report_progress(0, "forward")
     wait_forever()
 
 
@@ -126,15 +126,15 @@ def rank_1_hangs_in_data_loading(worker: Any, payload: bytes) -> None:
         store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
     for step in range(3):
-        worker.control.progress(step, "data loading")
+        worker.supervisor_client.report_progress(step, "data loading")
         if step == 2 and worker.rank == 1:
             wait_forever()
-        worker.control.progress(step, "gradient exchange")
+        worker.supervisor_client.report_progress(step, "gradient exchange")
         dist.all_reduce(torch.ones(4))
 
 
 def rank_1_is_stopped(worker: Any, payload: bytes) -> None:
-    worker.control.progress(0, "forward")
+    worker.supervisor_client.report_progress(0, "forward")
     if worker.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_forever()
@@ -153,7 +153,7 @@ def all_reduce(worker: Any, payload: bytes) -> None:
     print(f"sum {total.item():g} on node {worker.node_rank}")
     print(f"over {os.environ['GLOO_SOCKET_IFNAME']}")
     if worker.rank == 0:
-        worker.control.event({"kind": "sum", "sum": total.item()})
+        worker.supervisor_client.send_event({"kind": "sum", "sum": total.item()})
     dist.destroy_process_group()
 
 
@@ -164,18 +164,24 @@ def steps_together(worker: Any, payload: bytes) -> None:
         payload: folder in which the ranks meet.
     """
     folder = Path(payload.decode())
-    step = worker.images.restore_step or 0
+    step = worker.memory_files.restore_step or 0
     if worker.restart is not None and worker.rank == 0:
-        restored = sorted(worker.images.found)
-        worker.control.event({"kind": "restart", "step": step, "ranks": restored, **vars(worker.restart)})
-    while step < 8 and not meet(worker, folder, f"stop {step}", str(worker.control.stop_requested())):
+        restored = sorted(worker.memory_files.restore_paths)
+        worker.supervisor_client.send_event(
+            {"kind": "restart", "step": step, "ranks": restored, **vars(worker.restart)}
+        )
+    while step < 8 and not meet(
+        worker, folder, f"stop {step}", str(worker.supervisor_client.is_drain_requested())
+    ):
         step += 1
-        worker.control.progress(step, "forward")
+        worker.supervisor_client.report_progress(step, "forward")
         meet(worker, folder, f"forward {step}")
-        worker.control.step_done(step)
+        worker.supervisor_client.report_finished_step(step)
         leave_image(worker, step)
         if worker.rank == 0:
-            worker.control.event({"kind": "step", "step": step, "generation": worker.generation})
+            worker.supervisor_client.send_event(
+                {"kind": "step", "step": step, "generation": worker.generation}
+            )
         meet(worker, folder, f"end {step}")
     print(f"left after step {step}")
 
@@ -191,11 +197,11 @@ def meet(worker: Any, folder: Path, where: str, says: str = "") -> bool:
 def leave_image(worker: Any, step: int) -> None:
     import xxhash
 
-    from wanma.checkpoint.in_memory.memory_file import Head, ImageFile
+    from wanma.checkpoint.in_memory.memory_file import MemoryFileHeader, MemoryFileWriter
 
-    image = ImageFile(worker.images.mine[step % 2])
+    image = MemoryFileWriter(worker.memory_files.own_paths[step % 2])
     content = image.content(8)
-    image.begin(Head(step, worker.generation, worker.rank, worker.world_size))
+    image.mark_incomplete(MemoryFileHeader(step, worker.generation, worker.rank, worker.world_size))
     content[:] = step.to_bytes(8, "little")
     image.finish(8, xxhash.xxh3_128(content), b"{}")
     content.release()
@@ -212,37 +218,39 @@ def steps_on_the_network(worker: Any, payload: bytes) -> None:
     import torch
     import torch.distributed as dist
 
-    step = worker.images.restore_step or 0
+    step = worker.memory_files.restore_step or 0
     if worker.restart is not None and worker.rank == 0:
-        worker.control.event({"kind": "restart", "step": step, **vars(worker.restart)})
+        worker.supervisor_client.send_event({"kind": "restart", "step": step, **vars(worker.restart)})
     store = worker.store
     if store is None:
         store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
     while step < 12:
         step += 1
-        worker.control.progress(step, "forward")
+        worker.supervisor_client.report_progress(step, "forward")
         total = torch.tensor([float(step)])
         dist.all_reduce(total)
         assert total.item() == step * worker.world_size
-        worker.control.step_done(step)
+        worker.supervisor_client.report_finished_step(step)
         leave_image(worker, step)
         if worker.rank == 0:
-            worker.control.event({"kind": "step", "step": step, "generation": worker.generation})
+            worker.supervisor_client.send_event(
+                {"kind": "step", "step": step, "generation": worker.generation}
+            )
         time.sleep(0.2)
     dist.destroy_process_group()
 
 
 def write_lines(worker: Any, payload: bytes) -> None:
     """Rank 0 writes its generation every few milliseconds, as long as it may."""
-    step = worker.images.restore_step or 0
-    while not worker.control.stop_requested():
+    step = worker.memory_files.restore_step or 0
+    while not worker.supervisor_client.is_drain_requested():
         step += 1
-        worker.control.progress(step, "forward")
-        worker.control.step_done(step)
+        worker.supervisor_client.report_progress(step, "forward")
+        worker.supervisor_client.report_finished_step(step)
         leave_image(worker, step)
         if worker.rank == 0:
-            worker.still_mine()
+            worker.check_fence()
             with Path(payload.decode()).open("a") as file:
                 file.write(f"{worker.generation}\n")
         time.sleep(0.01)

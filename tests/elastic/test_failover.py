@@ -28,10 +28,10 @@ def start_node(start: Any, rendezvous: str, tmp_path: Path, monkeypatch: pytest.
     def start_node(name: str, **changes: Any) -> Any:
         common = {
             "rendezvous": rendezvous,
-            "retries": 3,
+            "max_restarts": 3,
             "payload": str(tmp_path / "meeting"),
             "run_directory": str(tmp_path / "run"),
-            "lost_seconds": 8,
+            "heartbeat_timeout_seconds": 8,
         }
         return start(name, "steps_together", **{**common, **changes})
 
@@ -65,12 +65,12 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     assert (second.end(), third.end()) == (0, 0), (second.lines, third.lines)
     [restart] = [line for line in third.lines if line["kind"] == "restart"]
     assert restart["failure"].startswith("node 0 (")
-    assert (restart["step"], restart["reached_step"], restart["attempt"]) == (3, 3, 1)
+    assert (restart["step"], restart["last_finished_step"], restart["attempt"]) == (3, 3, 1)
     assert steps(third) == STEPS[3:]
-    mine = generation_claims.read(tmp_path / "run", 2)
+    mine = generation_claims.read_claim(tmp_path / "run", 2)
     assert mine is not None
     assert (mine.node, mine.ended, mine.followed) == (1, 0, False)
-    older = generation_claims.read(tmp_path / "run", 1)
+    older = generation_claims.read_claim(tmp_path / "run", 1)
     assert older is not None
     assert older.followed
 
@@ -125,7 +125,7 @@ def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
     second.process.send_signal(signal.SIGCONT)
     assert (second.end(), third.end()) == (0, 0), (second.lines, third.lines)
     assert any("another process answers in its place" in text for text in second.texts)
-    claim = generation_claims.newest(tmp_path / "run")
+    claim = generation_claims.newest_claim(tmp_path / "run")
     assert claim is not None
     assert (claim.generation, claim.node) == (2, 1)
     assert claim.place != rendezvous
@@ -151,10 +151,10 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
     """As a virtual machine that was paused: it has not noticed anything."""
     common = {
         "rendezvous": rendezvous,
-        "retries": 3,
+        "max_restarts": 3,
         "run_directory": str(tmp_path / "run"),
         "payload": str(tmp_path / "lines"),
-        "lost_seconds": 2,
+        "heartbeat_timeout_seconds": 2,
     }
     (tmp_path / "lines").touch()
     first = start("a", "write_lines", node_rank=0, **common)

@@ -5,14 +5,14 @@ import signal
 import pytest
 
 from wanma.elastic.failure import (
-    LESS_MEMORY,
-    clip,
-    failure_of_exception,
-    failure_of_exit,
-    is_consequence,
-    sigkill_text,
+    REDUCE_MEMORY_HINT,
+    failure_from_exception,
+    failure_from_exit_code,
+    format_sigkill_hint,
+    is_secondary_error,
+    truncate_middle,
 )
-from wanma.job.errors import AgreedError, WanmaError
+from wanma.job.errors import AllRanksError, WanmaError
 
 
 def raised(error: BaseException) -> BaseException:
@@ -23,7 +23,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_the_text_says_who_why_where_and_what_to_do() -> None:
-    failure = failure_of_exception(raised(KeyError("prize")), 3, 1, "host", "run/logs/rank-3.log")
+    failure = failure_from_exception(raised(KeyError("prize")), 3, 1, "host", "run/logs/rank-3.log")
     lines = failure.text().splitlines()
     assert lines[0] == "rank 3 (node 1, host) failed: KeyError: 'prize'"
     assert lines[2] == "Traceback (most recent call last):"
@@ -32,7 +32,7 @@ def test_the_text_says_who_why_where_and_what_to_do() -> None:
 
 
 def test_a_wrong_job_is_told_without_the_rank_that_happened_to_say_so_first() -> None:
-    failure = failure_of_exception(
+    failure = failure_from_exception(
         raised(WanmaError("no data", "give some", exit_code=2)), 3, 0, "host", "log"
     )
     assert failure.text() == "no data\n  give some"
@@ -40,7 +40,7 @@ def test_a_wrong_job_is_told_without_the_rank_that_happened_to_say_so_first() ->
 
 def test_a_wanma_error_keeps_its_hint_and_exit_code() -> None:
     error = WanmaError("no data", "give some", exit_code=2)
-    failure = failure_of_exception(raised(error), 0, 0, "host", "log")
+    failure = failure_from_exception(raised(error), 0, 0, "host", "log")
     assert (failure.cause, failure.hint, failure.exit_code, failure.traceback) == (
         "no data",
         "give some",
@@ -60,14 +60,14 @@ def test_a_wanma_error_keeps_its_hint_and_exit_code() -> None:
     ],
 )
 def test_what_a_collective_raises_when_a_peer_died_is_a_consequence(error: Exception, expected: bool) -> None:
-    assert is_consequence(error) is expected
+    assert is_secondary_error(error) is expected
 
 
 def test_an_error_raised_from_a_consequence_is_one_too() -> None:
     error = WanmaError("rank 1 lost its peers")
-    assert not is_consequence(error)
+    assert not is_secondary_error(error)
     error.__cause__ = BrokenPipeError("Broken pipe")
-    assert is_consequence(error)
+    assert is_secondary_error(error)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_error_raised_from_a_consequence_is_one_too() -> None:
     ],
 )
 def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
-    failure = failure_of_exit(code, 0, 0, "host", "log", "somebody did it")
+    failure = failure_from_exit_code(code, 0, 0, "host", "log", "somebody did it")
     assert failure.cause == cause
     assert failure.hint.startswith(hint)
     assert bool(failure.hint) == bool(hint)
@@ -99,13 +99,13 @@ def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
 def test_a_kill_is_put_down_to_memory_as_far_as_the_kernel_s_count_allows(
     before: int | None, now: int | None, begin: str, is_memory: bool
 ) -> None:
-    hint = sigkill_text(before, now, usable_bytes=2 << 30)
+    hint = format_sigkill_hint(before, now, usable_bytes=2 << 30)
     assert hint.startswith(begin)
-    assert hint.endswith(LESS_MEMORY) == is_memory
+    assert hint.endswith(REDUCE_MEMORY_HINT) == is_memory
 
 
 def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
-    clipped = clip("a" * 50 + "b" * 50, limit=20)
+    clipped = truncate_middle("a" * 50 + "b" * 50, max_characters=20)
     assert clipped == "a" * 10 + "\n... 80 characters left out ...\n" + "b" * 10
 
 
@@ -120,7 +120,7 @@ def test_a_compiler_s_long_message_is_told_by_its_first_lines_and_its_errors() -
         except ValueError as error:
             raise RuntimeError(message) from error
     except RuntimeError as error:
-        text = failure_of_exception(error, 1, 0, "here", "/run/rank-1.log").text()
+        text = failure_from_exception(error, 1, 0, "here", "/run/rank-1.log").text()
     assert len(text) < 8000
     assert text.startswith("rank 1 (node 0, here) failed: RuntimeError: CppCompileError: C++ compile error")
     assert text.count("kernel.cpp:3:9: error: 'in_ptr' was not declared") == 3
@@ -129,8 +129,10 @@ def test_a_compiler_s_long_message_is_told_by_its_first_lines_and_its_errors() -
 
 
 def test_what_all_ranks_found_together_blames_nobody_and_says_what_to_make_again() -> None:
-    error = AgreedError("step 8: the loss is nan", "check the data", retry_step=8, odd=("rank 1 (host)",))
-    failure = failure_of_exception(raised(error), 0, 0, "host", "run/logs/rank-0.log")
+    error = AllRanksError(
+        "step 8: the loss is nan", "check the data", retry_step=8, outlier_ranks=("rank 1 (host)",)
+    )
+    failure = failure_from_exception(raised(error), 0, 0, "host", "run/logs/rank-0.log")
     assert failure.text() == "step 8: the loss is nan\n  check the data"
-    assert (failure.rank, failure.retry_step, failure.odd) == (None, 8, ("rank 1 (host)",))
-    assert not failure.consequence
+    assert (failure.rank, failure.retry_step, failure.outlier_ranks) == (None, 8, ("rank 1 (host)",))
+    assert not failure.is_secondary

@@ -7,62 +7,64 @@ import pytest
 from support.coordinator import Table, seated
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Failed,
-    Halted,
-    HeldImage,
-    Image,
+    AbortCommand,
+    DrainRequest,
+    FailureReport,
+    FlushCommand,
+    FlushReport,
+    InMemoryCheckpointId,
+    InMemoryCheckpointShard,
     Message,
-    Rescue,
-    Rescued,
-    StopRequest,
+    TerminationReport,
 )
-from wanma.elastic.recovery.flush_round import GIVE_UP_SECONDS
+from wanma.elastic.recovery.flush_round import FAILED_RUN_FLUSH_SECONDS
 
-STEP_9 = Image(1, 9)
-FULL = Rescued("", "No space left on device", "apart")
+STEP_9 = InMemoryCheckpointId(1, 9)
+FULL = FlushReport("", "No space left on device", "apart")
 KILLED = "the process that writes it was killed by SIGKILL"
 
 
-def held(*ranks: int, step: int = 9) -> tuple[HeldImage, ...]:
-    return tuple(HeldImage(rank, Image(1, step)) for rank in ranks)
+def held(*ranks: int, step: int = 9) -> tuple[InMemoryCheckpointShard, ...]:
+    return tuple(InMemoryCheckpointShard(rank, InMemoryCheckpointId(1, step)) for rank in ranks)
 
 
-def order(*ranks: int, attempt: int = 1, apart: bool = False, image: Image = STEP_9) -> Rescue:
-    return Rescue(image, ranks, 4, GIVE_UP_SECONDS, True, attempt, apart)
+def order(
+    *ranks: int, attempt: int = 1, apart: bool = False, image: InMemoryCheckpointId = STEP_9
+) -> FlushCommand:
+    return FlushCommand(image, ranks, 4, FAILED_RUN_FLUSH_SECONDS, True, attempt, apart)
 
 
-def giving_up(*images: tuple[HeldImage, ...]) -> Table:
+def giving_up(*images: tuple[InMemoryCheckpointShard, ...]) -> Table:
     """Two machines of two ranks each, which hold these images, at their end."""
     table = seated(2, retries=3)
-    table.hear(0, Failed(Failure("no such key", exit_code=2)))
+    table.hear(0, FailureReport(Failure("no such key", exit_code=2)))
     for peer, one in enumerate(images):
-        table.hear(peer, Halted(4000, 9, one))
+        table.hear(peer, TerminationReport(4000, 9, one))
     return table
 
 
-def ending(words: list[tuple[int, Message]]) -> Abort:
+def ending(words: list[tuple[int, Message]]) -> AbortCommand:
     """The same to all."""
     assert len({word for _, word in words}) == 1
     word = words[0][1]
-    assert isinstance(word, Abort)
+    assert isinstance(word, AbortCommand)
     return word
 
 
 def test_a_process_that_dies_while_it_writes_is_replaced_once() -> None:
     table = giving_up(held(0, 1), held(2, 3))
-    again = table.hear(1, Rescued("", KILLED, "again"))
+    again = table.hear(1, FlushReport("", KILLED, "again"))
     assert again == [(0, order(0, 1, attempt=2)), (1, order(2, 3, attempt=2))], "all begin anew, together"
-    assert table.hear(0, Rescued("checkpoint of step 9 in /old")) == [], "an answer to the order before"
-    assert table.hear(0, Rescued("checkpoint of step 9 in /x", attempt=2)) == []
-    word = ending(table.hear(1, Rescued("", attempt=2)))
-    assert word.note.startswith("the copy in memory was saved: checkpoint of step 9 in /x\n")
+    assert table.hear(0, FlushReport("checkpoint of step 9 in /old")) == [], "an answer to the order before"
+    assert table.hear(0, FlushReport("checkpoint of step 9 in /x", attempt=2)) == []
+    word = ending(table.hear(1, FlushReport("", attempt=2)))
+    assert word.flush_summary.startswith("the copy in memory was saved: checkpoint of step 9 in /x\n")
     assert word.exit_code == 2
 
     table = giving_up(held(0, 1), held(2, 3))
-    table.hear(1, Rescued("", KILLED, "again"))
-    word = ending(table.hear(0, Rescued("", KILLED, "again", attempt=2)))
-    assert word.note == f"the copy in memory of step 9 could not be saved: {KILLED}"
+    table.hear(1, FlushReport("", KILLED, "again"))
+    word = ending(table.hear(0, FlushReport("", KILLED, "again", attempt=2)))
+    assert word.flush_summary == f"the copy in memory of step 9 could not be saved: {KILLED}"
 
 
 def test_a_machine_that_is_lost_while_copies_are_written_is_written_by_its_partner() -> None:
@@ -70,27 +72,29 @@ def test_a_machine_that_is_lost_while_copies_are_written_is_written_by_its_partn
     for lost in (0, 1):
         table = giving_up(everything, everything)
         assert table.lose(lost) == [(1 - lost, order(0, 1, 2, 3, attempt=2))]
-        word = ending(table.hear(1 - lost, Rescued("checkpoint of step 9 in /x", attempt=2)))
-        assert "checkpoint of step 9 in /x" in word.note
+        word = ending(table.hear(1 - lost, FlushReport("checkpoint of step 9 in /x", attempt=2)))
+        assert "checkpoint of step 9 in /x" in word.flush_summary
 
 
 def test_an_older_copy_is_written_where_the_newest_is_lost_with_its_machine() -> None:
     older = held(0, 1, 2, 3, step=8)
     table = giving_up((*older, *held(0, 1)), held(2, 3))
-    assert table.lose(1) == [(0, order(0, 1, 2, 3, attempt=2, image=Image(1, 8)))]
+    assert table.lose(1) == [(0, order(0, 1, 2, 3, attempt=2, image=InMemoryCheckpointId(1, 8)))]
 
 
 def test_a_machine_that_is_lost_with_the_only_copy_ends_the_run_honestly() -> None:
     table = giving_up(held(0, 1), held(2, 3))
     word = ending(table.lose(1))
-    assert word.note == "the copy in memory of step 9 could not be saved: node 1 (host) was lost: gone"
+    assert (
+        word.flush_summary == "the copy in memory of step 9 could not be saved: node 1 (host) was lost: gone"
+    )
 
 
 def test_a_machine_that_has_written_its_share_may_go() -> None:
     table = giving_up(held(0, 1), held(2, 3))
-    assert table.hear(1, Rescued("")) == []
+    assert table.hear(1, FlushReport("")) == []
     assert table.lose(1) == []
-    assert ending(table.hear(0, Rescued("checkpoint of step 9 in /x"))).note
+    assert ending(table.hear(0, FlushReport("checkpoint of step 9 in /x"))).flush_summary
 
 
 def test_where_the_shared_folder_is_full_each_machine_keeps_its_part() -> None:
@@ -100,17 +104,17 @@ def test_where_the_shared_folder_is_full_each_machine_keeps_its_part() -> None:
         (1, order(2, 3, attempt=2, apart=True)),
     ]
     assert table.hear(0, FULL) == [], "of the attempt before"
-    assert table.hear(0, Rescued("ranks 0, 1 in /a on one", attempt=2)) == []
-    assert ending(table.hear(1, Rescued("ranks 2, 3 in /b on two", attempt=2))).note == (
+    assert table.hear(0, FlushReport("ranks 0, 1 in /a on one", attempt=2)) == []
+    assert ending(table.hear(1, FlushReport("ranks 2, 3 in /b on two", attempt=2))).flush_summary == (
         "the copy in memory was saved: in parts, for No space left on device\n"
         "    step 9: ranks 0, 1 in /a on one, ranks 2, 3 in /b on two\n"
         "  the same command on the same machines carries on from it"
     )
     table = giving_up(held(0, 1), held(2, 3))
     table.hear(1, FULL)
-    table.hear(0, Rescued("ranks 0, 1 in /a on one", attempt=2))
-    word = ending(table.hear(1, Rescued("", "ranks 2, 3 of step 9 found room nowhere", attempt=2)))
-    assert word.note == (
+    table.hear(0, FlushReport("ranks 0, 1 in /a on one", attempt=2))
+    word = ending(table.hear(1, FlushReport("", "ranks 2, 3 of step 9 found room nowhere", attempt=2)))
+    assert word.flush_summary == (
         "the copy in memory of step 9 could not be saved: ranks 2, 3 of step 9 found room nowhere; "
         "before: No space left on device"
     )
@@ -121,13 +125,13 @@ def test_copies_of_a_machine_that_errs_are_not_written(preempted: bool) -> None:
     """Its health check fails while the ranks are being ended."""
     table = seated(2, retries=3)
     if preempted:
-        table.hear(0, StopRequest(75, 30.0, "SIGTERM"))
-        table.hear(0, Failed(Failure("killed", rank=0)))
+        table.hear(0, DrainRequest(75, 30.0, "SIGTERM"))
+        table.hear(0, FailureReport(Failure("killed", rank=0)))
     else:
-        table.hear(0, Failed(Failure("no such key", exit_code=2)))
-    table.hear(1, Failed(Failure("a wrong product", node=1, unfit=True)))
+        table.hear(0, FailureReport(Failure("no such key", exit_code=2)))
+    table.hear(1, FailureReport(Failure("a wrong product", node_rank=1, failed_health_check=True)))
     everything = held(0, 1, 2, 3)
-    table.hear(0, Halted(4000, 9, everything))
-    [(name, word)] = table.hear(1, Halted(4000, 9, everything))
-    assert isinstance(word, Rescue)
-    assert (name, word.ranks) == (0, (0, 1, 2, 3))
+    table.hear(0, TerminationReport(4000, 9, everything))
+    [(name, word)] = table.hear(1, TerminationReport(4000, 9, everything))
+    assert isinstance(word, FlushCommand)
+    assert (name, word.assigned_ranks) == (0, (0, 1, 2, 3))

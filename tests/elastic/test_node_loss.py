@@ -19,7 +19,7 @@ def start_node(start: Any, rendezvous: str, tmp_path: Path) -> Any:
     (tmp_path / "meeting").mkdir()
 
     def start_node(name: str, **changes: Any) -> Any:
-        common = {"rendezvous": rendezvous, "retries": 3, "payload": str(tmp_path / "meeting")}
+        common = {"rendezvous": rendezvous, "max_restarts": 3, "payload": str(tmp_path / "meeting")}
         node = start(name, "steps_together", **{**common, "ranks_per_node": 2, **changes})
         wait_for_listener(rendezvous)
         return node
@@ -61,7 +61,7 @@ def test_a_rank_that_dies_on_one_node_is_started_again_on_all(start_node: Any, m
     assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
     [restart] = [line for line in first.lines if line["kind"] == "restart"]
     assert restart["failure"].startswith("rank 3 (node 1, ")
-    assert (restart["step"], restart["reached_step"], restart["ranks"]) == (3, 3, [0, 1])
+    assert (restart["step"], restart["last_finished_step"], restart["ranks"]) == (3, 3, [0, 1])
     assert all(log.count("generation 2, ") == 1 for node in (first, second) for log in node.logs().values())
     assert any("the ranks of all nodes are started again" in text for text in second.texts)
     assert sum("joined the run at" in text for text in second.texts) == 1
@@ -79,7 +79,7 @@ def test_another_machine_takes_the_place_of_a_lost_one(first_of_two: Any, start_
 
 
 def test_a_place_that_nobody_takes_ends_the_run_with_the_loss(first_of_two: Any) -> None:
-    first = first_of_two(start_seconds=4)
+    first = first_of_two(start_timeout_seconds=4)
     assert first.end() == 1
     assert first.message.startswith("node 1 (")
     assert "no machine took its place within 4 s" in first.message

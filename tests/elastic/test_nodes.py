@@ -17,7 +17,7 @@ from support.supervisors import wait_for_listener
 
 
 def test_two_supervisors_meet_and_their_ranks_compute_together(start: Any, rendezvous: str) -> None:
-    common = {"rendezvous": rendezvous, "preload": ["torch"], "job_hash": "abc"}
+    common = {"rendezvous": rendezvous, "preload_modules": ["torch"], "job_hash": "abc"}
     nodes = [
         start("a", "all_reduce", ranks_per_node=2, **common),
         start("b", "all_reduce", ranks_per_node=1, **common),
@@ -51,9 +51,9 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
 
 
 def test_near_machines_get_neighbouring_ranks_whoever_comes_first(start: Any, rendezvous: str) -> None:
-    first = start("a", "finish", rendezvous=rendezvous, position="rack-10/a")
+    first = start("a", "finish", rendezvous=rendezvous, topology_address="rack-10/a")
     wait_for_listener(rendezvous)
-    second = start("b", "finish", rendezvous=rendezvous, position="rack-9/a")
+    second = start("b", "finish", rendezvous=rendezvous, topology_address="rack-9/a")
     assert (first.end(), second.end()) == (0, 0)
     assert (list(first.logs()), list(second.logs())) == (["rank-1.log"], ["rank-0.log"])
     assert first.texts[1].endswith("its place in the network: rack-10/a")
@@ -97,7 +97,7 @@ def test_a_lost_node_ends_the_run_of_the_other(start: Any, rendezvous: str) -> N
 
 @pytest.mark.slow
 def test_a_silent_node_is_given_up_after_its_heartbeats_stop(start: Any, rendezvous: str) -> None:
-    common = {"rendezvous": rendezvous, "lost_seconds": 2}
+    common = {"rendezvous": rendezvous, "heartbeat_timeout_seconds": 2}
     first = start("a", "until_stopped", node_rank=0, **common)
     wait_for_listener(rendezvous)
     second = start("b", "until_stopped", node_rank=1, **common)
@@ -150,14 +150,14 @@ def test_a_port_that_something_else_holds_is_named(start: Any) -> None:
 
 
 def test_nobody_there_is_told_at_the_deadline(start: Any, rendezvous: str) -> None:
-    node = start("a", "finish", rendezvous=rendezvous, start_seconds=1)
+    node = start("a", "finish", rendezvous=rendezvous, start_timeout_seconds=1)
     assert node.end() == 1
     assert node.message.startswith(f"only 1 of 2 machines came to {rendezvous} within 1 s")
 
 
 def test_a_foreign_address_where_nobody_answers_is_told_at_the_deadline(start: Any) -> None:
     # 192.0.2.0/24 is reserved for documentation: no machine has it.
-    node = start("a", "finish", rendezvous="192.0.2.1:29500", start_seconds=2, secret="s" * 16)
+    node = start("a", "finish", rendezvous="192.0.2.1:29500", start_timeout_seconds=2, secret="s" * 16)
     assert node.end() == 9
     assert node.message == "nobody answers at 192.0.2.1:29500 within 2 s"
 
@@ -176,7 +176,7 @@ def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> 
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 2_000_000,
-        b'{"v":3,"g":0,"kind":"Leave","exit_code":1}\n',
+        b'{"v":4,"g":0,"kind":"AbortRequest","exit_code":1}\n',
     ):
         with socket.create_connection((host, int(port))) as sock:
             try:
@@ -191,7 +191,7 @@ def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> 
     complaints = first.errors.read_text()
     assert "not JSON" in complaints
     assert "a line of more than 1048576 bytes" in complaints
-    assert "it says Leave before it has proved itself" in complaints
+    assert "it says AbortRequest before it has proved itself" in complaints
     assert "Traceback" not in complaints
 
 
@@ -243,7 +243,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.root
 def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tuple[str, str]) -> None:
-    common = {"rendezvous": "10.91.0.1:29500", "preload": ["torch"], "secret": "0123456789abcdef"}
+    common = {"rendezvous": "10.91.0.1:29500", "preload_modules": ["torch"], "secret": "0123456789abcdef"}
     nodes = [start(name, "all_reduce", namespace=name, **common) for name in reversed(namespaces)]
     assert [node.end() for node in nodes] == [0, 0], [node.lines for node in nodes]
     assert sorted(name for node in nodes for name in node.logs()) == ["rank-0.log", "rank-1.log"]
@@ -255,7 +255,7 @@ def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tupl
 @pytest.mark.slow
 @pytest.mark.root
 def test_a_cut_cable_ends_both_sides(start: Any, namespaces: tuple[str, str]) -> None:
-    common = {"rendezvous": "10.91.0.1:29500", "secret": "0123456789abcdef", "lost_seconds": 2}
+    common = {"rendezvous": "10.91.0.1:29500", "secret": "0123456789abcdef", "heartbeat_timeout_seconds": 2}
     first = start("a", "until_stopped", namespace=namespaces[0], node_rank=0, **common)
     second = start("b", "until_stopped", namespace=namespaces[1], node_rank=1, **common)
     first.until("start")

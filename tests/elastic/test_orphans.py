@@ -17,13 +17,14 @@ from wanma.elastic.workers.linux_processes import process_state
 SUPERVISE = """
 import sys
 from pathlib import Path
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.supervisor.supervisor import run_node
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.supervisor.supervisor import run_supervisor
 
 run = Path(sys.argv[1])
-launch = Launch(run / "run", "elastic_entries:stubborn", str(run).encode(), ("torch",), ranks_per_node=2)
-outcome = run_node(launch, lambda event: None)
-print(outcome.message)
+entry, payload = "elastic_entries:stubborn", str(run).encode()
+launch = LaunchConfig(run / "run", entry, payload, ("torch",), ranks_per_node=2)
+outcome = run_supervisor(launch, lambda event: None)
+print(outcome.failure_text)
 sys.exit(outcome.exit_code)
 """
 
@@ -94,7 +95,7 @@ def test_a_killed_rank_takes_its_children_and_the_other_ranks_with_it(victim: Vi
 
 
 def test_a_module_that_starts_threads_makes_the_ranks_spawn_with_one_message(run: Any) -> None:
-    ran = run("finish", preload=("elastic_threads",), ranks_per_node=2)
+    ran = run("finish", preload_modules=("elastic_threads",), ranks_per_node=2)
     assert ran.outcome.exit_code == 0
     assert ran.messages == [
         "ranks start one by one instead of by fork: 1 other thread (impatient) run since the imports"
@@ -105,25 +106,25 @@ def test_a_module_that_starts_threads_makes_the_ranks_spawn_with_one_message(run
 
 
 def test_a_module_that_opens_sockets_makes_the_ranks_spawn(run: Any) -> None:
-    ran = run("finish", preload=("elastic_socket",))
+    ran = run("finish", preload_modules=("elastic_socket",))
     assert ran.outcome.exit_code == 0
     assert "an import opened a socket" in ran.messages[0]
 
 
 def test_a_spawned_rank_fails_like_a_forked_one(run: Any) -> None:
-    ran = run("exit_with_3", preload=("elastic_threads",))
+    ran = run("exit_with_3", preload_modules=("elastic_threads",))
     assert ran.outcome.failure.cause == "SystemExit: 3"
 
 
 def test_a_module_that_cannot_be_preloaded_is_told_and_does_no_harm(run: Any) -> None:
-    ran = run("finish", preload=("no_such_module",))
+    ran = run("finish", preload_modules=("no_such_module",))
     assert ran.outcome.exit_code == 0
     assert ran.messages[0].startswith("no_such_module could not be imported beforehand")
 
 
 def test_importing_torch_alone_leaves_a_process_that_may_fork() -> None:
-    code = "import torch; from wanma.elastic.workers.linux_processes import fork_obstacle; "
-    code += "print(repr(fork_obstacle(())))"
+    code = "import torch; from wanma.elastic.workers.linux_processes import find_fork_hazard; "
+    code += "print(repr(find_fork_hazard(())))"
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     printed = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
@@ -134,10 +135,10 @@ def test_importing_torch_alone_leaves_a_process_that_may_fork() -> None:
 def test_own_sockets_are_no_obstacle_and_foreign_ones_are() -> None:
     code = """
 import socket
-from wanma.elastic.workers.linux_processes import fork_obstacle
+from wanma.elastic.workers.linux_processes import find_fork_hazard
 a, b = socket.socketpair()
-print(fork_obstacle({a.fileno(), b.fileno()}) == "")
-print(fork_obstacle({a.fileno()}))
+print(find_fork_hazard({a.fileno(), b.fileno()}) == "")
+print(find_fork_hazard({a.fileno()}))
 """
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     first, second = printed.splitlines()

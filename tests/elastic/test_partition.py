@@ -52,8 +52,8 @@ def pair(start: Any, tmp_path: Path) -> Any:
         common = {
             "rendezvous": f"{between.addresses[0]}:29500",
             "secret": SECRET,
-            "retries": 3,
-            "preload": ["torch"],
+            "max_restarts": 3,
+            "preload_modules": ["torch"],
             "run_directory": str(tmp_path / "run"),
             **changes,
         }
@@ -72,7 +72,7 @@ def pair(start: Any, tmp_path: Path) -> Any:
 @pytest.mark.root
 def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> None:
     with cable() as between:
-        first, second = pair(between, lost_seconds=10)
+        first, second = pair(between, heartbeat_timeout_seconds=10)
         between.pull()
         time.sleep(3)
         between.plug_in()
@@ -85,14 +85,14 @@ def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> No
 @pytest.mark.root
 def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_path: Path) -> None:
     with cable() as between:
-        first, second = pair(between, lost_seconds=2)
+        first, second = pair(between, heartbeat_timeout_seconds=2)
         between.pull()
         while "is missing" not in first.until("message")["text"]:
             pass
         while "the ranks here are ended" not in second.until("message")["text"]:
             pass
         time.sleep(5)
-        newest = generation_claims.newest(tmp_path / "run")
+        newest = generation_claims.newest_claim(tmp_path / "run")
         assert newest is not None
         assert newest.generation == 1, "both live, as both see in the run directory"
         between.plug_in()
@@ -108,6 +108,6 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
 @pytest.mark.root
 def test_a_slow_network_is_no_failure(pair: Any) -> None:
     with long_cable(0.05) as between:
-        first, second = pair(between, lost_seconds=4)
+        first, second = pair(between, heartbeat_timeout_seconds=4)
         assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
     assert {line["generation"] for line in first.lines if line["kind"] == "step"} == {1}

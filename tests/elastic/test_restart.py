@@ -25,7 +25,7 @@ def run_with(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWi
             monkeypatch.setenv(name, value)
         (tmp_path / "meeting").mkdir()
         payload = str(tmp_path / "meeting").encode()
-        common = {"ranks_per_node": 2, "retries": 3, "payload": payload, "hang_seconds": 5}
+        common = {"ranks_per_node": 2, "max_restarts": 3, "payload": payload, "hang_timeout_seconds": 5}
         return run("steps_together", on_event, **{**common, **changes})
 
     return run_with
@@ -55,7 +55,7 @@ def test_a_rank_that_dies_costs_the_step_that_it_was_in(run_with: RunWith, what:
     [restart] = restarts(ran)
     assert restart["failure"].startswith("rank 1 (node 0, ")
     assert restart["failure"].endswith(told)
-    assert (restart["step"], restart["reached_step"], restart["attempt"]) == (3, 3, 1)
+    assert (restart["step"], restart["last_finished_step"], restart["attempt"]) == (3, 3, 1)
     assert restart["ranks"] == [0, 1]
     for rank in (0, 1):
         assert ran.log(rank).count("generation 1, ") == ran.log(rank).count("generation 2, ") == 1
@@ -65,12 +65,12 @@ def test_a_rank_that_dies_costs_the_step_that_it_was_in(run_with: RunWith, what:
 def test_a_copy_that_only_one_rank_has_is_not_taken_up(run_with: RunWith) -> None:
     ran = run_with(Fault("kill", rank=1, step=4, phase="step done"))
     [restart] = restarts(ran)
-    assert restart["reached_step"] == 4
+    assert restart["last_finished_step"] == 4
     assert restart["step"] == 3, "rank 1 died before it could leave its copy of step 4"
 
 
 def test_a_hang_is_reported_and_recovered_from(run_with: RunWith) -> None:
-    ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_seconds=0.5)
+    ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_timeout_seconds=0.5)
     assert ran.outcome.exit_code == 0
     [restart] = restarts(ran)
     assert restart["failure"].startswith("no rank has moved for ")
@@ -105,17 +105,17 @@ def test_a_failure_during_a_recovery_is_another_attempt_and_the_clock_goes_on(
 
 def test_new_steps_give_all_attempts_back(run_with: RunWith) -> None:
     faults = [Fault("kill", rank=1, step=step, phase="forward") for step in (3, 5, 7)]
-    ran = run_with(*faults, retries=1)
+    ran = run_with(*faults, max_restarts=1)
     assert ran.outcome.exit_code == 0
     assert [restart["attempt"] for restart in restarts(ran)] == [1, 1, 1]
 
 
 def test_a_failure_that_comes_back_is_given_up_with_the_number_of_attempts(run_with: RunWith) -> None:
     faults = [Fault("kill", rank=1, step=4, phase="forward", generation=number) for number in (1, 2, 3)]
-    ran = run_with(*faults, retries=2)
+    ran = run_with(*faults, max_restarts=2)
     assert ran.outcome.exit_code == 1
     assert "its process was killed by SIGKILL" in ran.outcome.failure.cause
-    assert ran.outcome.message.splitlines()[-1] == (
+    assert ran.outcome.failure_text.splitlines()[-1] == (
         "  the run was started again 2 times and came no further than step 3 (cluster.max_restarts = 2)"
     )
 
@@ -123,8 +123,8 @@ def test_a_failure_that_comes_back_is_given_up_with_the_number_of_attempts(run_w
 def test_a_run_that_fails_in_its_first_step_is_not_tried_again(run_with: RunWith) -> None:
     ran = run_with(Fault("raise", rank=1, step=1, phase="forward"))
     assert ran.outcome.exit_code == 1
-    assert ran.outcome.message.count("injected") > 0
-    assert "started again" not in ran.outcome.message
+    assert ran.outcome.failure_text.count("injected") > 0
+    assert "started again" not in ran.outcome.failure_text
     assert "generation 2" not in ran.log(0)
 
 
@@ -150,16 +150,16 @@ def test_an_interrupt_after_a_recovery_stops_in_order(run_with: RunWith) -> None
 def test_an_interrupt_while_ranks_are_ended_reaches_the_new_ones(
     run_with: RunWith, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wanma.elastic.supervisor.worker_group import Team
+    from wanma.elastic.supervisor.worker_group import WorkerGroup
 
-    kill = Team.kill
+    kill = WorkerGroup.kill
 
-    def interrupted(self: Team, number: signal.Signals) -> None:
+    def interrupted(self: WorkerGroup, number: signal.Signals) -> None:
         if self.start.generation == 1:
             os.kill(os.getpid(), signal.SIGINT)
         kill(self, number)
 
-    monkeypatch.setattr(Team, "kill", interrupted)
+    monkeypatch.setattr(WorkerGroup, "kill", interrupted)
     ran = run_with(Fault("kill", rank=1, step=4, phase="forward"))
     assert ran.outcome.exit_code == 130
     assert ran.outcome.failure is None
@@ -167,16 +167,16 @@ def test_an_interrupt_while_ranks_are_ended_reaches_the_new_ones(
 
 
 def test_two_interrupts_end_a_recovery_at_once(run_with: RunWith, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanma.elastic.supervisor.worker_group import Team
+    from wanma.elastic.supervisor.worker_group import WorkerGroup
 
-    kill = Team.kill
+    kill = WorkerGroup.kill
 
-    def interrupted(self: Team, number: signal.Signals) -> None:
+    def interrupted(self: WorkerGroup, number: signal.Signals) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         kill(self, number)
 
-    monkeypatch.setattr(Team, "kill", interrupted)
+    monkeypatch.setattr(WorkerGroup, "kill", interrupted)
     began = time.monotonic()
     ran = run_with(Fault("kill", rank=1, step=4, phase="forward"))
     assert ran.outcome.exit_code == 130

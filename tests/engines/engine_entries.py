@@ -8,7 +8,7 @@ from typing import Any
 
 def square(worker: Any, payload: bytes) -> None:
     print("squaring")
-    worker.control.event({"kind": "finish", "square": int(payload) ** 2})
+    worker.supervisor_client.send_event({"kind": "finish", "square": int(payload) ** 2})
 
 
 def fail(worker: Any, payload: bytes) -> None:
@@ -17,6 +17,6 @@ def fail(worker: Any, payload: bytes) -> None:
 
 def until_stopped(worker: Any, payload: bytes) -> None:
     (worker.run_directory / "running").touch()
-    while not worker.control.stop_requested():
+    while not worker.supervisor_client.is_drain_requested():
         time.sleep(0.01)
     print("stopped in order")

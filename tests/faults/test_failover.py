@@ -28,7 +28,7 @@ def lose_the_host(desk: Desk, name: str, nodes: int, *words: str) -> Training:
     ended = machines.end()
     assert [one.code for one in ended] == [0] * nodes, [one.text for one in ended]
     assert "this machine hosts the run from now on" in ended[1].text
-    claim = generation_claims.newest(machines.training.path)
+    claim = generation_claims.newest_claim(machines.training.path)
     assert claim is not None
     assert (claim.generation, claim.node, claim.ended) == (2, 1, 0)
     return machines.training

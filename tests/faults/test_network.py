@@ -13,7 +13,7 @@ from support.injection import Fault, injected
 from support.networks import Cable, cable, long_cable
 from support.nodes import SHARDED, Machines
 from support.recovered import check_whole
-from wanma.elastic.protocol.shared_secret import VARIABLE
+from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 
 PLAN = "ZeRO-3 on 2 machines"
 CUT_SECONDS = 3.0
@@ -26,7 +26,7 @@ class Apart(Machines):
     """Two machines, each in a network of its own."""
 
     def __init__(self, desk: Desk, name: str, between: Cable, **environment: str) -> None:
-        super().__init__(desk, name, *SHARDED, **{VARIABLE: "0123456789abcdef"}, **environment)
+        super().__init__(desk, name, *SHARDED, **{SECRET_VARIABLE: "0123456789abcdef"}, **environment)
         self._names, self._place = between.names, f"{between.addresses[0]}:29500"
 
     def start(self, node: int) -> None:

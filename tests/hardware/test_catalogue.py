@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.catalogue.lookup import CATALOGUE, _plain, find_device, find_named, named
+from wanma.hardware.catalogue.lookup import (
+    CATALOGUE,
+    _normalize_name,
+    find_by_driver_name,
+    find_by_name,
+    require_device_kind,
+)
 from wanma.job.errors import JobError
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "tables"
@@ -31,14 +37,14 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "tables"
     ],
 )
 def test_a_driver_s_name_finds_its_kind(driver_name: str, name: str, bf16_teraflops: float) -> None:
-    kind = find_device(driver_name)
+    kind = find_by_driver_name(driver_name)
     assert kind is not None
     assert kind.name == name
     assert kind.peak_flops_per_second["bf16"] == pytest.approx(bf16_teraflops * 1e12)
 
 
 def test_a_v100_has_no_bf16_and_no_tf32() -> None:
-    kind = find_device("Tesla V100-SXM2-32GB")
+    kind = find_by_driver_name("Tesla V100-SXM2-32GB")
     assert kind is not None
     assert set(kind.peak_flops_per_second) == {"fp64", "fp32", "fp16"}
     assert kind.memory_bytes == 32_000_000_000
@@ -56,7 +62,7 @@ def test_a_v100_has_no_bf16_and_no_tf32() -> None:
     ],
 )
 def test_variants_with_other_peaks_are_not_taken_for_the_whole_device(driver_name: str) -> None:
-    assert find_device(driver_name) is None
+    assert find_by_driver_name(driver_name) is None
 
 
 def test_every_kind_is_unique_names_its_source_and_is_ordered_by_precision() -> None:
@@ -96,7 +102,7 @@ def test_every_accelerator_has_a_link_and_the_machine_it_comes_in() -> None:
     ],
 )
 def test_links_are_counted_in_one_direction(link: str, gigabytes_per_second: float, devices: str) -> None:
-    joined = named(devices).link
+    joined = require_device_kind(devices).link
     assert joined is not None
     assert (joined.name, joined.bandwidth_bytes_per_second) == (link, gigabytes_per_second * 1e9)
 
@@ -116,11 +122,11 @@ def test_links_are_counted_in_one_direction(link: str, gigabytes_per_second: flo
     ],
 )
 def test_people_s_names_for_a_device_find_it(said: str, name: str) -> None:
-    assert named(said).name == name
+    assert require_device_kind(said).name == name
 
 
 def test_no_name_means_two_devices() -> None:
-    names = [(_plain(name), kind.name) for kind in CATALOGUE for name in (kind.name, *kind.aliases)]
+    names = [(_normalize_name(name), kind.name) for kind in CATALOGUE for name in (kind.name, *kind.aliases)]
     assert len({plain for plain, _ in names}) == len(set(names))
 
 
@@ -128,13 +134,13 @@ def test_an_unknown_device_is_refused_with_the_closest_name() -> None:
     with pytest.raises(
         JobError, match=r"'H100 SMX' is not in the catalogue of devices\. Did you mean 'H100 SXM'\?"
     ):
-        named("H100 SMX")
+        require_device_kind("H100 SMX")
 
 
 def test_processors_scale_with_their_cores() -> None:
-    xeon = named("Xeon Platinum 8480+")
+    xeon = require_device_kind("Xeon Platinum 8480+")
     assert xeon.peak_flops_per_second["bf16"] == pytest.approx(56 * 2.0e9 * 2048)
-    two_sockets = xeon.processors(112, 10**12)
+    two_sockets = xeon.to_processor(112, 10**12)
     assert two_sockets.peak_flops_per_second["fp32"] == pytest.approx(2 * 56 * 2.0e9 * 64)
     assert (two_sockets.power_watts, two_sockets.memory_bytes) == (700, 10**12)
     assert two_sockets.bandwidth_bytes_per_second == pytest.approx(614.4e9)
@@ -153,4 +159,4 @@ def test_every_published_measurement_s_device_is_in_the_catalogue() -> None:
     }
     assert len(gpus) >= 10
     assert len(measured) >= 6
-    assert [name for name in sorted(gpus | measured) if find_named(name) is None] == []
+    assert [name for name in sorted(gpus | measured) if find_by_name(name) is None] == []

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from wanma.hardware.catalogue.device_kind import DeviceKind
 from wanma.hardware.catalogue.lookup import CATALOGUE
-from wanma.hardware.cluster_file.export import to_toml
-from wanma.hardware.cluster_file.reader import load_cluster, read_cluster
+from wanma.hardware.cluster_file.export import export_cluster
+from wanma.hardware.cluster_file.reader import load_cluster_file, read_cluster
 from wanma.hardware.cluster_file.schema import ClusterFile
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.hardware.discovery.node import discover
-from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.hardware.discovery.node import discover_node
+from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.reference import markdown_table
-from wanma.job.file.schema import tables
+from wanma.job.file.schema import schema_tables
 
 MIXED = """
 [[nodes]]
@@ -80,13 +80,13 @@ def loaded(text: str) -> Cluster:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
         path.write_text(text, encoding="utf-8")
-        return load_cluster(path)
+        return load_cluster_file(path)
 
 
 def refusal(path: Path, text: str) -> str:
     path.write_text(text)
     with pytest.raises(JobError) as caught:
-        load_cluster(path)
+        load_cluster_file(path)
     return str(caught.value)
 
 
@@ -95,23 +95,26 @@ def test_a_file_is_the_machines_it_describes() -> None:
     h100, ours = cluster.nodes
     assert (h100.count, len(h100.devices), h100.cores, h100.nics) == (8, 8, 112, 4)
     assert h100.nic_bytes_per_second == 12.5e9
-    assert h100.network == (Level("rack", 6.25e9, 2.7e-6, 4), Level("spine", 3.125e9, 8.5e-6))
-    assert h100.inside == (Level("NVLink 4", 450e9, 6e-7),)
+    assert h100.network == (
+        InterconnectLevel("rack", 6.25e9, 2.7e-6, 4),
+        InterconnectLevel("spine", 3.125e9, 8.5e-6),
+    )
+    assert h100.inside == (InterconnectLevel("NVLink 4", 450e9, 6e-7),)
     assert set(ours.devices) == {
         Device("cuda", "Ours", 40 * 10**9, {"bf16": 1e14, "fp32": 1e13}, 1e12, 250.0)
     }
     assert (ours.device_count, ours.cores, ours.memory_bytes, ours.power_watts) == (64, 32, 256 * 10**9, 3000)
     assert ours.price_per_hour == 24.5
     assert (ours.days_between_failures, h100.days_between_failures) == (154.0, None)
-    assert ours.inside == (Level("bridge", 100e9, 6e-7, 2), Level("PCIe", 16e9, 1e-6))
-    assert ours.network == (Level("network", 6.25e9, 2.7e-6),)
+    assert ours.inside == (InterconnectLevel("bridge", 100e9, 6e-7, 2), InterconnectLevel("PCIe", 16e9, 1e-6))
+    assert ours.network == (InterconnectLevel("network", 6.25e9, 2.7e-6),)
     assert ours.cpu is not None
     assert ours.cpu.peak_flops_per_second["fp32"] == pytest.approx(32 * 2.4e9 * 32)
-    assert cluster.between == Level("between", 1e9, 5e-5)
+    assert cluster.between == InterconnectLevel("between", 1e9, 5e-5)
 
 
 def test_a_device_s_name_is_enough() -> None:
-    assert loaded('[[nodes]]\ndevice = "b200"\ncount = 3\n') == parse_cluster("3x8 B200")
+    assert loaded('[[nodes]]\ndevice = "b200"\ncount = 3\n') == parse_shorthand("3x8 B200")
 
 
 def test_what_the_file_says_of_a_device_comes_before_the_catalogue() -> None:
@@ -192,36 +195,36 @@ def test_a_file_without_machines_and_no_file_at_all_say_how_to_get_one(tmp_path:
 
 
 def test_this_machine_written_as_a_file_reads_back() -> None:
-    cluster = discover({"CUDA_VISIBLE_DEVICES": ""})
-    assert loaded(to_toml(cluster)) == cluster
+    cluster = discover_node({"CUDA_VISIBLE_DEVICES": ""})
+    assert loaded(export_cluster(cluster)) == cluster
 
 
 def test_a_node_of_two_kinds_of_devices_has_no_file() -> None:
     one, other = (Device("cuda", name, 10**9, {}) for name in "ab")
     with pytest.raises(WanmaError, match="node with several kinds of devices: box has a, b"):
-        to_toml(Cluster((Node("box", 8, 10**10, (one, other)),)))
+        export_cluster(Cluster((NodeGroup("box", 8, 10**10, (one, other)),)))
 
 
 def test_devices_of_one_name_must_be_the_same_device() -> None:
-    (node,) = parse_cluster("8 B200").nodes
+    (node,) = parse_shorthand("8 B200").nodes
     less = replace(node.devices[0], memory_bytes=180 * 10**9)
     other = replace(node, devices=(less,) * 8)
-    assert loaded(to_toml(Cluster((other,)))) == Cluster((other,))
+    assert loaded(export_cluster(Cluster((other,)))) == Cluster((other,))
     with pytest.raises(WanmaError, match="'B200' has different figures in different nodes"):
-        to_toml(Cluster((node, other)))
+        export_cluster(Cluster((node, other)))
 
 
 @pytest.mark.parametrize("missing", [{"inside": ()}, {"network": ()}, {"power_watts": None}])
 def test_what_is_not_known_of_a_machine_stays_unknown(missing: dict[str, Any]) -> None:
-    (node,) = parse_cluster("2x4 GB200").nodes
+    (node,) = parse_shorthand("2x4 GB200").nodes
     less = Cluster((replace(node, **missing, nics=0, nic_bytes_per_second=None),))
-    assert loaded(to_toml(less)) == less
+    assert loaded(export_cluster(less)) == less
 
 
 @pytest.mark.parametrize("kind", CATALOGUE, ids=lambda kind: kind.name)
 def test_every_kind_of_the_catalogue_is_written_by_its_name(kind: DeviceKind) -> None:
-    cluster = parse_cluster(f"3x2 {kind.name}, 2x100G")
-    text = to_toml(cluster)
+    cluster = parse_shorthand(f"3x2 {kind.name}, 2x100G")
+    text = export_cluster(cluster)
     assert "[[devices]]" not in text
     assert "[[nodes.levels]]" not in text
     assert loaded(text) == cluster
@@ -239,10 +242,10 @@ def clusters(draw: st.DrawFn) -> Cluster:
     """Any cluster with devices of one kind in a node, in whole bytes and nanoseconds."""
     level_values = st.tuples(names, gigabytes, st.integers(0, 10**6).map(lambda n: n / 1e9))
 
-    def levels(most: int) -> tuple[Level, ...]:
+    def levels(most: int) -> tuple[InterconnectLevel, ...]:
         sizes = sorted(draw(st.sets(st.integers(2, most), max_size=2))) if most >= 2 else []
-        found = [Level(*draw(level_values), size) for size in sizes]
-        return (*found, Level(*draw(level_values))) if draw(st.booleans()) else tuple(found)
+        found = [InterconnectLevel(*draw(level_values), size) for size in sizes]
+        return (*found, InterconnectLevel(*draw(level_values))) if draw(st.booleans()) else tuple(found)
 
     nodes = []
     for number in range(draw(st.integers(1, 3))):
@@ -264,7 +267,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         devices = (device,) * draw(st.integers(0, 9))
         network, cards = levels(1000), draw(st.integers(0, 64))
         nodes.append(
-            Node(
+            NodeGroup(
                 draw(names),
                 cores,
                 memory,
@@ -280,20 +283,20 @@ def clusters(draw: st.DrawFn) -> Cluster:
                 draw(st.none() | gigabytes),
             )
         )
-    between = Level(*draw(level_values)) if draw(st.booleans()) else None
+    between = InterconnectLevel(*draw(level_values)) if draw(st.booleans()) else None
     return Cluster(tuple(nodes), between)
 
 
 @given(clusters())
 def test_a_written_cluster_reads_back_equal(cluster: Cluster) -> None:
-    assert loaded(to_toml(cluster)) == cluster
+    assert loaded(export_cluster(cluster)) == cluster
 
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_lists_every_key_as_it_is_accepted() -> None:
-    for table in tables(ClusterFile):
+    for table in schema_tables(ClusterFile):
         assert markdown_table(table) in GUIDE
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.hardware.catalogue.lookup import CATALOGUE
-from wanma.hardware.cluster_file.shorthand import is_text, parse_cluster
+from wanma.hardware.cluster_file.shorthand import is_shorthand, parse_shorthand
 from wanma.job.errors import JobError
 
 
@@ -36,24 +36,24 @@ from wanma.job.errors import JobError
     ],
 )
 def test_a_line_is_the_machines_it_says(text: str, printed: str, devices: int) -> None:
-    cluster = parse_cluster(text)
+    cluster = parse_shorthand(text)
     assert (str(cluster), cluster.device_count) == (printed, devices)
 
 
 def test_the_cards_of_a_node_are_shared_by_its_devices_and_the_rest_is_the_usual_server() -> None:
-    (node,) = parse_cluster("3x8 A100, 4x100G").nodes
+    (node,) = parse_shorthand("3x8 A100, 4x100G").nodes
     assert [(level.name, level.bandwidth_bytes_per_second) for level in node.network] == [("network", 6.25e9)]
     assert [(level.name, level.bandwidth_bytes_per_second) for level in node.inside] == [("NVLink 3", 300e9)]
     assert (node.count, node.cores, node.memory_bytes, node.nics) == (3, 128, 2 * 10**12, 4)
     assert node.power_watts == 6500
     assert node.devices[0].power_watts == 400
-    (half,) = parse_cluster("3x4 A100").nodes
+    (half,) = parse_shorthand("3x4 A100").nodes
     assert half.power_watts is None  # nobody states the power of half a server
 
 
 def test_the_devices_of_a_rack_share_their_link_beyond_the_node() -> None:
-    (node,) = parse_cluster("36x4 GB200").nodes
-    near, far = node.level_between(18), node.level_between(19)
+    (node,) = parse_shorthand("36x4 GB200").nodes
+    near, far = node.inter_node_level(18), node.inter_node_level(19)
     assert near is not None
     assert far is not None
     assert (near.name, near.size, near.bandwidth_bytes_per_second) == ("NVLink 5", 18, 900e9)
@@ -73,9 +73,9 @@ parts = st.sampled_from(CATALOGUE).flatmap(
 def test_what_a_cluster_prints_reads_back_as_the_same_cluster(
     said: list[str], cards: int, gigabits: int
 ) -> None:
-    cluster = parse_cluster(" + ".join(said) + f", {cards}x{gigabits}G")
-    assert is_text(str(cluster))
-    assert parse_cluster(str(cluster)) == cluster
+    cluster = parse_shorthand(" + ".join(said) + f", {cards}x{gigabits}G")
+    assert is_shorthand(str(cluster))
+    assert parse_shorthand(str(cluster)) == cluster
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_what_a_cluster_prints_reads_back_as_the_same_cluster(
 )
 def test_what_is_wrong_is_said_with_the_way_out(text: str, told: str) -> None:
     with pytest.raises(JobError, match=told):
-        parse_cluster(text)
+        parse_shorthand(text)

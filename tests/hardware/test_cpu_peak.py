@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from wanma.hardware.discovery import cpu_peak
-from wanma.hardware.discovery.cpu_peak import measure_cpu_peak, peak_file, stored_cpu_peak
+from wanma.hardware.discovery.cpu_peak import cpu_peak_file, measure_cpu_peak, read_cpu_peak
 from wanma.job.errors import WanmaError
 
 
 @pytest.fixture(autouse=True)
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_peak, "PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(cpu_peak, "SIZE", 512)
+    monkeypatch.setattr(cpu_peak, "MATRIX_SIZE", 512)
 
 
 def test_a_measured_peak_is_read_back_for_the_same_threads_only(tmp_path: Path) -> None:
@@ -25,8 +25,8 @@ def test_a_measured_peak_is_read_back_for_the_same_threads_only(tmp_path: Path) 
     peak = measure_cpu_peak(1, path)
     assert set(peak) == {"fp64", "fp32", "bf16", "fp16"}
     assert all(rate > 1e7 for rate in peak.values())
-    assert stored_cpu_peak(1, path) == peak
-    assert stored_cpu_peak(3, path) == {}
+    assert read_cpu_peak(1, path) == peak
+    assert read_cpu_peak(3, path) == {}
     assert torch.get_num_threads() == before
 
 
@@ -34,7 +34,7 @@ def test_a_slower_measurement_does_not_lower_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = iter([5e9, 5e9, 5e9, 5e9, 2e9, 9e9, 2e9, 2e9])
-    monkeypatch.setattr(cpu_peak, "_probe", lambda _: next(rates))
+    monkeypatch.setattr(cpu_peak, "_measure_precision", lambda _: next(rates))
     path = tmp_path / "peak.json"
     measure_cpu_peak(1, path)
     assert measure_cpu_peak(1, path) == {"fp64": 5e9, "fp32": 9e9, "bf16": 5e9, "fp16": 5e9}
@@ -43,9 +43,9 @@ def test_a_slower_measurement_does_not_lower_the_peak(
 def test_a_damaged_file_holds_nothing_and_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "peak.json"
     path.write_text('{"torn')
-    assert stored_cpu_peak(1, path) == {}
+    assert read_cpu_peak(1, path) == {}
     peak = measure_cpu_peak(1, path)
-    assert stored_cpu_peak(1, path) == peak
+    assert read_cpu_peak(1, path) == peak
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_the_file_lies_in_the_user_s_cache_folder() -> None:
-    assert peak_file({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/wanma/cpu-peak.json")
-    assert peak_file({}) == Path.home() / ".cache/wanma/cpu-peak.json"
+    assert cpu_peak_file({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/wanma/cpu-peak.json")
+    assert cpu_peak_file({}) == Path.home() / ".cache/wanma/cpu-peak.json"
 
 
 def test_reading_the_peak_back_imports_no_torch() -> None:
     code = (
-        "import sys; from wanma.hardware.discovery.cpu_peak import stored_cpu_peak; stored_cpu_peak(1);"
+        "import sys; from wanma.hardware.discovery.cpu_peak import read_cpu_peak; read_cpu_peak(1);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.discovery.node import Gpu, discover, list_gpus, visible
+from wanma.hardware.discovery.node import DiscoveredGpu, discover_node, list_gpus, select_visible
 from wanma.job.cluster import Device
 from wanma.job.errors import WanmaError
 
-GPUS = [Gpu(f"GPU-{letter * 8}", Device("cuda", "NVIDIA H200", 150 << 30, {})) for letter in "abc"]
+GPUS = [DiscoveredGpu(f"GPU-{letter * 8}", Device("cuda", "NVIDIA H200", 150 << 30, {})) for letter in "abc"]
 
 
 class NvmlError(Exception):
@@ -68,7 +68,7 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_without_gpus_is_one_node_with_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([], LibraryNotFoundError("no library")))
-    (node,) = discover({}).nodes
+    (node,) = discover_node({}).nodes
     assert node.devices == ()
     assert node.cores >= 1
     assert node.memory_bytes > 1 << 28
@@ -76,7 +76,7 @@ def test_a_machine_without_gpus_is_one_node_with_cores_and_memory(monkeypatch: p
 
 def test_nvml_devices_come_with_their_catalogue_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H100 80GB HBM3", "NVIDIA Unheard Of"]))
-    known, unknown = discover({}).nodes[0].devices
+    known, unknown = discover_node({}).nodes[0].devices
     assert known.kind == "cuda"
     assert known.memory_bytes == 80 << 30
     assert known.peak_flops_per_second["bf16"] == 989.5e12
@@ -86,9 +86,9 @@ def test_nvml_devices_come_with_their_catalogue_peak(monkeypatch: pytest.MonkeyP
 def test_a_driver_that_fails_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([], NvmlError("GPU is lost")))
     with pytest.raises(WanmaError, match="GPU is lost") as caught:
-        discover({})
+        discover_node({})
     assert "CUDA_VISIBLE_DEVICES=" in caught.value.hint
-    assert discover({"CUDA_VISIBLE_DEVICES": ""}).nodes[0].devices == ()
+    assert discover_node({"CUDA_VISIBLE_DEVICES": ""}).nodes[0].devices == ()
 
 
 def test_nvidia_smi_answers_where_nvml_is_not_installed(
@@ -135,17 +135,17 @@ def test_nvidia_smi_that_fails_otherwise_is_an_error(tmp_path: Path, monkeypatch
     ],
 )
 def test_visible_devices_are_chosen_as_cuda_chooses(setting: str | None, letters: str) -> None:
-    assert "".join(gpu.uuid[4] for gpu in visible(GPUS, setting)) == letters
+    assert "".join(gpu.uuid[4] for gpu in select_visible(GPUS, setting)) == letters
 
 
 def test_discovery_imports_no_torch_and_takes_milliseconds() -> None:
     code = """
 import sys, time
-from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.node import discover_node
 
 def seconds():
     start = time.perf_counter()
-    discover({})
+    discover_node({})
     return time.perf_counter() - start
 
 print(min(seconds() for _ in range(5)))

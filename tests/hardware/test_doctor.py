@@ -9,10 +9,10 @@ import pytest
 
 from support.command import share_compiled
 from wanma.hardware.checks import doctor
-from wanma.hardware.checks.doctor import Finding, examine
-from wanma.hardware.checks.probes import disk_write_seconds, loopback_gloo
+from wanma.hardware.checks.doctor import CheckResult, run_checks
+from wanma.hardware.checks.probes import measure_disk_write_seconds, probe_gloo_loopback
 from wanma.hardware.discovery import cpu_peak
-from wanma.hardware.discovery.network_interfaces import Interface, Way
+from wanma.hardware.discovery.network_interfaces import Interface, NetworkRoute
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,15 @@ def _quick_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "WRITE_PROBE_BYTES", 1 << 20)
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[CheckResult]) -> dict[str, CheckResult]:
     return {finding.name: finding for finding in findings}
 
 
 def test_this_machine_can_train_and_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = by_name(examine(tmp_path / "runs" / "not" / "there"))
+    found = by_name(run_checks(tmp_path / "runs" / "not" / "there"))
     assert found["torch"].status == "ok"
     assert found["collectives"].status == "ok"
-    assert found["Gloo on loopback"] == Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
+    assert found["Gloo on loopback"] == CheckResult("Gloo on loopback", "ok", "two ranks reduced a tensor")
     assert str(tmp_path) in found["disk"].text
     assert "GFLOP/s" in found["CPU peak"].text
     assert found["collectives on one machine"].status == "ok"
@@ -39,25 +39,25 @@ def test_this_machine_can_train_and_the_probe_leaves_nothing_behind(tmp_path: Pa
 
 
 def test_every_problem_comes_with_advice(tmp_path: Path) -> None:
-    assert all(finding.advice for finding in examine(tmp_path) if finding.status != "ok")
+    assert all(finding.remedy for finding in run_checks(tmp_path) if finding.status != "ok")
 
 
 def test_a_missing_compiler_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    finding = doctor._compiler()
+    finding = doctor._check_compiler()
     assert finding.status == "missing"
-    assert "apt-get install g++" in finding.advice
+    assert "apt-get install g++" in finding.remedy
 
 
 def test_collectives_of_one_machine_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._shared_collectives().text == "shared memory (parallel.collectives)"
-    monkeypatch.setattr(doctor, "cpp_compiler", lambda: "/bin/false")
-    refused = doctor._shared_collectives()
+    assert doctor._check_shared_memory_collectives().text == "shared memory (parallel.collectives)"
+    monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: "/bin/false")
+    refused = doctor._check_shared_memory_collectives()
     assert refused.status == "warn"
     assert refused.text.startswith("Gloo, over TCP: /bin/false does not compile group.cpp")
-    monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
-    missing = doctor._shared_collectives()
-    assert (missing.text, missing.advice) == (
+    monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: None)
+    missing = doctor._check_shared_memory_collectives()
+    assert (missing.text, missing.remedy) == (
         "Gloo, over TCP: there is no C++ compiler",
         "apt-get install g++",
     )
@@ -67,47 +67,51 @@ def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.Monke
     import torch
 
     monkeypatch.setattr(torch, "__version__", "2.20.1+cu130")
-    finding = doctor._torch()
+    finding = doctor._check_torch()
     assert finding.status == "warn"
     assert "2.20.1+cu130, outside the proven range 2.11 to 2.13" in finding.text
 
 
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "EXTRAS", {"gpu": ("no_such_module_here", "GPU power")})
-    assert doctor._extras() == [Finding("extra: gpu", "missing", "for GPU power", "pip install 'wanma[gpu]'")]
+    assert doctor._check_extras() == [
+        CheckResult("extra: gpu", "missing", "for GPU power", "pip install 'wanma[gpu]'")
+    ]
 
 
 def test_the_network_is_told_with_the_interface_that_several_machines_would_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = (Interface("eth0", ("10.0.0.5",), True), Interface("lo", ("127.0.0.1",), True))
-    monkeypatch.setattr(doctor, "interfaces", lambda: known)
-    monkeypatch.setattr(doctor, "default_ways", lambda _: [Way("eth0", "10.0.0.5", "by the default route")])
+    monkeypatch.setattr(doctor, "list_interfaces", lambda: known)
+    monkeypatch.setattr(
+        doctor, "default_routes", lambda _: [NetworkRoute("eth0", "10.0.0.5", "by the default route")]
+    )
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
-    network, way, name = doctor._network()
+    network, way, name = doctor._check_network()
     assert network.text == "eth0 10.0.0.5, lo 127.0.0.1"
     assert way.text == "eth0 (10.0.0.5), by the default route; a run takes the route to cluster.rendezvous"
     assert "127.0.1.1 here, where others do not reach it" in name.text
     assert "as cluster.rendezvous it means 10.0.0.5" in name.text
-    monkeypatch.setattr(doctor, "default_ways", lambda _: [])
-    *_, name = doctor._network()
+    monkeypatch.setattr(doctor, "default_routes", lambda _: [])
+    *_, name = doctor._check_network()
     assert "127.0.1.1 here, where other machines do not reach it" in name.text
-    assert "as an address" in name.advice
+    assert "as an address" in name.remedy
 
 
 def test_an_interface_in_the_environment_that_is_not_there_is_pointed_out() -> None:
     known = {"eth0", "ib0", "ib1"}
-    wrong = doctor._network_variables(known, {"GLOO_SOCKET_IFNAME": "eno1"})
+    wrong = doctor._check_network_variables(known, {"GLOO_SOCKET_IFNAME": "eno1"})
     assert [finding.status for finding in wrong] == ["warn"]
     assert wrong[0].text == "GLOO_SOCKET_IFNAME=eno1, and there is no eno1 here"
-    assert "eth0, ib0, ib1" in wrong[0].advice
+    assert "eth0, ib0, ib1" in wrong[0].remedy
     for value in ("ib", "=eth0", "^docker,lo", "ib0,ib1"):
-        assert doctor._network_variables(known, {"NCCL_SOCKET_IFNAME": value}) == []
+        assert doctor._check_network_variables(known, {"NCCL_SOCKET_IFNAME": value}) == []
 
 
 def test_too_many_threads_in_the_environment_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "100000")
-    assert doctor._cores().status == "warn"
+    assert doctor._check_cores().status == "warn"
 
 
 def test_a_place_that_cannot_be_written_is_a_finding_not_a_crash(
@@ -116,8 +120,8 @@ def test_a_place_that_cannot_be_written_is_a_finding_not_a_crash(
     def refuse(folder: Path, size: int) -> float:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(doctor, "disk_write_seconds", refuse)
-    finding = doctor._disk(tmp_path)
+    monkeypatch.setattr(doctor, "measure_disk_write_seconds", refuse)
+    finding = doctor._check_disk(tmp_path)
     assert finding.status == "warn"
     assert finding.text == f"cannot write to {tmp_path}: Permission denied"
 
@@ -125,9 +129,9 @@ def test_a_place_that_cannot_be_written_is_a_finding_not_a_crash(
 def test_the_disk_probe_writes_and_removes_its_file(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
-    assert disk_write_seconds(folder, 1 << 16) > 0
+    assert measure_disk_write_seconds(folder, 1 << 16) > 0
     assert list(folder.iterdir()) == []
 
 
 def test_gloo_reduces_over_the_loopback() -> None:
-    assert loopback_gloo() == ""
+    assert probe_gloo_loopback() == ""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.discovery.cpu_peak import peak_file, stored_cpu_peak
-from wanma.hardware.discovery.first_use_measurement import with_measured_processor
-from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.cpu_peak import cpu_peak_file, read_cpu_peak
+from wanma.hardware.discovery.first_use_measurement import with_measured_cpu_peak
+from wanma.hardware.discovery.node import discover_node
 from wanma.job.cluster import Cluster
 from wanma.job.plan.plan import Plan
-from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.preparation.job_planning import peak_flops_per_second
 
 
@@ -20,7 +20,7 @@ from wanma.planner.preparation.job_planning import peak_flops_per_second
 def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """This machine with no rates of its processor, and nothing kept of it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (node,) = discover().nodes
+    (node,) = discover_node().nodes
     assert node.cpu is not None
     return Cluster((replace(node, devices=(), cpu=replace(node.cpu, peak_flops_per_second={})),))
 
@@ -28,19 +28,19 @@ def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def test_it_is_measured_once_told_and_kept_and_gives_a_run_its_step_time_and_peak(
     unknown: Cluster, tmp_path: Path
 ) -> None:
-    assert machine_of(unknown).unknown
+    assert build_hardware_model(unknown).unknown
     told: list[str] = []
-    known = with_measured_processor(unknown, told.append, {})
+    known = with_measured_cpu_peak(unknown, told.append, {})
     (node,) = known.nodes
     assert node.cpu is not None
     assert node.cpu.peak_flops_per_second["fp32"] > 1e8
     assert "are not in the catalogue: measured once, in " in told[0]
-    assert str(peak_file()) in told[0]
-    assert machine_of(known).unknown == ""
-    assert with_measured_processor(known, told.append, {}) == known
+    assert str(cpu_peak_file()) in told[0]
+    assert build_hardware_model(known).unknown == ""
+    assert with_measured_cpu_peak(known, told.append, {}) == known
     assert len(told) == 1
     half = Plan(threads_per_rank=node.cores) if node.cores == 1 else Plan(threads_per_rank=node.cores // 2)
-    whole = stored_cpu_peak(node.cores)["fp32"]
+    whole = read_cpu_peak(node.cores)["fp32"]
     assert peak_flops_per_second(half, known) == pytest.approx(whole * half.threads_per_rank / node.cores)
 
 
@@ -50,12 +50,12 @@ def test_where_it_cannot_be_kept_the_reason_is_told(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     told: list[str] = []
-    assert with_measured_processor(unknown, told.append, {}) == unknown
+    assert with_measured_cpu_peak(unknown, told.append, {}) == unknown
     assert "could not be measured: " in told[0]
     assert "cannot keep the measured CPU peak" in told[0]
 
 
 def test_a_switch_turns_it_off(unknown: Cluster) -> None:
     told: list[str] = []
-    assert with_measured_processor(unknown, told.append, {"WANMA_MEASURE_CPU": "0"}) == unknown
+    assert with_measured_cpu_peak(unknown, told.append, {"WANMA_MEASURE_CPU": "0"}) == unknown
     assert told == []

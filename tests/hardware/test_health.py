@@ -8,18 +8,25 @@ import pytest
 import torch
 
 from wanma.hardware.checks import device_check
-from wanma.hardware.checks.device_check import DEPTH, PERIOD, Extent, check_device, expected_product, factors
-from wanma.job.errors import UnfitError
+from wanma.hardware.checks.device_check import (
+    INNER_SIZE,
+    PATTERN_PERIOD,
+    CheckSize,
+    build_factors,
+    check_device,
+    expected_product,
+)
+from wanma.job.errors import HealthCheckError
 
 CPU = torch.device("cpu")
-LITTLE = Extent(rows=2 * PERIOD, rounds=2, seconds=0.0, memory_bytes=1 << 16)
+LITTLE = CheckSize(rows=2 * PATTERN_PERIOD, min_rounds=2, min_seconds=0.0, memory_bytes=1 << 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [PERIOD, 5 * PERIOD])
+@pytest.mark.parametrize("rows", [PATTERN_PERIOD, 5 * PATTERN_PERIOD])
 def test_the_known_product_is_the_product_in_every_format(rows: int, dtype: torch.dtype) -> None:
-    left, right = factors(rows, CPU, dtype)
-    assert (left.shape, right.shape) == ((rows, DEPTH), (DEPTH, rows))
+    left, right = build_factors(rows, CPU, dtype)
+    assert (left.shape, right.shape) == ((rows, INNER_SIZE), (INNER_SIZE, rows))
     assert sorted(left.unique().tolist()) == sorted(right.unique().tolist()) == [-1, 0, 1]
     exact = (left.double()[:, :, None] * right.double()[None]).sum(1)
     assert torch.equal(exact, expected_product(rows).double())
@@ -42,22 +49,22 @@ def test_one_wrong_number_of_a_product_is_shown_beside_the_right_one(monkeypatch
         found[3, 7] += 1
         return found
 
-    monkeypatch.setattr(device_check, "product", product)
+    monkeypatch.setattr(device_check, "multiply", product)
     right = int(expected_product(32)[3, 7])
-    with pytest.raises(UnfitError) as caught:
+    with pytest.raises(HealthCheckError) as caught:
         check_device(CPU, LITTLE)
     assert caught.value.message == (
         "cpu: a product of two torch.float32 matrices that is known came out wrong in round 1: "
         f"1 of 1,024 numbers, first at [3, 7]: {float(right + 1)}, not {float(right)}"
     )
     assert "cluster.health_check = 'never'" in caught.value.hint
-    assert isinstance(pickle.loads(pickle.dumps(caught.value)), UnfitError)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), HealthCheckError)
 
 
 def test_a_later_round_counts_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter([0, 1])
-    monkeypatch.setattr(device_check, "product", lambda left, right: left @ right + next(rounds))
-    with pytest.raises(UnfitError, match=r"in round 2: 1,024 of 1,024 numbers"):
+    monkeypatch.setattr(device_check, "multiply", lambda left, right: left @ right + next(rounds))
+    with pytest.raises(HealthCheckError, match=r"in round 2: 1,024 of 1,024 numbers"):
         check_device(CPU, LITTLE)
 
 
@@ -74,7 +81,7 @@ def test_a_bit_that_stays_0_is_found_by_the_pattern_that_sets_it(
 
     monkeypatch.setattr(torch.Tensor, "fill_", stuck)
     with pytest.raises(
-        UnfitError, match=rf"memory does not hold the pattern {pattern}: 1 of 8,192 numbers.*\[11\]"
+        HealthCheckError, match=rf"memory does not hold the pattern {pattern}: 1 of 8,192 numbers.*\[11\]"
     ):
         check_device(CPU, LITTLE)
 
@@ -89,6 +96,6 @@ def test_two_addresses_that_are_one_place_are_found(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.Tensor, "copy_", folded)
     with pytest.raises(
-        UnfitError, match=r"memory does not hold what was written.* first at \[5\]: 4101, not 5"
+        HealthCheckError, match=r"memory does not hold what was written.* first at \[5\]: 4101, not 5"
     ):
         check_device(CPU, LITTLE)

@@ -7,16 +7,16 @@ import socket
 import pytest
 
 from wanma.hardware.discovery.network_interfaces import (
-    ANYWHERE,
+    DOCUMENTATION_ADDRESSES,
     Interface,
-    Way,
+    NetworkRoute,
     check_interface,
-    default_ways,
-    interfaces,
+    default_routes,
+    find_route_from,
+    find_route_to,
+    format_route,
+    list_interfaces,
     local_address,
-    way_from,
-    way_text,
-    way_to,
 )
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
@@ -34,34 +34,34 @@ ROUTES = {
     "fd00::1": "fd00::5",
     "127.0.0.1": "127.0.0.1",
     "10.9.9.9": "10.255.0.1",
-    ANYWHERE[0]: "10.0.0.5",
-    ANYWHERE[1]: "fd00::5",
+    DOCUMENTATION_ADDRESSES[0]: "10.0.0.5",
+    DOCUMENTATION_ADDRESSES[1]: "fd00::5",
 }
 
 
 @pytest.mark.parametrize(
     ("other", "way"),
     [
-        ("10.0.0.1", Way("eth0", "10.0.0.5", "by the route to 10.0.0.1")),
-        ("192.168.7.1", Way("eth1", "192.168.7.5", "by the route to 192.168.7.1")),
-        ("fd00::1", Way("eth0", "fd00::5", "by the route to fd00::1")),
-        ("127.0.0.1", Way("lo", "127.0.0.1", "by the route to 127.0.0.1")),
-        ("10.9.9.9", Way(None, "10.255.0.1", "by the route to 10.9.9.9")),
+        ("10.0.0.1", NetworkRoute("eth0", "10.0.0.5", "by the route to 10.0.0.1")),
+        ("192.168.7.1", NetworkRoute("eth1", "192.168.7.5", "by the route to 192.168.7.1")),
+        ("fd00::1", NetworkRoute("eth0", "fd00::5", "by the route to fd00::1")),
+        ("127.0.0.1", NetworkRoute("lo", "127.0.0.1", "by the route to 127.0.0.1")),
+        ("10.9.9.9", NetworkRoute(None, "10.255.0.1", "by the route to 10.9.9.9")),
         ("10.8.8.8", None),
     ],
 )
-def test_the_route_decides(other: str, way: Way | None) -> None:
-    assert way_to(other, known=TABLE, route=ROUTES.get) == way
+def test_the_route_decides(other: str, way: NetworkRoute | None) -> None:
+    assert find_route_to(other, known_interfaces=TABLE, lookup_address=ROUTES.get) == way
 
 
 def test_a_way_to_containers_is_never_taken_unasked() -> None:
     with pytest.raises(WanmaError, match=r"172\.17\.0\.1 is reached through docker0") as refused:
-        way_to("172.17.0.1", known=TABLE, route=ROUTES.get)
+        find_route_to("172.17.0.1", known_interfaces=TABLE, lookup_address=ROUTES.get)
     assert "network that the machines share (eth0, eth1 here)" in refused.value.hint
     assert "cluster.network_interface = 'docker0'" in refused.value.hint
     assert refused.value.exit_code == EXIT_USAGE
-    asked = way_to("172.17.0.1", "docker0", TABLE, ROUTES.get)
-    assert asked == Way("docker0", "172.17.0.1", "cluster.network_interface")
+    asked = find_route_to("172.17.0.1", "docker0", TABLE, ROUTES.get)
+    assert asked == NetworkRoute("docker0", "172.17.0.1", "cluster.network_interface")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_named_interface_that_cannot_be_used_is_refused_with_those_there_are(
     name: str, problem: str
 ) -> None:
     with pytest.raises(WanmaError) as refused:
-        way_to("10.0.0.1", name, TABLE, ROUTES.get)
+        find_route_to("10.0.0.1", name, TABLE, ROUTES.get)
     assert refused.value.message == f"cluster.network_interface: {problem}"
     assert "eth0 (10.0.0.5, fd00::5, fe80::5, up)" in refused.value.hint
     assert "ib0 (172.16.0.5, down)" in refused.value.hint
@@ -108,41 +108,47 @@ def test_a_named_interface_that_cannot_be_used_is_refused_with_those_there_are(
 
 def test_a_named_interface_has_an_address_of_the_others_family() -> None:
     for other, address in (("10.0.0.1", "10.0.0.5"), ("fd00::1", "fd00::5")):
-        assert way_to(other, "eth0", TABLE, ROUTES.get) == Way("eth0", address, "cluster.network_interface")
-    only = way_to("fd00::1", "eth1", TABLE, ROUTES.get)
-    assert only == Way("eth1", "192.168.7.5", "cluster.network_interface"), "it has no other"
+        assert find_route_to(other, "eth0", TABLE, ROUTES.get) == NetworkRoute(
+            "eth0", address, "cluster.network_interface"
+        )
+    only = find_route_to("fd00::1", "eth1", TABLE, ROUTES.get)
+    assert only == NetworkRoute("eth1", "192.168.7.5", "cluster.network_interface"), "it has no other"
 
 
 def test_an_address_of_this_machine_tells_its_interface() -> None:
-    assert way_from("192.168.7.5", known=TABLE).interface == "eth1"
-    assert way_from("127.0.1.1", known=TABLE).interface == "lo", "all of 127.0.0.0/8 is the loopback's"
-    assert way_from("203.0.113.1", known=TABLE).interface is None
-    assert way_from("127.0.0.1", "eth1", TABLE) == Way("eth1", "192.168.7.5", "cluster.network_interface")
+    assert find_route_from("192.168.7.5", known_interfaces=TABLE).interface == "eth1"
+    assert find_route_from("127.0.1.1", known_interfaces=TABLE).interface == "lo", (
+        "all of 127.0.0.0/8 is the loopback's"
+    )
+    assert find_route_from("203.0.113.1", known_interfaces=TABLE).interface is None
+    assert find_route_from("127.0.0.1", "eth1", TABLE) == NetworkRoute(
+        "eth1", "192.168.7.5", "cluster.network_interface"
+    )
 
 
 def test_default_routes_are_those_to_addresses_that_nobody_has() -> None:
-    ways = default_ways(TABLE, ROUTES.get)
+    ways = default_routes(TABLE, ROUTES.get)
     assert [str(way) for way in ways] == [
         "eth0 (10.0.0.5), by the default route",
         "eth0 (fd00::5), by the default route",
     ]
-    assert default_ways(TABLE, lambda _: None) == []
+    assert default_routes(TABLE, lambda _: None) == []
 
 
 def test_what_the_user_has_set_is_told_with_what_counts() -> None:
-    route = Way("eth0", "10.0.0.5", "by the route to 10.0.0.1")
-    named = Way("eth1", "192.168.7.5", "cluster.network_interface")
+    route = NetworkRoute("eth0", "10.0.0.5", "by the route to 10.0.0.1")
+    named = NetworkRoute("eth1", "192.168.7.5", "cluster.network_interface")
     environment = {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert way_text(route, {}) == "eth0 (10.0.0.5), by the route to 10.0.0.1"
-    assert way_text(route, environment) == "what is set: GLOO_SOCKET_IFNAME=ib0"
-    assert way_text(named, environment) == (
+    assert format_route(route, {}) == "eth0 (10.0.0.5), by the route to 10.0.0.1"
+    assert format_route(route, environment) == "what is set: GLOO_SOCKET_IFNAME=ib0"
+    assert format_route(named, environment) == (
         "eth1 (192.168.7.5), cluster.network_interface, which counts before GLOO_SOCKET_IFNAME=ib0"
     )
 
 
 def test_this_machine_has_a_loopback_that_leads_to_itself() -> None:
-    assert {one.name for one in interfaces()} == {name for _, name in socket.if_nameindex()}
-    (loopback,) = (one for one in interfaces() if one.is_loopback)
+    assert {one.name for one in list_interfaces()} == {name for _, name in socket.if_nameindex()}
+    (loopback,) = (one for one in list_interfaces() if one.is_loopback)
     assert loopback.is_up
     assert loopback.addresses[0] == "127.0.0.1"
     assert local_address("127.0.0.1") == "127.0.0.1"

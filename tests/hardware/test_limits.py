@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from wanma.hardware.discovery.resource_limits import (
+    count_oom_kills,
     cpu_model,
-    memory_kills,
     usable_cores,
     usable_memory_bytes,
 )
@@ -107,7 +107,7 @@ def test_the_killer_s_count_is_the_group_s_or_the_machine_s(
     tmp_path: Path, files: dict[str, str], kills: int | None
 ) -> None:
     write(tmp_path, files)
-    assert memory_kills(tmp_path) == kills
+    assert count_oom_kills(tmp_path) == kills
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.cluster_file.node_builder import Cards
-from wanma.hardware.discovery.nics import network_cards
+from wanma.hardware.cluster_file.node_builder import Nics
+from wanma.hardware.discovery.nics import detect_nics
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -28,19 +28,19 @@ def test_active_infiniband_of_the_fastest_kind_counts(tmp_path: Path) -> None:
     for number in range(8):
         files |= infiniband(f"mlx5_{number}", "400")
     files |= infiniband("mlx5_8", "400", "1: DOWN") | infiniband("mlx5_9", "25")
-    assert network_cards(write(tmp_path, files)) == Cards(8, 400e9)
+    assert detect_nics(write(tmp_path, files)) == Nics(8, 400e9)
 
 
 @pytest.mark.parametrize(
     ("speed", "device", "cards"),
-    [("25000\n", True, Cards(1, 25e9)), ("-1\n", True, None), ("25000\n", False, None)],
+    [("25000\n", True, Nics(1, 25e9)), ("-1\n", True, None), ("25000\n", False, None)],
 )
 def test_ethernet_counts_where_a_real_card_tells_its_speed(
-    speed: str, device: bool, cards: Cards | None, tmp_path: Path
+    speed: str, device: bool, cards: Nics | None, tmp_path: Path
 ) -> None:
     files = {"net/eth0/speed": speed} | ({"net/eth0/device": ""} if device else {})
-    assert network_cards(write(tmp_path, files)) == cards
+    assert detect_nics(write(tmp_path, files)) == cards
 
 
 def test_a_machine_that_tells_nothing_has_unknown_cards(tmp_path: Path) -> None:
-    assert network_cards(tmp_path) is None
+    assert detect_nics(tmp_path) is None

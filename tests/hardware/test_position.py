@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.cluster_file.export import to_toml
-from wanma.hardware.cluster_file.host_list import expand_hosts
-from wanma.hardware.cluster_file.reader import load_cluster
-from wanma.hardware.discovery.topology_address import Position, position_of
+from wanma.hardware.cluster_file.export import export_cluster
+from wanma.hardware.cluster_file.host_list import expand_host_list
+from wanma.hardware.cluster_file.reader import load_cluster_file
+from wanma.hardware.discovery.topology_address import TopologyAddress, resolve_topology_address
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.sections.job import ClusterSection
@@ -37,39 +37,49 @@ def file(tmp_path: Path) -> str:
 
 def test_the_users_word_counts_first_then_the_cluster_file_then_slurm(file: str) -> None:
     named = ClusterSection(file=file, topology_address="rack-3/switch-1")
-    assert position_of(named, SLURM, "a02") == Position("rack-3/switch-1", "cluster.topology_address")
-    listed = position_of(ClusterSection(file=file), SLURM, "a02")
-    assert listed == Position("0/1", f"number 2 of old's hosts in {file}")
-    assert position_of(ClusterSection(), SLURM) == Position("s0.s4.node7", "SLURM_TOPOLOGY_ADDR")
-    assert str(position_of(ClusterSection(), {})) == "unknown"
+    assert resolve_topology_address(named, SLURM, "a02") == TopologyAddress(
+        "rack-3/switch-1", "cluster.topology_address"
+    )
+    listed = resolve_topology_address(ClusterSection(file=file), SLURM, "a02")
+    assert listed == TopologyAddress("0/1", f"number 2 of old's hosts in {file}")
+    assert resolve_topology_address(ClusterSection(), SLURM) == TopologyAddress(
+        "s0.s4.node7", "SLURM_TOPOLOGY_ADDR"
+    )
+    assert str(resolve_topology_address(ClusterSection(), {})) == "unknown"
 
 
 def test_hosts_are_numbered_in_the_order_of_the_file_whatever_the_domain(file: str) -> None:
     section = ClusterSection(file=file)
     names = ["a01", "a03.cluster.example", "b1", "gpu2", "gpu1.lab"]
-    assert [position_of(section, {}, name).text for name in names] == ["0/0", "0/2", "0/3", "1/0", "1/1"]
+    assert [resolve_topology_address(section, {}, name).path for name in names] == [
+        "0/0",
+        "0/2",
+        "0/3",
+        "1/0",
+        "1/1",
+    ]
 
 
 def test_a_machine_that_the_file_does_not_list_is_told(file: str) -> None:
     with pytest.raises(JobError, match="lists hosts, and this machine, c9, is none of them") as refused:
-        position_of(ClusterSection(file=file), {}, "c9")
+        resolve_topology_address(ClusterSection(file=file), {}, "c9")
     assert "cluster.topology_address" in refused.value.hint
 
 
 def test_a_file_without_hosts_says_nothing_of_places(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[[nodes]]\ncores = 8\ncount = 2\n")
-    assert position_of(ClusterSection(file=str(path)), SLURM, "any").text == "s0.s4.node7"
-    assert position_of(ClusterSection(file="2x8 H100 SXM, 4x100G"), {}, "any").text == ""
+    assert resolve_topology_address(ClusterSection(file=str(path)), SLURM, "any").path == "s0.s4.node7"
+    assert resolve_topology_address(ClusterSection(file="2x8 H100 SXM, 4x100G"), {}, "any").path == ""
 
 
 def test_hosts_count_the_machines_and_survive_being_written_and_read(file: str, tmp_path: Path) -> None:
-    cluster = load_cluster(Path(file))
+    cluster = load_cluster_file(Path(file))
     assert [node.count for node in cluster.nodes] == [4, 2]
     assert cluster.nodes[0].hosts == ("a01", "a02", "a03", "b1")
     again = tmp_path / "again.toml"
-    again.write_text(to_toml(cluster))
-    assert load_cluster(again) == cluster
+    again.write_text(export_cluster(cluster))
+    assert load_cluster_file(again) == cluster
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
@@ -86,7 +96,7 @@ def test_wrong_hosts_are_refused_with_their_line(hosts: str, problem: str, tmp_p
     path = tmp_path / "cluster.toml"
     path.write_text(f"[[nodes]]\ncores = 8\n{hosts}\n")
     with pytest.raises(JobError) as refused:
-        load_cluster(path)
+        load_cluster_file(path)
     assert problem.removeprefix("nodes[0].hosts: ") in str(refused.value)
 
 
@@ -100,4 +110,4 @@ def test_wrong_hosts_are_refused_with_their_line(hosts: str, problem: str, tmp_p
     ],
 )
 def test_lists_of_machines_are_written_as_slurm_writes_them(text: str, names: list[str]) -> None:
-    assert list(expand_hosts(text)) == names
+    assert list(expand_host_list(text)) == names

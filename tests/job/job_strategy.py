@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from wanma.job.sections.base import Section
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import ClusterSection, Job, ModelSection, TrainSection
-from wanma.job.sections.observe import ObserveSection, why_no_name
+from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
 from wanma.job.sections.parallel import ParallelSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
@@ -43,7 +43,9 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "min_nodes": st.sampled_from([None, 1]),
         "rendezvous": st.sampled_from([None, "host:1", "[::1]:65535"]),
     },
-    ObserveSection: {"name": st.one_of(st.none(), text.filter(lambda name: why_no_name(name) is None))},
+    ObserveSection: {
+        "name": st.one_of(st.none(), text.filter(lambda name: invalid_run_name_reason(name) is None))
+    },
 }
 """Limits of values beyond their types."""
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.job.errors import JobError
 
 H100 = Device("cuda", "H100", 80 * 10**9, {"bf16": 989e12}, 3350e9, 700.0)
-NVLINK = Level("NVLink", 450e9, 6e-7)
-RACK, SPINE = Level("rack", 50e9, 2e-6, 16), Level("spine", 25e9, 4e-6)
-BOX = Node("box", 64, 10**12, (H100,) * 8, 12_500, (NVLINK,), (RACK, SPINE), 8, 50e9)
+NVLINK = InterconnectLevel("NVLink", 450e9, 6e-7)
+RACK, SPINE = InterconnectLevel("rack", 50e9, 2e-6, 16), InterconnectLevel("spine", 25e9, 4e-6)
+BOX = NodeGroup("box", 64, 10**12, (H100,) * 8, 12_500, (NVLINK,), (RACK, SPINE), 8, 50e9)
 
 
 def test_a_hundred_thousand_devices_are_one_node_with_a_count() -> None:
@@ -27,26 +27,26 @@ def test_a_hundred_thousand_devices_are_one_node_with_a_count() -> None:
 
 
 def test_neighbours_reach_each_other_over_the_nearest_level_that_holds_them() -> None:
-    assert BOX.level_inside(8) == NVLINK
-    assert BOX.level_between(16) == RACK
-    assert BOX.level_between(17) == SPINE
-    assert replace(BOX, network=(RACK,)).level_between(17) is None
+    assert BOX.intra_node_level(8) == NVLINK
+    assert BOX.inter_node_level(16) == RACK
+    assert BOX.inter_node_level(17) == SPINE
+    assert replace(BOX, network=(RACK,)).inter_node_level(17) is None
 
 
 def test_unlike_machines_meet_at_the_slower_bandwidth_and_the_longer_latency() -> None:
-    other = replace(BOX, network=(Level("network", 12.5e9, 1e-6),))
-    assert Cluster((BOX, other)).level_across() == Level("network", 12.5e9, 4e-6)
-    assert Cluster((BOX, replace(other, network=()))).level_across() is None
-    wan = Level("wan", 1e9, 0.01)
-    assert Cluster((BOX, other), wan).level_across() == wan
+    other = replace(BOX, network=(InterconnectLevel("network", 12.5e9, 1e-6),))
+    assert Cluster((BOX, other)).inter_group_level() == InterconnectLevel("network", 12.5e9, 4e-6)
+    assert Cluster((BOX, replace(other, network=()))).inter_group_level() is None
+    wan = InterconnectLevel("wan", 1e9, 0.01)
+    assert Cluster((BOX, other), wan).inter_group_level() == wan
 
 
 def test_a_cluster_prints_as_one_line() -> None:
     few = replace(BOX, count=8)
     assert str(Cluster((few,))) == "8 nodes of 8 × H100, 8 × 400G"
-    other = Node("old", 8, 10**11, (H100,), 1)
+    other = NodeGroup("old", 8, 10**11, (H100,), 1)
     assert str(Cluster((few, other))) == "8 nodes of 8 × H100, 8 × 400G + 1 node of 1 × H100"
-    assert str(Cluster((Node("laptop", 8, 10**10, ()),))) == "1 node of 8 cores"
+    assert str(Cluster((NodeGroup("laptop", 8, 10**10, ()),))) == "1 node of 8 cores"
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_a_cluster_without_machines_is_refused() -> None:
 def test_json_of_an_older_run_lacks_what_was_not_known_then_and_nothing_unknown_passes() -> None:
     device = {"kind": "cuda", "name": "A", "memory_bytes": 5, "peak_flops_per_second": {}}
     old = {"nodes": [{"name": "n", "cores": 2, "memory_bytes": 9, "devices": [device]}]}
-    assert Cluster.from_json(old) == Cluster((Node("n", 2, 9, (Device("cuda", "A", 5, {}),)),))
+    assert Cluster.from_json(old) == Cluster((NodeGroup("n", 2, 9, (Device("cuda", "A", 5, {}),)),))
     with pytest.raises(ValueError, match=r"unknown node fields \['gpus'\]"):
         Cluster.from_json({"nodes": [{"gpus": 2}]})
 
 
-levels = st.builds(Level, st.text(), st.floats(1, 1e12), st.floats(0, 1))
+levels = st.builds(InterconnectLevel, st.text(), st.floats(1, 1e12), st.floats(0, 1))
 
 
 @given(
@@ -87,9 +87,11 @@ levels = st.builds(Level, st.text(), st.floats(1, 1e12), st.floats(0, 1))
     st.lists(levels, max_size=3),
     st.none() | levels,
 )
-def test_json_and_back_is_the_same_cluster(device: Device, links: list[Level], between: Level | None) -> None:
+def test_json_and_back_is_the_same_cluster(
+    device: Device, links: list[InterconnectLevel], between: InterconnectLevel | None
+) -> None:
     rising = tuple(replace(level, size=2**power) for power, level in enumerate(links, 1))
-    node = Node("n", 3, 7, (device,) * 2, 9, rising, rising, 4, 1.5e9, device, 12.5)
-    cluster = Cluster((node, Node("m", 1, 1, ())), between)
+    node = NodeGroup("n", 3, 7, (device,) * 2, 9, rising, rising, 4, 1.5e9, device, 12.5)
+    cluster = Cluster((node, NodeGroup("m", 1, 1, ())), between)
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
     assert hash(pickle.loads(pickle.dumps(cluster))) == hash(cluster)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.job.errors import EXIT_USAGE, JobError
-from wanma.job.file.loading import job_from, load_job
-from wanma.job.file.schema import keys
+from wanma.job.file.loading import load_job, to_job
+from wanma.job.file.schema import schema_keys
 from wanma.job.sections.job import Job, ModelSection
 
 MODEL = '[model]\npreset = "gpt-10m"\n'
@@ -234,25 +234,34 @@ def test_null_may_unset_a_key_but_not_hide_inside_arguments(tmp_path: Path) -> N
 
 
 def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
-    job = job_from({"model": {"preset": "gpt-10m"}, "train": {"betas": (0.5, 0.6)}, "parallel": "auto"})
+    job = to_job({"model": {"preset": "gpt-10m"}, "train": {"betas": (0.5, 0.6)}, "parallel": "auto"})
     assert (job.train.betas, job.parallel.auto) == ((0.5, 0.6), True)
-    assert job_from(job) is job
-    assert job_from({"model": ModelSection(preset="x")}) == Job(model=ModelSection(preset="x"))
-    assert job_from(job, ["train.steps=2"]).train.steps == 2
-    assert job_from(str(write(tmp_path, MODEL))).model.preset == "gpt-10m"
+    assert to_job(job) is job
+    assert to_job({"model": ModelSection(preset="x")}) == Job(model=ModelSection(preset="x"))
+    assert to_job(job, ["train.steps=2"]).train.steps == 2
+    assert to_job(str(write(tmp_path, MODEL))).model.preset == "gpt-10m"
 
 
 def test_python_is_told_what_a_job_cannot_hold() -> None:
     with pytest.raises(JobError, match="cannot be made from int"):
-        job_from(3)  # type: ignore[arg-type]  # the mistake under test
+        to_job(3)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(JobError, match=r"model\.arguments\.x is of type object; use text, numbers"):
-        job_from({"model": {"factory": "a:b", "arguments": {"x": object()}}})
+        to_job({"model": {"factory": "a:b", "arguments": {"x": object()}}})
     with pytest.raises(JobError, match="the name 3 must be text"):
-        job_from({"model": {"factory": "a:b", "arguments": {3: 4}}})
+        to_job({"model": {"factory": "a:b", "arguments": {3: 4}}})
 
 
 _WORDS = st.sampled_from(
-    [*Job.model_fields, *{key.name for key in keys().values()}, "", "0", "stpes", "none", "décor", "a b"]
+    [
+        *Job.model_fields,
+        *{key.name for key in schema_keys().values()},
+        "",
+        "0",
+        "stpes",
+        "none",
+        "décor",
+        "a b",
+    ]
 )
 _ANYTHING = st.recursive(
     st.one_of(
@@ -279,7 +288,7 @@ def test_whatever_is_given_becomes_a_job_or_one_message(
     tables: dict[str, Any], overrides: list[tuple[str, str, str]]
 ) -> None:
     try:
-        job = job_from(tables, [f"{section}.{key}={value}" for section, key, value in overrides])
+        job = to_job(tables, [f"{section}.{key}={value}" for section, key, value in overrides])
     except JobError:
         return
     assert isinstance(job, Job)

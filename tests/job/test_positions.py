@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.file.key_lines import KeyPath, toml_lines, yaml_lines
+from wanma.job.file.key_lines import KeyPath, toml_key_lines, yaml_key_lines
 
 TEXT = r'''
 top = 1  # [not.a.table]
@@ -46,7 +46,7 @@ o = 2
 
 
 def test_every_key_of_a_hard_file_is_found_on_its_line() -> None:
-    found = toml_lines(TEXT)
+    found = toml_key_lines(TEXT)
     expected: dict[KeyPath, int] = {
         ("top",): 2,
         ("quoted key",): 3,
@@ -95,7 +95,7 @@ def test_each_key_of_any_file_is_found_on_the_line_it_was_written_on(
 
     lines = [f"{toml_value(key)} = {toml_value(value)}" for key, value in tables.items()]
     text = ("\n" * (gap + 1)).join(lines)
-    found = toml_lines(text)
+    found = toml_key_lines(text)
     assert set(found) == set(paths(tomllib.loads(text)))
     for index, key in enumerate(tables):
         assert found[(key,)] == 1 + index * (gap + 1)
@@ -103,7 +103,7 @@ def test_each_key_of_any_file_is_found_on_the_line_it_was_written_on(
 
 def test_yaml_marks_give_the_lines_of_mappings_and_sequences() -> None:
     text = "a: 1\nb:\n  c:\n    - d: 2\n      e: [3,\n        4]\n"
-    assert yaml_lines(yaml.compose(text)) == {
+    assert yaml_key_lines(yaml.compose(text)) == {
         ("a",): 1,
         ("b",): 2,
         ("b", "c"): 3,
@@ -116,4 +116,4 @@ def test_yaml_marks_give_the_lines_of_mappings_and_sequences() -> None:
 
 
 def test_a_yaml_anchor_that_holds_itself_ends() -> None:
-    assert yaml_lines(yaml.compose("a: &x\n  b: *x\n")) == {("a",): 1, ("a", "b"): 2}
+    assert yaml_key_lines(yaml.compose("a: &x\n  b: *x\n")) == {("a",): 1, ("a", "b"): 2}

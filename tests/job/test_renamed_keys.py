@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from, load_job, load_recorded_job
+from wanma.job.file.loading import load_job, load_recorded_job, to_job
 from wanma.job.file.renamed_keys import KEYS, VALUES, renamings, with_new_names
-from wanma.job.file.schema import keys
+from wanma.job.file.schema import schema_keys
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 
@@ -22,7 +22,7 @@ OLD_VALUES = [(key, old, new) for key, values in VALUES.items() for old, new in 
 
 def refusal(job: Any, *overrides: str) -> str:
     with pytest.raises(JobError) as caught:
-        job_from(job, overrides)
+        to_job(job, overrides)
     return str(caught.value)
 
 
@@ -39,17 +39,17 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def test_old_names_are_gone_and_new_ones_exist() -> None:
-    assert set(KEYS.values()) | set(VALUES) <= set(keys())
-    assert not set(KEYS) & set(keys())
+    assert set(KEYS.values()) | set(VALUES) <= set(schema_keys())
+    assert not set(KEYS) & set(schema_keys())
     for key, old, new in OLD_VALUES:
-        assert new in keys()[key].choices
-        assert old not in keys()[key].choices
+        assert new in schema_keys()[key].choices
+        assert old not in schema_keys()[key].choices
 
 
 @pytest.mark.parametrize(("old", "new"), KEYS.items())
 def test_an_old_key_is_refused_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
     section, name = old.split(".")
-    value = keys()[new].default
+    value = schema_keys()[new].default
     text = f"'{old}' is renamed to '{new}'"
     path = tmp_path / "gpt.toml"
     path.write_text(f'{MODEL}\n[{section}]\n{name} = "x"\n' if section != "model" else f"{MODEL}{name} = 1\n")

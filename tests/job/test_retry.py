@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.job.errors import WanmaError
-from wanma.job.retry import Patience, RetriedFile, is_permanent, pauses, retry
+from wanma.job.retry import RetryingFile, RetryPolicy, backoff_delays, is_permanent, retry
 
-QUICK = Patience(tries=4, deadline_seconds=60, first_pause_seconds=0.001, longest_pause_seconds=0.002)
+QUICK = RetryPolicy(
+    max_attempts=4, deadline_seconds=60, initial_backoff_seconds=0.001, max_backoff_seconds=0.002
+)
 
 
 class Flaky:
@@ -75,7 +77,9 @@ def test_unknown_errors_of_a_storage_library_may_pass() -> None:
 
 def test_no_try_begins_after_the_deadline() -> None:
     flaky = Flaky(99, TimeoutError("slow"))
-    patience = Patience(tries=99, deadline_seconds=0.15, first_pause_seconds=0.04, longest_pause_seconds=0.04)
+    patience = RetryPolicy(
+        max_attempts=99, deadline_seconds=0.15, initial_backoff_seconds=0.04, max_backoff_seconds=0.04
+    )
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         retry(flaky, patience)
@@ -89,7 +93,7 @@ def test_a_stop_ends_a_long_pause_and_nothing_is_tried_again() -> None:
     threading.Timer(0.05, stop.set).start()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        retry(flaky, Patience(first_pause_seconds=60), stop=stop)
+        retry(flaky, RetryPolicy(initial_backoff_seconds=60), stop=stop)
     assert time.monotonic() - began < 10
     assert flaky.calls == 1
 
@@ -103,8 +107,8 @@ def test_a_stop_ends_a_long_pause_and_nothing_is_tried_again() -> None:
 def test_pauses_double_up_to_the_longest_and_are_drawn_apart(
     tries: int, first: float, longest: float, seed: int
 ) -> None:
-    patience = Patience(tries, 1e9, first, longest)
-    found = list(pauses(patience, random.Random(seed)))
+    patience = RetryPolicy(tries, 1e9, first, longest)
+    found = list(backoff_delays(patience, random.Random(seed)))
     assert len(found) == tries
     assert found[-1] is None
     for number, pause in enumerate(found[:-1]):
@@ -132,7 +136,7 @@ class Torn(io.BytesIO):
         return super().read(size)
 
 
-def read_all(file: RetriedFile) -> bytes:
+def read_all(file: RetryingFile) -> bytes:
     with file:
         return b"".join(iter(lambda: file.read(4), b""))
 
@@ -148,7 +152,7 @@ def test_a_file_is_read_on_from_where_it_was_after_a_failure_that_passes() -> No
         opened.append(Torn(b"0123456789", errors))
         return opened[-1]
 
-    assert read_all(RetriedFile(open_file, QUICK)) == b"0123456789"
+    assert read_all(RetryingFile(open_file, QUICK)) == b"0123456789"
     assert len(opened) == 4, "opened, failed to open, opened, opened"
     assert all(file.closed for file in (opened[0], *opened[2:]))
 
@@ -158,10 +162,10 @@ def test_a_file_that_is_gone_or_fails_too_often_is_an_error() -> None:
         raise FileNotFoundError("x")
 
     with pytest.raises(FileNotFoundError):
-        RetriedFile(missing, QUICK)
+        RetryingFile(missing, QUICK)
     errors: list[Exception] = [OSError(f"number {number}") for number in range(9)]
-    file = RetriedFile(lambda: Torn(b"0123456789", errors), QUICK)
+    file = RetryingFile(lambda: Torn(b"0123456789", errors), QUICK)
     assert file.read(4) == b"0123"
     with pytest.raises(OSError, match="number") as caught:
         file.read(4)
-    assert f"after {QUICK.tries} tries" in caught.value.__notes__[0]
+    assert f"after {QUICK.max_attempts} tries" in caught.value.__notes__[0]

@@ -16,7 +16,7 @@ def test_creating_it_makes_the_folders_and_leaves_nothing_else(tmp_path: Path) -
     run.create()
     run.create()
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "logs"]
-    assert run.log(3) == run.path / "logs" / "rank-3.log"
+    assert run.rank_log(3) == run.path / "logs" / "rank-3.log"
     assert run.name == "a"
 
 

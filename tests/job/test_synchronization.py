@@ -20,10 +20,10 @@ def test_each_fragment_is_exchanged_every_so_many_steps_and_no_two_at_once(
 ) -> None:
     fragments = min(fragments, every)
     plan = Synchronization("diloco", 2, every, synchronous_steps=first, fragments=fragments)
-    assert [step for step in range(first + 1) if plan.due(step)] == []
+    assert [step for step in range(first + 1) if plan.fragments_to_exchange(step)] == []
     steps = {fragment: [] for fragment in range(fragments)}  # type: dict[int, list[int]]
     for step in range(first + 1, first + 3 * every + 1):
-        due = plan.due(step)
+        due = plan.fragments_to_exchange(step)
         assert len(due) <= 1
         for fragment in due:
             steps[fragment].append(step)
@@ -34,13 +34,13 @@ def test_each_fragment_is_exchanged_every_so_many_steps_and_no_two_at_once(
 
 def test_units_go_to_fragments_in_turn() -> None:
     plan = Synchronization("diloco", 2, 10, fragments=2)
-    assert list(plan.fragment_by_name(NAMES).values()) == [0, 1, 1, 0, 1]
+    assert list(plan.assign_fragments(NAMES).values()) == [0, 1, 1, 0, 1]
 
 
 def test_a_block_stays_whole_however_deep_its_name() -> None:
     names = ["model.layers.0.mlp.0.weight", "model.layers.0.mlp.1.weight", "model.layers.1.mlp.0.weight"]
     plan = Synchronization("diloco", 2, 10, fragments=3)
-    assert list(plan.fragment_by_name(names).values()) == [0, 0, 1]
+    assert list(plan.assign_fragments(names).values()) == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_sites_are_outermost_and_the_axes_within_them() -> None:
     at = [plan.coordinates(rank) for rank in range(16)]
     assert [one["pp"] for one in at] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
     assert [one["dp_replicate"] for one in at] == [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2
-    assert plan.stage_group(13) == [4, 5, 6, 7, 12, 13, 14, 15]
-    assert (plan.replicas, plan.site_ranks, plan.stage_ranks) == (2, 8, 4)
+    assert plan.cross_site_stage_group(13) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert (plan.replicate_group_size, plan.ranks_per_site, plan.ranks_per_pipeline_rank) == (2, 8, 4)
 
 
 @given(sites=st.sampled_from([1, 2, 3]), within=st.sampled_from([1, 2]), pp=st.sampled_from([1, 2]))
@@ -72,7 +72,7 @@ def test_every_rank_has_a_place_of_its_own(sites: int, within: int, pp: int) -> 
     plan = Plan(pp=pp, dp_replicate=sites * within, dp_shard=2, shard="optimizer", synchronization=seldom)
     places = {tuple(plan.coordinates(rank).values()) for rank in range(plan.world_size)}
     assert len(places) == plan.world_size
-    rows = [plan.rows(sites * within * 4, rank) for rank in range(plan.data_ranks)]
+    rows = [plan.batch_rows(sites * within * 4, rank) for rank in range(plan.data_parallel_size)]
     assert [row for run in rows for row in run] == list(range(sites * within * 4))
 
 

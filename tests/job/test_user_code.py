@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from wanma.job.file.import_path import import_object
-from wanma.job.user_frames import users_line
+from wanma.job.user_frames import user_frame_text
 
 
 def parse(text: str) -> object:
@@ -25,22 +25,22 @@ def caught(function: object, *arguments: object) -> BaseException:
 
 def test_the_innermost_line_outside_the_libraries_is_the_user_s() -> None:
     line = parse.__code__.co_firstlineno + 1
-    assert users_line(caught(parse, "{")) == f"{__file__}:{line} in parse: return json.loads(text)"
+    assert user_frame_text(caught(parse, "{")) == f"{__file__}:{line} in parse: return json.loads(text)"
 
 
 def test_frames_of_wanma_are_never_the_user_s() -> None:
     error = caught(import_object, "no path", "model.factory")
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
-    assert users_line(error) == ""
+    assert user_frame_text(error) == ""
 
 
 def test_an_installed_factory_is_named_by_the_function_that_was_called() -> None:
     error = caught(json.loads, "{")
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next
-    assert users_line(error).startswith(f"{json.__file__}:")
-    assert " in loads: " in users_line(error)
+    assert user_frame_text(error).startswith(f"{json.__file__}:")
+    assert " in loads: " in user_frame_text(error)
 
 
 def test_a_package_below_site_packages_is_a_library(tmp_path: Path) -> None:
@@ -57,5 +57,5 @@ def test_a_package_below_site_packages_is_a_library(tmp_path: Path) -> None:
     def mine() -> None:
         divide(0)
 
-    assert f"{__file__}:" in users_line(caught(mine))
-    assert users_line(caught(mine)).endswith(" in mine: divide(0)")
+    assert f"{__file__}:" in user_frame_text(caught(mine))
+    assert user_frame_text(caught(mine)).endswith(" in mine: divide(0)")

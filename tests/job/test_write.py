@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from, load_job
-from wanma.job.file.serialization import differences, job_hash, to_toml, toml_value
+from wanma.job.file.loading import load_job, to_job
+from wanma.job.file.serialization import job_differences, job_hash, job_to_toml, toml_value
 from wanma.job.sections.job import Job, ModelSection
 
 sys.path.insert(0, str(Path(__file__).parent))  # a helper beside the tests, which are no package
@@ -23,7 +23,7 @@ GPT = Job(model=ModelSection(preset="gpt-10m"))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_any_job_survives_the_way_through_toml(job: Job) -> None:
-    assert job_from(tomllib.loads(to_toml(job))) == job
+    assert to_job(tomllib.loads(job_to_toml(job))) == job
 
 
 @given(plain)
@@ -32,28 +32,28 @@ def test_any_value_survives_as_a_toml_literal(value: object) -> None:
 
 
 def test_defaults_are_written_out_so_that_a_run_says_all_it_ran_with(tmp_path: Path) -> None:
-    written = tomllib.loads(to_toml(GPT))
+    written = tomllib.loads(job_to_toml(GPT))
     assert written["train"]["betas"] == [0.9, 0.95]
     assert written["parallel"]["dp_replicate"] == 1
     path = tmp_path / "job.toml"
-    path.write_text(to_toml(GPT))
+    path.write_text(job_to_toml(GPT))
     assert load_job(path, ["observe.name="]).train == GPT.train
 
 
 def test_what_auto_leaves_open_is_not_written_so_that_it_stays_open(tmp_path: Path) -> None:
-    job = job_from({"model": {"preset": "gpt-1m"}, "parallel": {"auto": True, "tp": 2}})
-    assert tomllib.loads(to_toml(job))["parallel"] == {"auto": True, "tp": 2}
+    job = to_job({"model": {"preset": "gpt-1m"}, "parallel": {"auto": True, "tp": 2}})
+    assert tomllib.loads(job_to_toml(job))["parallel"] == {"auto": True, "tp": 2}
     path = tmp_path / "job.toml"
-    path.write_text(to_toml(job))
+    path.write_text(job_to_toml(job))
     again = load_job(path)
     assert again.parallel == job.parallel
     assert again.parallel.model_fields_set == {"auto", "tp"}
 
 
 def test_tables_are_written_under_their_headers() -> None:
-    job = job_from({"model": {"preset": "a"}, "data": {"sources": [{"name": "s", "text": ["t"]}]}})
-    assert '\n[[data.sources]]\nname = "s"\ntext = ["t"]\nweight = 1.0\n' in to_toml(job)
-    assert "\nsources = []\n" in to_toml(GPT)
+    job = to_job({"model": {"preset": "a"}, "data": {"sources": [{"name": "s", "text": ["t"]}]}})
+    assert '\n[[data.sources]]\nname = "s"\ntext = ["t"]\nweight = 1.0\n' in job_to_toml(job)
+    assert "\nsources = []\n" in job_to_toml(GPT)
 
 
 def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
@@ -69,18 +69,18 @@ def test_every_key_that_may_be_unset_is_unset_by_default() -> None:
 def test_a_value_without_a_toml_form_is_refused_by_name(value: object) -> None:
     job = Job(model=ModelSection(factory="a:b", arguments={"x": value}))
     with pytest.raises(JobError, match=r"model\.arguments\.x"):
-        to_toml(job)
+        job_to_toml(job)
 
 
 def test_the_hash_of_a_job_is_the_same_in_every_process() -> None:
-    assert job_hash(GPT) == job_hash(job_from(tomllib.loads(to_toml(GPT))))
+    assert job_hash(GPT) == job_hash(to_job(tomllib.loads(job_to_toml(GPT))))
     assert len(job_hash(GPT)) == 16
-    assert job_hash(GPT) != job_hash(job_from(GPT, ["observe.console=quiet"]))
+    assert job_hash(GPT) != job_hash(to_job(GPT, ["observe.console=quiet"]))
 
 
 def test_differences_names_each_changed_key_with_both_values() -> None:
-    assert differences(GPT, job_from(tomllib.loads(to_toml(GPT)))) == []
-    assert differences(GPT, job_from(GPT, ["train.steps=2", "parallel.tp=2"])) == [
+    assert job_differences(GPT, to_job(tomllib.loads(job_to_toml(GPT)))) == []
+    assert job_differences(GPT, to_job(GPT, ["train.steps=2", "parallel.tp=2"])) == [
         ("train.steps", 300, 2),
         ("parallel.tp", 1, 2),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from wanma.models.structure.repeated_blocks import repeated_blocks, shared_parameters
+from wanma.models.structure.repeated_blocks import find_repeated_blocks, find_shared_parameters
 
 
 def block(width: int = 8) -> nn.Module:
@@ -83,17 +83,17 @@ def test_blocks_of(name: str) -> None:
     make, expected = CASES[name]
     model = make()
     names = {id(module): path for path, module in model.named_modules()}
-    assert [names[id(found)] for found in repeated_blocks(model)] == expected
+    assert [names[id(found)] for found in find_repeated_blocks(model)] == expected
 
 
 def test_parameters_that_a_block_shares_are_known() -> None:
     model = holding(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), head=nn.Linear(4, 4))
-    first, second, third, fourth = blocks = repeated_blocks(model)
-    assert shared_parameters(model, blocks) == set()
+    first, second, third, fourth = blocks = find_repeated_blocks(model)
+    assert find_shared_parameters(model, blocks) == set()
     second.weight = first.weight
     model.head.weight = third.weight
-    assert shared_parameters(model, blocks) == {id(first.weight), id(third.weight)}
+    assert find_shared_parameters(model, blocks) == {id(first.weight), id(third.weight)}
     twice = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     twice[0].weight = twice[1].weight  # within one block it is nobody else's business
-    assert shared_parameters(holding(layers=nn.ModuleList([twice])), [twice]) == set()
+    assert find_shared_parameters(holding(layers=nn.ModuleList([twice])), [twice]) == set()
     assert fourth.weight is not third.weight

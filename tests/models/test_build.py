@@ -11,9 +11,9 @@ from torch import nn
 
 from wanma.job.errors import JobError
 from wanma.job.sections.job import ModelSection
-from wanma.models.layers.batch_norm import GroupedBatchNorm, couples_samples
-from wanma.models.model_spec import ModelSpec, build_model, custom_spec, model_spec
-from wanma.models.structure.parameter_initialization import initial_value
+from wanma.models.layers.batch_norm import GroupedBatchNorm, find_sample_coupling_modules
+from wanma.models.model_spec import ModelSpec, build_model, resolve_model_spec, wrap_module
+from wanma.models.structure.parameter_initialization import draw_initial_value
 
 MODULE = """
 import torch
@@ -42,26 +42,26 @@ def models_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 def spec(**keys: object) -> ModelSpec:
-    sizes = {"vocabulary": None, "sequence_length": 8, "image_shape": None, "classes": None}
+    sizes = {"vocabulary_size": None, "sequence_length": 8, "image_shape": None, "classes": None}
     for name in sizes:
         sizes[name] = keys.pop(f"data_{name}", sizes[name])
-    return model_spec(ModelSection(**keys), **sizes)
+    return resolve_model_spec(ModelSection(**keys), **sizes)
 
 
 def test_a_decoder_is_made_on_the_meta_device_with_its_layout() -> None:
-    made = spec(preset="gpt-1m", data_vocabulary=258)
-    assert (made.name, made.kind, made.own_initialization) == ("gpt-1m", "tokens", False)
+    made = spec(preset="gpt-1m", data_vocabulary_size=258)
+    assert (made.name, made.input_kind, made.has_own_initialization) == ("gpt-1m", "tokens", False)
     with torch.device("meta"):
-        model = made.make()
+        model = made.build_module()
     assert model.get_parameter("head.weight").shape == (320, 128)
-    assert made.require_layout("parallel.tp").blocks == "layers"
+    assert made.require_parallel_spec("parallel.tp").blocks == "layers"
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_built_model_holds_each_parameters_initial_value(tied: bool) -> None:
     model = build_model(spec(preset="gpt-1m", tie_embeddings=tied), seed=5, dtype=torch.float64)
     for name, parameter in model.named_parameters():
-        expected = initial_value(model, name, parameter.shape, torch.float64, 5)
+        expected = draw_initial_value(model, name, parameter.shape, torch.float64, 5)
         assert torch.equal(parameter, expected), name
     assert (model.head.weight is model.embedding.weight) == tied
 
@@ -74,11 +74,11 @@ def test_a_vision_model_is_built_with_whole_running_statistics() -> None:
 
 def test_a_factory_is_imported_from_the_working_directory_and_given_its_arguments(models_here: Path) -> None:
     made = spec(factory="users_models:network", arguments={"width": 6, "depth": 2}, batch_norm_group=4)
-    assert (made.kind, made.layout, made.own_initialization) == ("custom", None, True)
+    assert (made.input_kind, made.parallel_spec, made.has_own_initialization) == ("custom", None, True)
     model = build_model(made, seed=1)
     assert [type(module).__name__ for module in model] == ["Linear", "Linear", "GroupedBatchNorm1d"]
-    assert couples_samples(model) == []
-    assert model[2].group == 4
+    assert find_sample_coupling_modules(model) == []
+    assert model[2].group_size == 4
 
 
 def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models_here: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models
             "model.arguments are for model.factory and model.huggingface only",
         ),
         ({"preset": "gpt-1m", "data_image_shape": (3, 8, 8)}, "reads tokens, but the data are images"),
-        ({"preset": "resnet-18", "data_vocabulary": 300}, "reads images, but the data are tokens"),
+        ({"preset": "resnet-18", "data_vocabulary_size": 300}, "reads images, but the data are tokens"),
     ],
 )
 def test_what_cannot_be_made_is_refused_before_anything_runs(
@@ -135,13 +135,13 @@ def test_a_factory_that_fails_is_told_with_the_user_s_line_and_how_to_see_more(m
 
 def test_a_module_passed_in_python_is_used_as_it_is() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    made = custom_spec(module)
-    assert made.make() is module
-    assert (made.name, made.kind, made.own_initialization) == ("Sequential", "custom", True)
-    assert couples_samples(module) == ["1"]
-    assert isinstance(custom_spec(module, batch_norm_group=2).make()[1], GroupedBatchNorm)
+    made = wrap_module(module)
+    assert made.build_module() is module
+    assert (made.name, made.input_kind, made.has_own_initialization) == ("Sequential", "custom", True)
+    assert find_sample_coupling_modules(module) == ["1"]
+    assert isinstance(wrap_module(module, batch_norm_group=2).build_module()[1], GroupedBatchNorm)
 
 
 def test_a_model_without_a_layout_says_what_it_can_still_do() -> None:
     with pytest.raises(JobError, match=r"parallel.tp: Linear does not declare[\s\S]*dp_replicate, dp_shard"):
-        custom_spec(nn.Linear(2, 2)).require_layout("parallel.tp")
+        wrap_module(nn.Linear(2, 2)).require_parallel_spec("parallel.tp")

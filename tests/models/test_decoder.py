@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from wanma.job.sections.job import ModelSection
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.rms_norm import RMSNorm
-from wanma.models.layers.rotary_embedding import rotary_factors, rotate
-from wanma.models.model_spec import build_model, model_spec
+from wanma.models.layers.rotary_embedding import apply_rotary_embedding, compute_rotary_frequencies
+from wanma.models.model_spec import build_model, resolve_model_spec
 
-SMALL = DecoderDimensions(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=96, vocabulary=64)
+SMALL = DecoderConfig(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=96, vocabulary=64)
 
 
 def decoder(**keys: object) -> nn.Module:
@@ -28,7 +28,9 @@ def decoder(**keys: object) -> nn.Module:
             **keys,
         }
     )
-    spec = model_spec(section, vocabulary=None, sequence_length=None, image_shape=None, classes=None)
+    spec = resolve_model_spec(
+        section, vocabulary_size=None, sequence_length=None, image_shape=None, classes=None
+    )
     return build_model(spec, seed=1, dtype=torch.float64)
 
 
@@ -38,8 +40,8 @@ def tokens(rows: int = 2, sequence: int = 12) -> Tensor:
 
 def reference(model: Decoder, ids: Tensor) -> Tensor:
     """The same decoder written out with explicit loops and scores (Touvron et al. 2023)."""
-    dimensions = model.dimensions
-    width, sequence = dimensions.head_width, ids.shape[1]
+    dimensions = model.config
+    width, sequence = dimensions.head_dim, ids.shape[1]
     frequencies = dimensions.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ def test_a_pipeline_of_stages_gives_the_logits_of_the_whole_under_the_same_names
 def test_half_of_the_heads_on_each_of_two_ranks_add_up_to_the_whole_attention() -> None:
     whole = decoder().layers["0"].attention
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    rotary = rotary_factors(torch.arange(5), 8, 10_000.0, torch.float64)
+    rotary = compute_rotary_frequencies(torch.arange(5), 8, 10_000.0, torch.float64)
     parts = []
     for rank in range(2):
         part = copy.deepcopy(whole)
@@ -178,10 +180,10 @@ def test_it_computes_in_the_precision_of_its_weights(dtype: torch.dtype) -> None
 
 
 def test_angles_keep_their_precision_at_far_positions_in_bf16() -> None:
-    rotary = rotary_factors(torch.tensor([100_001]), 8, 10_000.0, torch.bfloat16)
-    exact = rotary_factors(torch.tensor([100_001]), 8, 10_000.0, torch.float64)
-    assert rotary.factors.dtype == torch.complex64
-    assert float((rotary.factors - exact.factors).abs().max()) < 0.01
+    rotary = compute_rotary_frequencies(torch.tensor([100_001]), 8, 10_000.0, torch.bfloat16)
+    exact = compute_rotary_frequencies(torch.tensor([100_001]), 8, 10_000.0, torch.float64)
+    assert rotary.complex_factors.dtype == torch.complex64
+    assert float((rotary.complex_factors - exact.complex_factors).abs().max()) < 0.01
 
 
 def test_rotation_depends_on_the_distance_of_positions_only() -> None:
@@ -189,7 +191,9 @@ def test_rotation_depends_on_the_distance_of_positions_only() -> None:
 
     def score(query_at: int, key_at: int) -> Tensor:
         turned = [
-            rotate(x, rotary_factors(torch.tensor([at]), 16, 10_000.0, torch.float64))
+            apply_rotary_embedding(
+                x, compute_rotary_frequencies(torch.tensor([at]), 16, 10_000.0, torch.float64)
+            )
             for x, at in ((q, query_at), (k, key_at))
         ]
         return (turned[0] * turned[1]).sum()
@@ -200,7 +204,7 @@ def test_rotation_depends_on_the_distance_of_positions_only() -> None:
 
 @pytest.mark.parametrize("head_norm", [False, True])
 def test_head_norm_makes_attention_independent_of_the_queries_scale(head_norm: bool) -> None:
-    model = Decoder(DecoderDimensions(1, 32, 4, 2, 96, 64, head_size=16, head_norm=head_norm)).double()
+    model = Decoder(DecoderConfig(1, 32, 4, 2, 96, 64, explicit_head_dim=16, qk_norm=head_norm)).double()
     # With identity the scores double; with normalised heads nothing but epsilon changes.
     before = model(tokens())
     with torch.no_grad():

@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from wanma.job.errors import WanmaError
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.keyed_random.dropout import (
     KeyedDropout,
-    keyed_samples,
-    recompute_context,
+    bind_samples,
+    find_unkeyed_random_modules,
+    recompute_context_fn,
     replace_dropout,
-    unkeyed_randomness,
 )
 from wanma.models.structure.parameter_initialization import stable_hash
 
@@ -29,7 +29,7 @@ def dropped(
     samples: list[int],
     positions: Tensor | None = None,
 ) -> Tensor:
-    with keyed_samples(module, seed, torch.tensor(samples), positions):
+    with bind_samples(module, seed, torch.tensor(samples), positions):
         return module(torch.ones(shape))
 
 
@@ -69,7 +69,7 @@ def test_masks_differ_by_seed_sample_layer_and_position() -> None:
 def test_the_share_dropped_is_p_and_the_mean_stays(p: float, dtype: torch.dtype) -> None:
     module = KeyedDropout(p, "layer")
     x = torch.ones(8, 128, 512, dtype=dtype)
-    with keyed_samples(module, 0, torch.arange(8)):
+    with bind_samples(module, 0, torch.arange(8)):
         y = module(x)
     share = float((y == 0).double().mean())
     deviation = (p * (1 - p) / x.numel()) ** 0.5
@@ -110,7 +110,7 @@ def test_a_rank_that_holds_a_part_of_dim_1_says_which() -> None:
 
 
 def test_channel_dropout_zeroes_whole_channels() -> None:
-    y = dropped(KeyedDropout(0.5, "layer", channels=True), (4, 32, 3, 3), 0, [0, 1, 2, 3])
+    y = dropped(KeyedDropout(0.5, "layer", drops_channels=True), (4, 32, 3, 3), 0, [0, 1, 2, 3])
     by_channel = y.flatten(2)
     assert torch.equal(by_channel, by_channel[..., :1].expand_as(by_channel))
     assert 30 < int((by_channel[..., 0] == 0).sum()) < 98
@@ -125,7 +125,7 @@ def test_evaluation_and_zero_probability_change_nothing_and_probability_one_drop
 
 def test_training_without_samples_or_with_other_rows_is_refused() -> None:
     module = KeyedDropout(0.5, "layers.0.dropout")
-    with pytest.raises(WanmaError, match=r"'layers.0.dropout' does not know its samples[\s\S]*keyed_samples"):
+    with pytest.raises(WanmaError, match=r"'layers.0.dropout' does not know its samples[\s\S]*bind_samples"):
         module(torch.ones(2, 3))
     with pytest.raises(WanmaError, match="sees 4 rows of 2 samples"):
         dropped(module, (4, 3), 0, [0, 1])
@@ -137,7 +137,7 @@ def test_a_module_called_twice_in_a_forward_draws_twice_and_alike_in_the_next() 
     module, x = KeyedDropout(0.5, "layer"), torch.ones(2, 256)
     forwards = []
     for _ in range(2):
-        with keyed_samples(module, 0, torch.tensor([3, 4])):
+        with bind_samples(module, 0, torch.tensor([3, 4])):
             forwards.append((module(x), module(x)))
     assert abs(int((forwards[0][0] == forwards[0][1]).sum()) - 256) < 70
     assert torch.equal(torch.stack(forwards[0]), torch.stack(forwards[1]))
@@ -165,10 +165,10 @@ def test_recomputation_in_backward_draws_the_masks_of_its_own_micro_batch() -> N
         block.zero_grad()
         outputs = []
         for first, x in batches.items():
-            with keyed_samples(block, 7, torch.arange(first, first + 2)):
+            with bind_samples(block, 7, torch.arange(first, first + 2)):
                 # As in a pipeline: all forwards first, then the backwards in any order.
                 if recompute:
-                    y = checkpoint(block, x, use_reentrant=False, context_fn=recompute_context(block))
+                    y = checkpoint(block, x, use_reentrant=False, context_fn=recompute_context_fn(block))
                 else:
                     y = block(x)
                 outputs.append(y)
@@ -182,7 +182,7 @@ def test_recomputation_in_backward_draws_the_masks_of_its_own_micro_batch() -> N
 
 def test_a_recomputing_block_without_dropout_needs_no_samples() -> None:
     linear = nn.Linear(4, 4)
-    y = checkpoint(linear, torch.ones(1, 4), use_reentrant=False, context_fn=recompute_context(linear))
+    y = checkpoint(linear, torch.ones(1, 4), use_reentrant=False, context_fn=recompute_context_fn(linear))
     y.sum().backward()
     assert torch.equal(linear.weight.grad, torch.ones(4, 4))
 
@@ -190,8 +190,8 @@ def test_a_recomputing_block_without_dropout_needs_no_samples() -> None:
 def test_a_users_dropout_is_replaced_by_keyed_ones_named_after_their_place() -> None:
     model = nn.Sequential(Block(), nn.Dropout(0.0), nn.Dropout2d(0.2), Block())
     assert replace_dropout(model) == 3
-    assert [(name, module.layer_name, module.p, module.channels) for name, module in model.named_modules()
-            if isinstance(module, KeyedDropout)] == [
+    assert [(name, module.layer_name, module.p, module.drops_channels)
+            for name, module in model.named_modules() if isinstance(module, KeyedDropout)] == [
         ("0.drop", "0.drop", 0.5, False), ("2", "2", 0.2, True), ("3.drop", "3.drop", 0.5, False),
     ]  # fmt: skip
     assert type(model[1]) is nn.Dropout
@@ -216,18 +216,18 @@ def test_randomness_that_cannot_be_keyed_is_named() -> None:
         }
     )
     replace_dropout(model)
-    assert unkeyed_randomness(model) == ["attention", "recurrent", "alpha"]
+    assert find_unkeyed_random_modules(model) == ["attention", "recurrent", "alpha"]
 
 
 def test_a_decoders_dropout_gives_each_sample_the_same_logits_in_any_micro_batch() -> None:
-    model = Decoder(DecoderDimensions(2, 16, 2, 2, 32, 32, dropout=0.3)).double()
+    model = Decoder(DecoderConfig(2, 16, 2, 2, 32, 32, dropout=0.3)).double()
     tokens, samples = torch.randint(0, 32, (4, 6)), torch.tensor([40, 41, 42, 43])
-    with keyed_samples(model, 1, samples):
+    with bind_samples(model, 1, samples):
         whole = model(tokens)
-    with keyed_samples(model, 1, samples[2:]):
+    with bind_samples(model, 1, samples[2:]):
         part = model(tokens[2:])
     torch.testing.assert_close(part, whole[2:], rtol=1e-12, atol=1e-12)
-    with keyed_samples(model, 1, samples + 4):
+    with bind_samples(model, 1, samples + 4):
         assert not torch.allclose(model(tokens), whole)
 
 
@@ -235,7 +235,7 @@ def test_a_decoders_dropout_gives_each_sample_the_same_logits_in_any_micro_batch
 def test_masks_are_the_same_on_a_gpu() -> None:
     module, samples = KeyedDropout(0.3, "layer"), torch.arange(4) * 12345
     on_cpu = dropped(module, (4, 33, 65), 9, samples.tolist())
-    with keyed_samples(module, 9, samples.cuda()):
+    with bind_samples(module, 9, samples.cuda()):
         on_gpu = module(torch.ones(4, 33, 65, device="cuda"))
     assert torch.equal(on_cpu, on_gpu.cpu())
 
@@ -244,11 +244,11 @@ def test_masks_are_the_same_on_a_gpu() -> None:
 def test_compiled_masks_are_those_of_eager_mode_and_new_samples_compile_nothing() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    model = Decoder(DecoderDimensions(3, 16, 2, 2, 32, 32, dropout=0.3)).double()
+    model = Decoder(DecoderConfig(3, 16, 2, 2, 32, 32, dropout=0.3)).double()
     tokens = torch.randint(0, 32, (4, 6))
 
     def logits(first: int) -> Tensor:
-        with keyed_samples(model, 1, torch.arange(first, first + 4)):
+        with bind_samples(model, 1, torch.arange(first, first + 4)):
             return model(tokens)
 
     expected = [logits(0), logits(8)]
@@ -276,7 +276,7 @@ def test_a_replaced_dropout_keeps_its_hooks_attributes_and_forward() -> None:
     assert model[0].note == "kept"
     assert isinstance(model[1], Doubled)
     given = torch.ones(4, 64)
-    with keyed_samples(model, 0, torch.arange(4)):
+    with bind_samples(model, 0, torch.arange(4)):
         first, second = model[0](given), model[1](given)
         assert model[2](given) is given
     assert calls == ["before", "after"]

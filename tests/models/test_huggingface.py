@@ -17,21 +17,23 @@ from support.huggingface import FAMILIES, write_config
 from support.tiny_config import tiny_config
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.job import ModelSection
-from wanma.models.huggingface.causal_model import HuggingFaceModel
-from wanma.models.keyed_random.dropout import keyed_samples, replace_dropout
-from wanma.models.model_spec import ModelSpec, build_model, model_spec
-from wanma.models.state_dict.tensor_mapping import choose, published_shapes
-from wanma.models.workload.model_workload import section_dimensions, section_workload
+from wanma.models.huggingface.causal_model import CausalTransformersModel
+from wanma.models.keyed_random.dropout import bind_samples, replace_dropout
+from wanma.models.model_spec import ModelSpec, build_model, resolve_model_spec
+from wanma.models.state_dict.tensor_mapping import select_mapping, tensor_shapes
+from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
 
 
 def spec(folder: Path, vocabulary: int | None = 257, length: int = 16, **arguments: Any) -> ModelSpec:
     section = ModelSection(huggingface=str(folder), arguments=arguments)
-    return model_spec(section, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None)
+    return resolve_model_spec(
+        section, vocabulary_size=vocabulary, sequence_length=length, image_shape=None, classes=None
+    )
 
 
-def adapted(folder: Path, **arguments: Any) -> HuggingFaceModel:
+def adapted(folder: Path, **arguments: Any) -> CausalTransformersModel:
     model = build_model(spec(folder, **arguments), seed=1)
-    assert isinstance(model, HuggingFaceModel)
+    assert isinstance(model, CausalTransformersModel)
     return model.eval()
 
 
@@ -46,19 +48,19 @@ def theirs(folder: Path) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def as_published(model: HuggingFaceModel, names: Mapping[str, object]) -> dict[str, Tensor]:
+def as_published(model: CausalTransformersModel, names: Mapping[str, object]) -> dict[str, Tensor]:
     """The parameters under those of their published names that are in `names`."""
     chosen = {}
     for name, parameter in model.named_parameters():
-        pieces = choose(model.published(name, tuple(parameter.shape)), names)
+        pieces = select_mapping(model.tensor_mappings(name, tuple(parameter.shape)), names)
         assert pieces is not None, name
         chosen[name] = pieces, parameter
-    tensors = {n: torch.empty(s) for n, s in published_shapes(w for w, _ in chosen.values()).items()}
+    tensors = {n: torch.empty(s) for n, s in tensor_shapes(w for w, _ in chosen.values()).items()}
     for pieces, parameter in chosen.values():
         for piece in pieces:
-            ends = (at + size for at, size in zip(piece.offset, piece.published_shape, strict=True))
-            part = parameter.detach()[piece.first : piece.first + piece.shape[0]]
-            tensors[piece.tensor][tuple(map(slice, piece.offset, ends))] = piece.to_published(part)
+            ends = (at + size for at, size in zip(piece.offset, piece.tensor_shape, strict=True))
+            part = parameter.detach()[piece.first_row : piece.first_row + piece.shape[0]]
+            tensors[piece.tensor_name][tuple(map(slice, piece.offset, ends))] = piece.to_huggingface(part)
     return tensors
 
 
@@ -69,7 +71,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     state = original.state_dict()
     missing, unexpected = original.load_state_dict(as_published(ours, state), strict=False)
     assert unexpected == []
-    assert missing == [other for _, other in ours.layout.tied]
+    assert missing == [other for _, other in ours.parallel_spec.tied_parameters]
     tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = original(tokens).logits
@@ -162,9 +164,9 @@ def test_arguments_take_the_place_of_the_configs_keys(tmp_path: Path) -> None:
     assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (64, 64)
     assert len(model.get_submodule("model.layers")) == 1
     with pytest.raises(JobError, match=r"model\.layers does not apply to model\.huggingface"):
-        model_spec(
+        resolve_model_spec(
             ModelSection(huggingface=str(folder), layers=3),
-            vocabulary=None,
+            vocabulary_size=None,
             sequence_length=8,
             image_shape=None,
             classes=None,
@@ -187,7 +189,7 @@ def test_dropout_is_keyed_by_sample(tmp_path: Path) -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
 
     def run(sample: int) -> Tensor:
-        with keyed_samples(model, 1, torch.tensor([sample])), torch.no_grad():
+        with bind_samples(model, 1, torch.tensor([sample])), torch.no_grad():
             result: Tensor = model(tokens)
             return result
 
@@ -203,9 +205,12 @@ def test_families_that_wanma_does_not_test_are_split_by_their_published_plans(tm
         "embedding_multiplier": 2.0,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    layout = spec(tmp_path).require_layout("parallel.tp")
-    assert layout.tensor["model.layers.*.self_attn.k_proj"] == "key_value"
-    assert (layout.first, layout.last) == (("model.embed_tokens",), ("model.norm", "lm_head"))
+    layout = spec(tmp_path).require_parallel_spec("parallel.tp")
+    assert layout.tensor_parallel_styles["model.layers.*.self_attn.k_proj"] == "key_value"
+    assert (layout.first_stage_modules, layout.last_stage_modules) == (
+        ("model.embed_tokens",),
+        ("model.norm", "lm_head"),
+    )
     ours, original = adapted(tmp_path), theirs(tmp_path)
     original.load_state_dict(as_published(ours, original.state_dict()), strict=False)
     tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -220,8 +225,10 @@ def test_families_that_wanma_does_not_test_are_split_by_their_published_plans(tm
 def test_the_planner_sees_its_parameters_and_flops(family: str, decoder: bool, tmp_path: Path) -> None:
     folder = write_config(tmp_path, family)
     section = ModelSection(huggingface=str(folder))
-    assert (section_dimensions(section, None) is not None) == decoder
-    workload = section_workload(section, vocabulary=257, sequence_length=16, image_shape=None, classes=None)
+    assert (resolve_section_decoder_config(section, None) is not None) == decoder
+    workload = build_section_workload(
+        section, vocabulary_size=257, sequence_length=16, image_shape=None, classes=None
+    )
     assert workload is not None
     model = adapted(folder)
     assert workload.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -239,7 +246,7 @@ def test_a_table_of_tokens_for_each_block_is_looked_up(tmp_path: Path) -> None:
     config = {**tiny_config("gemma3n_text"), "attention_dropout": 0.0, "sliding_window": 64}
     model = adapted(config_file(tmp_path, config))
     tokens = torch.randint(3, 300, (2, 8))
-    assert model.findings.reads_tokens
+    assert model.probe_result.reads_tokens
     table = model.get_submodule("model.embed_tokens_per_layer").get_parameter("weight")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -253,4 +260,4 @@ def test_a_table_of_tokens_for_each_block_is_looked_up(tmp_path: Path) -> None:
 def test_a_model_type_that_is_another_name_of_a_family_is_that_family(tmp_path: Path) -> None:
     model = adapted(config_file(tmp_path, {**tiny_config("gpt-sw3"), "attn_pdrop": 0.0}))
     assert model.config.model_type == "gpt2"
-    assert model.layout.tensor["transformer.h.*.attn.c_proj"] == "row"
+    assert model.parallel_spec.tensor_parallel_styles["transformer.h.*.attn.c_proj"] == "row"

@@ -6,16 +6,16 @@ from torch import nn
 
 from wanma.job.errors import WanmaError
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.structure.parameter_initialization import initial_value, stable_hash
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.structure.parameter_initialization import draw_initial_value, stable_hash
 
 with torch.device("meta"):
-    MODEL = Decoder(DecoderDimensions(8, 64, 4, 4, 192, 512, attention_bias=True, head_norm=True))
+    MODEL = Decoder(DecoderConfig(8, 64, 4, 4, 192, 512, attention_bias=True, qk_norm=True))
 SHAPES = {name: parameter.shape for name, parameter in MODEL.named_parameters()}
 
 
 def value(name: str, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return initial_value(MODEL, name, SHAPES[name], dtype, seed)
+    return draw_initial_value(MODEL, name, SHAPES[name], dtype, seed)
 
 
 def test_a_value_depends_on_seed_and_name_alone() -> None:
@@ -62,10 +62,10 @@ def test_matrices_are_normal_and_those_that_add_to_the_residual_are_scaled_by_de
 
 def test_gelu_s_two_matrices_begin_as_those_of_swiglu() -> None:
     with torch.device("meta"):
-        model = Decoder(DecoderDimensions(8, 64, 4, 4, 192, 512, activation_function="gelu"))
+        model = Decoder(DecoderConfig(8, 64, 4, 4, 192, 512, activation_function="gelu"))
     for name in ("layers.7.feed_forward.up.weight", "layers.7.feed_forward.down.weight"):
         shape = model.get_parameter(name).shape
-        assert torch.equal(initial_value(model, name, shape, torch.float32, 1), value(name))
+        assert torch.equal(draw_initial_value(model, name, shape, torch.float32, 1), value(name))
 
 
 def test_norms_begin_at_one_and_biases_at_zero() -> None:
@@ -80,7 +80,7 @@ def test_a_model_without_a_rule_is_told_what_to_write() -> None:
     with pytest.raises(
         WanmaError, match=r"Linear does not say how parameter weight begins[\s\S]*initialize_p"
     ):
-        initial_value(nn.Linear(2, 2), "weight", (2, 2), torch.float32, 1)
+        draw_initial_value(nn.Linear(2, 2), "weight", (2, 2), torch.float32, 1)
 
 
 def test_the_hash_is_the_same_in_every_version() -> None:

@@ -4,16 +4,19 @@ import torch
 from torch import nn
 
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.structure.parallel_spec import find_blocks, tie_parameters
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.structure.parallel_spec import find_block_container, tie_parameters
 
 
 def test_a_decoder_declares_what_to_do_with_each_of_its_modules() -> None:
     with torch.device("meta"):
-        model = Decoder(DecoderDimensions(2, 32, 4, 2, 96, 64, head_norm=True))
-    layout = model.layout
+        model = Decoder(DecoderConfig(2, 32, 4, 2, 96, 64, qk_norm=True))
+    layout = model.parallel_spec
     roles = {
-        name: next((role for pattern, role in layout.tensor.items() if fnmatchcase(name, pattern)), None)
+        name: next(
+            (role for pattern, role in layout.tensor_parallel_styles.items() if fnmatchcase(name, pattern)),
+            None,
+        )
         for name, module in model.named_modules()
         if list(module.parameters(recurse=False))
     }
@@ -37,20 +40,20 @@ def test_a_decoder_declares_what_to_do_with_each_of_its_modules() -> None:
         "head": "head",
     }
     assert list(model.get_submodule(layout.blocks or "")._modules) == ["0", "1"]
-    assert all(hasattr(model, name) for name in layout.first + layout.last)
+    assert all(hasattr(model, name) for name in layout.first_stage_modules + layout.last_stage_modules)
 
 
 def test_ties_broken_by_replacing_parameters_are_made_again() -> None:
     with torch.device("meta"):
-        model = Decoder(DecoderDimensions(1, 32, 4, 2, 96, 64, tie_embeddings=True))
+        model = Decoder(DecoderConfig(1, 32, 4, 2, 96, 64, tie_embeddings=True))
     assert model.head is not None
     assert model.embedding is not None
     assert model.head.weight is model.embedding.weight
     model.to_empty(device="cpu")
-    tie_parameters(model, model.layout.tied)
+    tie_parameters(model, model.parallel_spec.tied_parameters)
     assert model.head.weight is model.embedding.weight
     model.head = None  # a pipeline stage without the head has nothing to tie
-    tie_parameters(model, model.layout.tied)
+    tie_parameters(model, model.parallel_spec.tied_parameters)
 
 
 def test_repeated_blocks_are_found_by_structure() -> None:
@@ -62,7 +65,7 @@ def test_repeated_blocks_are_found_by_structure() -> None:
             self.body.stack = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(5))
             self.head = nn.Sequential(nn.Linear(4, 400), nn.ReLU(), nn.Linear(400, 4))
 
-    assert find_blocks(Users()) == "body.stack"
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) is None
-    assert find_blocks(nn.Linear(2, 2)) is None
-    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ""
+    assert find_block_container(Users()) == "body.stack"
+    assert find_block_container(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) is None
+    assert find_block_container(nn.Linear(2, 2)) is None
+    assert find_block_container(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.job import ModelSection
-from wanma.models.layers.lora import add_adapters, is_adapter, merge
-from wanma.models.model_spec import build_model, custom_spec, model_spec, with_adapters
-from wanma.models.structure.parameter_initialization import initial_part, initial_value
+from wanma.models.layers.lora import apply_lora, is_lora_parameter, merge_lora
+from wanma.models.model_spec import apply_lora_to_spec, build_model, resolve_model_spec, wrap_module
+from wanma.models.structure.parameter_initialization import draw_initial_shard, draw_initial_value
 
 DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64}
 
@@ -23,7 +23,7 @@ def section(**keys: Any) -> ModelSection:
 
 
 def build(asked: ModelSection) -> nn.Module:
-    spec = model_spec(asked, vocabulary=None, sequence_length=8, image_shape=None, classes=None)
+    spec = resolve_model_spec(asked, vocabulary_size=None, sequence_length=8, image_shape=None, classes=None)
     return build_model(spec, seed=1)
 
 
@@ -31,7 +31,7 @@ def test_only_adapters_are_trained_and_every_other_name_and_value_stays() -> Non
     plain = {name: p.detach() for name, p in build(section(lora_rank=0)).named_parameters()}
     model = build(section())
     parameters = dict(model.named_parameters())
-    adapters = {name for name in parameters if is_adapter(name)}
+    adapters = {name for name in parameters if is_lora_parameter(name)}
     assert adapters == {
         f"layers.{number}.attention.{matrix}.{half}"
         for number in (0, 1)
@@ -50,7 +50,7 @@ def test_training_begins_at_the_model_as_it_was() -> None:
 
 def test_a_layer_computes_what_the_paper_says() -> None:
     model = nn.Sequential(nn.Linear(8, 6))
-    add_adapters(model, ModelSection(factory="a:b", lora_rank=2, lora_alpha=6.0, lora_targets=["0"]))
+    apply_lora(model, ModelSection(factory="a:b", lora_rank=2, lora_alpha=6.0, lora_targets=["0"]))
     layer: Any = model[0]
     nn.init.normal_(layer.lora_b)
     x = torch.randn(5, 8)
@@ -65,9 +65,11 @@ def test_a_layer_computes_what_the_paper_says() -> None:
 def test_adapters_begin_alike_for_every_layout() -> None:
     model = build(section())
     name = "layers.1.attention.query.lora_a"
-    value = initial_value(model, name, (4, 32), torch.float32, seed=1)
+    value = draw_initial_value(model, name, (4, 32), torch.float32, seed=1)
     assert torch.equal(value, model.get_parameter(name))
-    assert torch.equal(initial_part(model, name, (4, 32), (2, 8), (2, 8), torch.float32, 1), value[2:, 8:16])
+    assert torch.equal(
+        draw_initial_shard(model, name, (4, 32), (2, 8), (2, 8), torch.float32, 1), value[2:, 8:16]
+    )
     assert 0.5 / 32**0.5 < float(value.abs().max()) <= 1 / 32**0.5
     assert not model.get_parameter("layers.1.attention.query.lora_b").any()
     assert not torch.equal(value, model.get_parameter("layers.0.attention.query.lora_a"))
@@ -90,11 +92,11 @@ def test_a_users_module_draws_its_adapters_after_its_own_parameters() -> None:
     torch.manual_seed(7)
     plain = Users()
     torch.manual_seed(7)
-    model = with_adapters(custom_spec(Users()), asked).make()
+    model = apply_lora_to_spec(wrap_module(Users()), asked).build_module()
     assert torch.equal(model.get_parameter("first.weight"), plain.first.weight)
     assert model.get_parameter("first.lora_a").any()
-    spec = with_adapters(custom_spec(model), asked)
-    assert spec.make() is spec.make()  # made twice, adapted once
+    spec = apply_lora_to_spec(wrap_module(model), asked)
+    assert spec.build_module() is spec.build_module()  # made twice, adapted once
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_targets_and_ranks_that_cannot_be_are_refused(keys: dict[str, Any], mess
 
 def test_the_default_targets_need_to_match_only_together() -> None:
     with pytest.raises(JobError, match=r"\(the default\) matches no linear layer") as refusal:
-        add_adapters(Users(), ModelSection(factory="a:b", lora_rank=2))
+        apply_lora(Users(), ModelSection(factory="a:b", lora_rank=2))
     assert "'first', 'last'" in refusal.value.hint  # and not the one that attention does not call
 
 
@@ -129,7 +131,7 @@ def test_merged_weights_compute_the_same_without_adapters(dtype: torch.dtype) ->
     for name, parameter in model.named_parameters():
         if name.endswith("lora_b"):
             nn.init.normal_(parameter, std=0.05)
-    merged = merge(dict(model.state_dict()), alpha=8.0)
+    merged = merge_lora(dict(model.state_dict()), alpha=8.0)
     plain = build(section(lora_rank=0)).to(dtype)
     plain.load_state_dict(merged)
     tokens = torch.randint(64, (2, 8))
@@ -140,4 +142,4 @@ def test_merged_weights_compute_the_same_without_adapters(dtype: torch.dtype) ->
 def test_half_an_adapter_is_not_merged() -> None:
     tensors = {"x.weight": torch.ones(2, 2), "x.lora_b": torch.ones(2, 1)}
     with pytest.raises(WanmaError, match=r"adapter of 'x' cannot be merged: x\.lora_a is missing"):
-        merge(tensors, 1.0)
+        merge_lora(tensors, 1.0)

@@ -19,32 +19,32 @@ from support.flops import attention_on_cpu
 from support.huggingface import write_config
 from support.modules import ImageTransformer, Recommender, Translator
 from wanma.job.errors import WanmaError
-from wanma.job.forecast.forecast import Layer, Workload
-from wanma.job.forecast.operators import Operator, Product
+from wanma.job.forecast.forecast import LayerWorkload, Workload
+from wanma.job.forecast.operators import Matmul, Operator
 from wanma.job.sections.job import ModelSection
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.architectures.image_classifiers import build_vision
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.resolution import vision_dimensions
-from wanma.models.model_spec import build_model, model_spec
-from wanma.models.workload.model_workload import module_workload, section_workload
+from wanma.models.architectures.image_classifiers import build_image_classifier
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.resolution import resolve_vision_config
+from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.workload.model_workload import build_section_workload, trace_module_workload
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 def resnet() -> Made:
-    sizes = vision_dimensions(ModelSection(preset="resnet-18", batch_norm_group=2), (3, 32, 32), 10)
-    return build_vision(sizes), (torch.zeros(2, 3, 32, 32),)
+    sizes = resolve_vision_config(ModelSection(preset="resnet-18", batch_norm_group=2), (3, 32, 32), 10)
+    return build_image_classifier(sizes), (torch.zeros(2, 3, 32, 32),)
 
 
 def convnet() -> Made:
-    sizes = vision_dimensions(ModelSection(preset="cifar-convnet"), (3, 32, 32), 10)
-    return build_vision(sizes), (torch.zeros(2, 3, 32, 32),)
+    sizes = resolve_vision_config(ModelSection(preset="cifar-convnet"), (3, 32, 32), 10)
+    return build_image_classifier(sizes), (torch.zeros(2, 3, 32, 32),)
 
 
 def decoder() -> Made:
     with torch.device("cpu"):
-        model = Decoder(DecoderDimensions(3, 64, 4, 2, 192, 320))
+        model = Decoder(DecoderConfig(3, 64, 4, 2, 192, 320))
     return model, (torch.zeros(2, 64, dtype=torch.int64),)
 
 
@@ -54,7 +54,9 @@ def huggingface() -> Made:
         section = ModelSection(
             huggingface=str(write_config(Path(folder) / "gpt2", "gpt2", resid_pdrop=0.0, embd_pdrop=0.0))
         )
-        spec = model_spec(section, vocabulary=320, sequence_length=32, image_shape=None, classes=None)
+        spec = resolve_model_spec(
+            section, vocabulary_size=320, sequence_length=32, image_shape=None, classes=None
+        )
     return build_model(spec, 1), (torch.zeros(2, 32, dtype=torch.int64),)
 
 
@@ -105,13 +107,15 @@ def flops(workload: Workload, *phases: str) -> float:
 
 def operators(workload: Workload, kind: str, phase: str = "forward") -> list[Operator]:
     every = (one for layer in workload.layers for one in layer.operators)
-    return [one for one in every if (one.kind, one.phase) == (kind, phase) and one.when != "compiled"]
+    return [
+        one for one in every if (one.kind, one.phase) == (kind, phase) and one.execution_mode != "compiled"
+    ]
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_flops_forward_and_backward_are_torchs_own_count(make: Callable[[], Made]) -> None:
     model, inputs = make()
-    workload = module_workload(model, inputs)
+    workload = trace_module_workload(model, inputs)
     model.train()
     with torch.backends.mkldnn.flags(enabled=False):
         forward = FlopCounterMode(display=False, custom_mapping=attention_on_cpu())
@@ -136,8 +140,8 @@ def test_what_is_kept_for_backward_is_what_a_real_forward_keeps(make: Callable[[
     inputs = tuple(x[:1].expand(rows, *x.shape[1:]).contiguous() for x in make()[1])
     if isinstance(model, nn.Module) and hasattr(model, "bn1"):
         for part in model.modules():
-            if hasattr(part, "group"):
-                part.group = rows
+            if hasattr(part, "group_size"):
+                part.group_size = rows
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
     held: list[Tensor] = []
@@ -151,7 +155,7 @@ def test_what_is_kept_for_backward_is_what_a_real_forward_keeps(make: Callable[[
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         keep(model.train()(*inputs))  # the loss keeps what it is computed from
-    workload = module_workload(model, inputs)
+    workload = trace_module_workload(model, inputs)
     elements = sum(layer.count * layer.activation_elements_per_sample for layer in workload.layers)
     # The largest block stands for all; what all samples share is not counted.
     assert 4 * elements * rows == pytest.approx(sum(kept.values()), rel=0.04)
@@ -159,7 +163,7 @@ def test_what_is_kept_for_backward_is_what_a_real_forward_keeps(make: Callable[[
 
 def test_a_table_of_100_gigabytes_is_read_without_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    workload = module_workload(
+    workload = trace_module_workload(
         lambda: Recommender(rows=(200_000_000, 1000), width=128),
         (torch.zeros(1, 13), torch.zeros(1, 2, 1, dtype=torch.int64)),
     )
@@ -170,23 +174,23 @@ def test_a_table_of_100_gigabytes_is_read_without_memory() -> None:
 
 def test_a_lookup_reads_only_the_rows_that_are_asked_for() -> None:
     inputs = (torch.zeros(4, 13), torch.zeros(4, 2, 3, dtype=torch.int64))
-    workload = module_workload(Recommender(rows=(1000, 5000), width=16), inputs)
+    workload = trace_module_workload(Recommender(rows=(1000, 5000), width=16), inputs)
     first, second = operators(workload, "lookup")
     # Three indices of eight bytes, their rows of 16, and the sum that is written.
     assert first.elements_per_sample == second.elements_per_sample == 3 * 2 + 3 * 16 + 16
-    assert first.elements_fixed == 0
-    assert first.row_elements == 16
+    assert first.fixed_elements == 0
+    assert first.embedding_row_elements == 16
     # Their gradient is a whole table.
     back = operators(workload, "lookup", "weights")
-    assert [one.elements_fixed for one in back] == [1000 * 16, 5000 * 16]
+    assert [one.fixed_elements for one in back] == [1000 * 16, 5000 * 16]
 
 
 def test_tables_with_sparse_gradients_are_not_updated_as_a_whole() -> None:
     inputs = (torch.zeros(4, 13), torch.zeros(4, 2, 3, dtype=torch.int64))
-    workload = module_workload(Recommender(rows=(1000, 5000), width=16, sparse=True), inputs)
+    workload = trace_module_workload(Recommender(rows=(1000, 5000), width=16, sparse=True), inputs)
     tables = [layer for layer in workload.layers if layer.name.startswith("tables")]
-    assert [layer.trained_parameters for layer in tables] == [0, 0]
-    assert all(one.elements_fixed == 0 for one in operators(workload, "lookup", "weights"))
+    assert [layer.trainable_parameters for layer in tables] == [0, 0]
+    assert all(one.fixed_elements == 0 for one in operators(workload, "lookup", "weights"))
 
 
 def test_a_sparse_embedding_sorts_and_changes_the_rows_that_were_asked_for() -> None:
@@ -198,62 +202,62 @@ def test_a_sparse_embedding_sorts_and_changes_the_rows_that_were_asked_for() -> 
         def forward(self, indices: Tensor) -> Tensor:
             return self.rows(indices)
 
-    workload = module_workload(Table(), (torch.zeros(2, 3, dtype=torch.int64),))
+    workload = trace_module_workload(Table(), (torch.zeros(2, 3, dtype=torch.int64),))
     (changed,) = operators(workload, "lookup", "weights")
     # Each gradient is read; equal ones are added up, and the table's rows read and written.
-    assert (changed.elements_per_sample, changed.elements_fixed) == (3 * 16 * (1 + 5), 0.0)
+    assert (changed.elements_per_sample, changed.fixed_elements) == (3 * 16 * (1 + 5), 0.0)
     (sort,) = operators(workload, "gather", "weights")
-    assert sort.kernels == 8
+    assert sort.kernel_count == 8
 
 
 def test_a_linear_layer_is_three_products() -> None:
-    workload = module_workload(
+    workload = trace_module_workload(
         nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), (torch.zeros(7, 8),), blocks=()
     )
     first, second = workload.layers
-    assert [(one.phase, one.product) for one in first.operators if one.product] == [
-        ("forward", Product(1.0, 5.0, 8.0, 1.0, "m")),
-        ("weights", Product(5.0, 8.0, 1.0, 1.0, "k")),  # nobody asks for the gradient of the data
+    assert [(one.phase, one.matmul) for one in first.operators if one.matmul] == [
+        ("forward", Matmul(1.0, 5.0, 8.0, 1.0, "m")),
+        ("weights", Matmul(5.0, 8.0, 1.0, 1.0, "k")),  # nobody asks for the gradient of the data
     ]
-    assert [(one.phase, one.product) for one in second.operators if one.product] == [
-        ("forward", Product(1.0, 3.0, 5.0, 1.0, "m")),
-        ("inputs", Product(1.0, 5.0, 3.0, 1.0, "m")),
-        ("weights", Product(3.0, 5.0, 1.0, 1.0, "k")),
+    assert [(one.phase, one.matmul) for one in second.operators if one.matmul] == [
+        ("forward", Matmul(1.0, 3.0, 5.0, 1.0, "m")),
+        ("inputs", Matmul(1.0, 5.0, 3.0, 1.0, "m")),
+        ("weights", Matmul(3.0, 5.0, 1.0, 1.0, "k")),
     ]
-    forward = next(one for one in first.operators if one.product)
-    assert (forward.elements_per_sample, forward.elements_fixed) == (8 + 5, 8 * 5 + 5)
+    forward = next(one for one in first.operators if one.matmul)
+    assert (forward.elements_per_sample, forward.fixed_elements) == (8 + 5, 8 * 5 + 5)
 
 
 def test_a_convolution_is_a_product_of_its_windows() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2))
-    workload = module_workload(model, (torch.zeros(3, 4, 10, 10),), blocks=())
-    products = {one.phase: one.product for one in workload.layers[1].operators if one.product}
-    assert products["forward"] == Product(25.0, 8.0, 36.0, 2.0, "m")
-    assert products["weights"] == Product(36.0, 8.0, 25.0, 2.0, "k")
+    workload = trace_module_workload(model, (torch.zeros(3, 4, 10, 10),), blocks=())
+    products = {one.phase: one.matmul for one in workload.layers[1].operators if one.matmul}
+    assert products["forward"] == Matmul(25.0, 8.0, 36.0, 2.0, "m")
+    assert products["weights"] == Matmul(36.0, 8.0, 25.0, 2.0, "k")
     # As many multiplications, of one row for each pixel of the input.
-    assert products["inputs"] == Product(100.0, 4.0, 18.0, 2.0, "m")
-    forward = next(one for one in workload.layers[1].operators if one.product)
+    assert products["inputs"] == Matmul(100.0, 4.0, 18.0, 2.0, "m")
+    forward = next(one for one in workload.layers[1].operators if one.matmul)
     assert forward.elements_per_sample == 800 + 400
-    assert forward.elements_fixed == 16 * 4 * 9 + 16
+    assert forward.fixed_elements == 16 * 4 * 9 + 16
 
 
 def test_a_transposed_convolution_has_a_row_for_each_pixel_of_its_input() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 2, stride=2, bias=False))
     inputs = (torch.zeros(2, 4, 5, 5),)
-    workload = module_workload(model, inputs)
+    workload = trace_module_workload(model, inputs)
     with FlopCounterMode(display=False) as counter:
         model(*inputs)
     assert flops(workload, "forward") == counter.get_total_flops() / 2
-    assert operators(workload, "convolution")[0].product == Product(25.0, 32.0, 4.0, 1.0, "m")
+    assert operators(workload, "convolution")[0].matmul == Matmul(25.0, 32.0, 4.0, 1.0, "m")
 
 
 def test_attention_says_its_heads_and_whether_it_is_causal() -> None:
     model, inputs = decoder()
-    found = {one.phase: one.attention for one in operators(module_workload(model, inputs), "attention")}
+    found = {one.phase: one.attention for one in operators(trace_module_workload(model, inputs), "attention")}
     attention = found["forward"]
     assert attention is not None
     assert (attention.sequences, attention.queries, attention.keys) == (1.0, 64, 64)
-    assert (attention.heads, attention.head_width, attention.causal) == (4, 16, True)
+    assert (attention.heads, attention.head_dim, attention.is_causal) == (4, 16, True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -270,7 +274,7 @@ def test_elements_are_counted_in_the_precision_that_computes(precision: str) -> 
         def forward(self, x: Tensor) -> Tensor:
             return self.precise(self.out(x))
 
-    workload = module_workload(Scaled(), (torch.zeros(2, 4),), precision=precision)  # type: ignore[arg-type]
+    workload = trace_module_workload(Scaled(), (torch.zeros(2, 4),), precision=precision)  # type: ignore[arg-type]
     (streamed,) = operators(workload, "elementwise")
     # In fp32 one product; in bf16 casts there and back, of 4 and 8 bytes, around one in fp32.
     assert streamed.elements_per_sample == (8 if precision == "fp32" else 4 * (3 + 4 + 3))
@@ -285,34 +289,36 @@ def test_a_compiler_writes_only_what_others_need() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.gelu(x * self.scale).cos()
 
-    workload = module_workload(Chain(), (torch.zeros(2, 8),))
+    workload = trace_module_workload(Chain(), (torch.zeros(2, 8),))
     (layer,) = workload.layers
-    forward = {one.when: one for one in layer.operators if one.phase == "forward"}
-    assert (forward["eager"].kernels, forward["eager"].elements_per_sample) == (3, 6 * 8)
+    forward = {one.execution_mode: one for one in layer.operators if one.phase == "forward"}
+    assert (forward["eager"].kernel_count, forward["eager"].elements_per_sample) == (3, 6 * 8)
     # One read, and two written: what GELU and the cosine were given is saved for backward, and the result.
-    assert (forward["compiled"].kernels, forward["compiled"].elements_per_sample) == (1, 4 * 8)
+    assert (forward["compiled"].kernel_count, forward["compiled"].elements_per_sample) == (1, 4 * 8)
 
 
 def test_repeated_blocks_are_found_wherever_they_are() -> None:
     model, inputs = translator()
-    blocks = {layer.name: layer.count for layer in module_workload(model, inputs).layers if layer.is_block}
+    blocks = {
+        layer.name: layer.count for layer in trace_module_workload(model, inputs).layers if layer.is_block
+    }
     assert blocks == {"encoder": 2, "decoder": 2}
     model, inputs = huggingface()
-    found = {layer.name: layer for layer in module_workload(model, inputs).layers}
+    found = {layer.name: layer for layer in trace_module_workload(model, inputs).layers}
     (blocks,) = [layer for layer in found.values() if layer.is_block]
     assert (blocks.name, blocks.count) == ("transformer.h", 2)
     assert found["transformer.wte"].parameters == 320 * 32
 
 
 def test_what_the_loss_is_computed_from_counts_for_the_layer_that_gives_it() -> None:
-    workload = module_workload(nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), (torch.zeros(2, 8),))
+    workload = trace_module_workload(nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), (torch.zeros(2, 8),))
     assert workload.output_elements_per_sample == 3
     assert [layer.activation_elements_per_sample for layer in workload.layers] == [8, 5 + 3]
 
 
 def test_numbers_of_samples_do_not_matter() -> None:
     model = ImageTransformer()
-    one, many = (module_workload(model, (torch.zeros(rows, 3, 32, 32),)) for rows in (1, 24))
+    one, many = (trace_module_workload(model, (torch.zeros(rows, 3, 32, 32),)) for rows in (1, 24))
     for left, right in zip(one.layers, many.layers, strict=True):
         assert left.flops_per_sample == right.flops_per_sample
         assert left.activation_elements_per_sample == pytest.approx(
@@ -322,9 +328,9 @@ def test_numbers_of_samples_do_not_matter() -> None:
 
 def test_normalisation_over_groups_is_counted_once() -> None:
     single, grouped = (
-        section_workload(
+        build_section_workload(
             ModelSection(preset="resnet-18", batch_norm_group=group),
-            vocabulary=None,
+            vocabulary_size=None,
             sequence_length=1,
             image_shape=(3, 32, 32),
             classes=10,
@@ -333,8 +339,8 @@ def test_normalisation_over_groups_is_counted_once() -> None:
     )
     assert single is not None
     assert grouped is not None
-    assert (single.samples_together, grouped.samples_together) == (1, 32)
-    assert replace(single, samples_together=32) == grouped
+    assert (single.coupled_samples, grouped.coupled_samples) == (1, 32)
+    assert replace(single, coupled_samples=32) == grouped
 
 
 def test_a_model_that_compares_samples_is_refused() -> None:
@@ -348,21 +354,21 @@ def test_a_model_that_compares_samples_is_refused() -> None:
             return y @ y.T
 
     with pytest.raises(WanmaError, match="grows with the square of the samples"):
-        module_workload(Contrast(), (torch.zeros(2, 4),))
+        trace_module_workload(Contrast(), (torch.zeros(2, 4),))
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
-    first, second = module_workload(model, (torch.zeros(2, 4),), blocks=()).layers
-    assert (first.trained_parameters, second.trained_parameters) == (0, None)
+    first, second = trace_module_workload(model, (torch.zeros(2, 4),), blocks=()).layers
+    assert (first.trainable_parameters, second.trainable_parameters) == (0, None)
     assert {one.phase for one in first.operators} == {"forward"}
 
 
 def test_a_workload_survives_json() -> None:
     model, inputs = decoder()
-    workload = module_workload(model, inputs, 64)
+    workload = trace_module_workload(model, inputs, 64)
     assert Workload.from_json(json.loads(json.dumps(workload.to_json()))) == workload
-    assert Workload((Layer("one", 1, 2, 3.0, 4.0),), 1) == Workload.from_json(
-        Workload((Layer("one", 1, 2, 3.0, 4.0),), 1).to_json()
+    assert Workload((LayerWorkload("one", 1, 2, 3.0, 4.0),), 1) == Workload.from_json(
+        Workload((LayerWorkload("one", 1, 2, 3.0, 4.0),), 1).to_json()
     )

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wanma.job.errors import WanmaError
-from wanma.models.architectures.decoder import Decoder, decoder_layout
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.keyed_random.dropout import keyed_samples, recompute_context
+from wanma.models.architectures.decoder import Decoder, decoder_parallel_spec
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.keyed_random.dropout import bind_samples, recompute_context_fn
 from wanma.models.layers.experts import (
     GroupedFeedForward,
     MixtureOfExperts,
-    collect,
-    positions_in,
-    spread,
+    inverse_permutation,
+    permute_tokens,
+    unpermute_tokens,
     weighted_swiglu,
 )
-from wanma.models.layers.router import Routing, set_loss_factor
+from wanma.models.layers.router import TopKRouter, set_auxiliary_loss_scale
 from wanma.models.model_spec import ModelSpec, build_model
 
-MIXTRAL = DecoderDimensions(
+MIXTRAL = DecoderConfig(
     2, 32, 4, 2, 48, 64, rope_theta=1e6, experts=4, experts_per_token=2, norm_epsilon=1e-5
 )
-DEEPSEEK = DecoderDimensions(
+DEEPSEEK = DecoderConfig(
     3,
     32,
     4,
@@ -41,31 +41,31 @@ DEEPSEEK = DecoderDimensions(
     norm_epsilon=1e-6,
     query_rank=24,
     key_value_rank=16,
-    head_size=8,
-    rotary_size=4,
-    value_size=6,
+    explicit_head_dim=8,
+    explicit_rope_head_dim=4,
+    explicit_value_head_dim=6,
     experts=8,
     experts_per_token=3,
     shared_experts=2,
     expert_feed_forward=12,
     dense_layers=1,
     router="sigmoid",
-    weight_scale=2.5,
+    routing_scale=2.5,
     expert_groups=4,
-    groups_per_token=2,
+    expert_groups_per_token=2,
     balance="bias",
     balance_rate=0.1,
 )
 
 
-def decoder(dimensions: DecoderDimensions, dtype: torch.dtype = torch.float64) -> Decoder:
-    spec = ModelSpec("mine", "tokens", lambda: Decoder(dimensions), decoder_layout(dimensions), False)
+def decoder(dimensions: DecoderConfig, dtype: torch.dtype = torch.float64) -> Decoder:
+    spec = ModelSpec("mine", "tokens", lambda: Decoder(dimensions), decoder_parallel_spec(dimensions), False)
     model = build_model(spec, 3, dtype)
     assert isinstance(model, Decoder)
     return model
 
 
-def mixture(dimensions: DecoderDimensions, dtype: torch.dtype = torch.float64) -> MixtureOfExperts:
+def mixture(dimensions: DecoderConfig, dtype: torch.dtype = torch.float64) -> MixtureOfExperts:
     """One layer whose router tells tokens apart."""
     layer = MixtureOfExperts(dimensions).to(dtype)
     generator = torch.Generator().manual_seed(5)
@@ -158,7 +158,7 @@ def _spread_routers(model: Decoder) -> None:
 
 def _copy(ours: Decoder, theirs: Any, attention: dict[str, str]) -> None:
     """Our weights under the published names; plain attention's heads as halves, which turn other pairs."""
-    width = ours.dimensions.head_width
+    width = ours.config.head_dim
     with torch.no_grad():
         theirs.model.embed_tokens.weight.copy_(ours.embedding.weight)
         theirs.model.norm.weight.copy_(ours.norm.weight)
@@ -200,7 +200,7 @@ def _same_logits(ours: Decoder, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("dimensions", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek"])
-def test_a_layer_is_the_weighted_sum_of_its_experts(dimensions: DecoderDimensions) -> None:
+def test_a_layer_is_the_weighted_sum_of_its_experts(dimensions: DecoderConfig) -> None:
     layer, x = mixture(dimensions), tokens(2, 5).requires_grad_()
     weights, chosen = layer.routing(layer.router(x))
     plain = torch.zeros_like(x)
@@ -246,11 +246,11 @@ def test_rows_come_back_to_their_tokens_in_the_order_of_their_choices(choices: l
     x = torch.randn(1, len(choices), 2, dtype=torch.float64, requires_grad=True)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)[: int((flat < 4).sum())]
-    places = positions_in(order, flat.numel()).view_as(chosen)
-    rows = spread(x, order, places)
+    places = inverse_permutation(order, flat.numel()).view_as(chosen)
+    rows = permute_tokens(x, order, places)
     assert flat[order].tolist() == sorted(number for number in flat.tolist() if number < 4)
     scaled = rows * (1.0 + flat[order].unsqueeze(1))
-    result = collect(scaled, order, places)
+    result = unpermute_tokens(scaled, order, places)
     factor = torch.where(chosen < 4, 1.0 + chosen, 0.0).sum(-1, keepdim=True)
     torch.testing.assert_close(result, x * factor)
     result.sum().backward()
@@ -290,15 +290,15 @@ def test_a_gpus_grouped_products_are_those_of_each_expert() -> None:
 
 def counted(layer: MixtureOfExperts, x: Tensor, samples: list[int], *, again: bool = False) -> Tensor:
     """The load that one forward and backward notes."""
-    with keyed_samples(layer, 0, torch.tensor(samples)):
+    with bind_samples(layer, 0, torch.tensor(samples)):
         y = (
-            checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context(layer))
+            checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context_fn(layer))
             if again
             else layer(x)
         )
     assert isinstance(y, Tensor)
     y.sum().backward()
-    return layer.routing.take()[0]
+    return layer.routing.pop_sums()[0]
 
 
 def test_the_load_counts_each_real_token_once_even_where_forward_runs_twice() -> None:
@@ -307,35 +307,35 @@ def test_the_load_counts_each_real_token_once_even_where_forward_runs_twice() ->
     expected = torch.bincount(chosen[:2].flatten(), minlength=8)
     assert torch.equal(counted(layer, x, [4, 9, -1]), expected)
     assert torch.equal(counted(layer, x, [4, 9, -1], again=True), expected)
-    assert torch.equal(layer.routing.take()[0], torch.zeros(8, dtype=torch.int64))
+    assert torch.equal(layer.routing.pop_sums()[0], torch.zeros(8, dtype=torch.int64))
 
 
 def test_neither_evaluation_nor_a_forward_without_backward_counts() -> None:
     layer, x = mixture(DEEPSEEK), tokens(2, 6).requires_grad_()
     layer(x)
     layer.eval()(x).sum().backward()
-    assert layer.routing.take()[0].sum() == 0
+    assert layer.routing.pop_sums()[0].sum() == 0
 
 
 def test_rows_that_were_not_announced_are_an_error() -> None:
     layer = mixture(DEEPSEEK)
     with (
         pytest.raises(WanmaError, match="a router sees 3 rows of 2 samples"),
-        keyed_samples(layer, 0, torch.arange(2)),
+        bind_samples(layer, 0, torch.arange(2)),
     ):
         layer(tokens(3, 6))
 
 
 def test_the_bias_moves_towards_experts_with_less_than_their_share() -> None:
-    routing = Routing(replace(DEEPSEEK, experts=4, expert_groups=1, groups_per_token=1)).double()
-    routing.commit(torch.tensor([10, 2, 6, 6]), torch.zeros(()))
+    routing = TopKRouter(replace(DEEPSEEK, experts=4, expert_groups=1, expert_groups_per_token=1)).double()
+    routing.apply_sums(torch.tensor([10, 2, 6, 6]), torch.zeros(()))
     assert routing.bias is not None
     torch.testing.assert_close(routing.bias, torch.tensor([-0.1, 0.1, 0.0, 0.0], dtype=torch.float64))
     assert dict(routing.named_buffers()).keys() == routing.state_dict().keys() == {"bias"}
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:
-    layer, x = mixture(replace(DEEPSEEK, expert_groups=1, groups_per_token=1)), tokens(2, 6)
+    layer, x = mixture(replace(DEEPSEEK, expert_groups=1, expert_groups_per_token=1)), tokens(2, 6)
     assert layer.routing.bias is not None
     layer.routing.bias[5] = 10.0
     weights, chosen = layer.routing(layer.router(x))
@@ -369,12 +369,12 @@ def test_the_balancing_loss_adds_its_gradient_scaled_like_the_losses(router: Any
     expected = torch.autograd.grad(objective, leaves)
 
     layer.train()
-    set_loss_factor(layer.modules(), factor)
-    with keyed_samples(layer, 0, torch.tensor(samples)):
+    set_auxiliary_loss_scale(layer.modules(), factor)
+    with bind_samples(layer, 0, torch.tensor(samples)):
         loss = layer(x).square().sum()
     got = torch.autograd.grad(loss * factor, leaves)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(layer.routing.take()[1], balance.detach())
+    torch.testing.assert_close(layer.routing.pop_sums()[1], balance.detach())
 
 
 def test_an_even_load_of_even_scores_has_the_least_balancing_loss() -> None:
@@ -382,10 +382,10 @@ def test_an_even_load_of_even_scores_has_the_least_balancing_loss() -> None:
     even, uneven = torch.eye(4).repeat(2, 1) * 3.0, torch.eye(4)[[0, 0, 0, 0, 0, 1, 2, 3]] * 3.0
     values = []
     for logits in (even, uneven):
-        routing = Routing(dimensions)
+        routing = TopKRouter(dimensions)
         weights, _ = routing(logits.unsqueeze(0).requires_grad_())
         weights.sum().backward()
-        values.append(float(routing.take()[1]) / 8)
+        values.append(float(routing.pop_sums()[1]) / 8)
     assert values[0] == pytest.approx(1.0)
     assert values[1] > 1.5
 
@@ -395,7 +395,7 @@ def test_an_even_load_of_even_scores_has_the_least_balancing_loss() -> None:
 
 def test_capacity_keeps_an_experts_first_tokens_of_a_group_in_order_of_position() -> None:
     dimensions = replace(MIXTRAL, experts_per_token=1, capacity_factor=1.0, balance_group=2)
-    routing = Routing(dimensions)
+    routing = TopKRouter(dimensions)
     logits = torch.zeros(4, 4, 4)
     logits[:2, :, 1] = 5.0  # all eight tokens of the first group want expert 1, which has room for two
     logits[2:] = torch.eye(4) * 5.0

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from wanma.job.errors import JobError
 from wanma.job.sections.job import ModelSection
-from wanma.models.config.presets import DECODER_PRESETS, GPT_PRESETS, VISION_PRESETS
-from wanma.models.config.resolution import decoder_dimensions, model_kind, vision_dimensions
-from wanma.models.workload.model_workload import decoder_workload
+from wanma.models.config.presets import DECODER_PRESETS, OWN_PRESETS, VISION_PRESETS
+from wanma.models.config.resolution import input_kind, resolve_decoder_config, resolve_vision_config
+from wanma.models.workload.model_workload import compute_decoder_workload
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from wanma.models.workload.model_workload import decoder_workload
     ],
 )
 def test_a_published_preset_has_the_published_number_of_parameters(preset: str, published: int) -> None:
-    assert decoder_workload(DECODER_PRESETS[preset], 1).parameters == published
+    assert compute_decoder_workload(DECODER_PRESETS[preset], 1).parameters == published
 
 
 @pytest.mark.parametrize(
@@ -53,25 +53,25 @@ def test_a_published_preset_has_the_published_number_of_parameters(preset: str, 
     ],
 )
 def test_a_token_passes_the_published_part_of_a_mixture(preset: str, active: float) -> None:
-    found = decoder_workload(DECODER_PRESETS[preset], 1)
+    found = compute_decoder_workload(DECODER_PRESETS[preset], 1)
     assert found.active_parameters == pytest.approx(active, rel=0.03)
     if preset.startswith("gpt-moe"):
         named = float(preset.removeprefix("gpt-moe-").removesuffix("m")) * 1e6
         assert found.parameters == pytest.approx(named, rel=0.03)
 
 
-@pytest.mark.parametrize("preset", GPT_PRESETS)
+@pytest.mark.parametrize("preset", OWN_PRESETS)
 def test_a_gpt_preset_has_about_the_parameters_of_its_name(preset: str) -> None:
     size = preset.removeprefix("gpt-").removeprefix("3-")
     named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
-    assert decoder_workload(GPT_PRESETS[preset], 1).parameters == pytest.approx(named, rel=0.12)
+    assert compute_decoder_workload(OWN_PRESETS[preset], 1).parameters == pytest.approx(named, rel=0.12)
 
 
 def test_gpt_3_has_the_parameters_that_it_was_published_with_but_for_biases_and_positions() -> None:
     hidden, layers = 12288, 96
     left_out = layers * (9 * hidden + 4 * hidden - 2 * hidden) + hidden + 2048 * hidden
     padding = (50304 - 50257) * hidden
-    found = decoder_workload(GPT_PRESETS["gpt-3-175b"], 2048)
+    found = compute_decoder_workload(OWN_PRESETS["gpt-3-175b"], 2048)
     assert found.parameters - padding + left_out == pytest.approx(174.6e9, rel=1e-4)  # table D.1
     assert found.parameters == pytest.approx(174.6e9, rel=3e-4)
     tokens = 300e9
@@ -81,53 +81,53 @@ def test_gpt_3_has_the_parameters_that_it_was_published_with_but_for_biases_and_
 
 def test_gelu_s_width_is_four_times_hidden_and_experts_have_none() -> None:
     section = ModelSection(family="decoder", layers=2, hidden=96, heads=4, activation_function="gelu")
-    assert decoder_dimensions(section, 258).feed_forward == 384
+    assert resolve_decoder_config(section, 258).feed_forward == 384
     preset = ModelSection(preset="gpt-3-175b", activation_function="swiglu", feed_forward=64)
-    assert decoder_dimensions(preset, None).network_matrices == 3
+    assert resolve_decoder_config(preset, None).feed_forward_matrices == 3
     for keys in ({"preset": "mixtral-8x7b"}, {"preset": "gpt-1m", "experts": 4}):
         with pytest.raises(JobError, match=r"activation_function = 'gelu' with model\.experts = \d, but"):
-            decoder_dimensions(ModelSection(**keys, activation_function="gelu"), None)
+            resolve_decoder_config(ModelSection(**keys, activation_function="gelu"), None)
 
 
 def test_gpt_10m_with_bytes_has_a_vocabulary_of_320_and_about_10_million_parameters() -> None:
-    dimensions = decoder_dimensions(ModelSection(preset="gpt-10m"), vocabulary=258)
+    dimensions = resolve_decoder_config(ModelSection(preset="gpt-10m"), vocabulary_size=258)
     assert dimensions.vocabulary == 320
-    assert decoder_workload(dimensions, 256).parameters == 10_867_584
+    assert compute_decoder_workload(dimensions, 256).parameters == 10_867_584
 
 
 def test_the_vocabulary_is_the_tokenizers_rounded_up_to_64_and_the_presets_without_one() -> None:
     section = ModelSection(preset="gpt-17m")
-    assert decoder_dimensions(section, 1000).vocabulary == 1024
-    assert decoder_dimensions(section, None).vocabulary == 8192
-    assert decoder_dimensions(ModelSection(preset="gpt-17m", vocabulary=5000), 1000).vocabulary == 5000
+    assert resolve_decoder_config(section, 1000).vocabulary == 1024
+    assert resolve_decoder_config(section, None).vocabulary == 8192
+    assert resolve_decoder_config(ModelSection(preset="gpt-17m", vocabulary=5000), 1000).vocabulary == 5000
 
 
 def test_a_published_model_keeps_its_vocabulary_if_the_tokenizers_fits() -> None:
-    assert decoder_dimensions(ModelSection(preset="llama-3-8b"), 258).vocabulary == 128256
+    assert resolve_decoder_config(ModelSection(preset="llama-3-8b"), 258).vocabulary == 128256
 
 
 @pytest.mark.parametrize("section", [{"preset": "gpt-1m", "vocabulary": 100}, {"preset": "llama-2-7b"}])
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_the_one_that_fits(section: dict) -> None:
     with pytest.raises(JobError, match=r"smaller than the tokenizer's 40000[\s\S]*model.vocabulary to 40000"):
-        decoder_dimensions(ModelSection(**section), 40_000)
+        resolve_decoder_config(ModelSection(**section), 40_000)
 
 
 def test_explicit_keys_override_the_preset() -> None:
     section = ModelSection(
         preset="llama-3-8b", layers=3, rope_theta=7.0, tie_embeddings=True, dropout=0.1, kv_heads=4
     )
-    dimensions = decoder_dimensions(section, None)
+    dimensions = resolve_decoder_config(section, None)
     assert (dimensions.layers, dimensions.rope_theta, dimensions.tie_embeddings) == (3, 7.0, True)
     assert (dimensions.dropout, dimensions.kv_heads, dimensions.hidden) == (0.1, 4, 4096)
 
 
 def test_key_value_heads_follow_the_heads_where_the_preset_has_one_for_each() -> None:
-    assert decoder_dimensions(ModelSection(preset="gpt-10m", heads=4), None).kv_heads == 4
-    assert decoder_dimensions(ModelSection(preset="llama-3-8b", heads=16), None).kv_heads == 8
+    assert resolve_decoder_config(ModelSection(preset="gpt-10m", heads=4), None).kv_heads == 4
+    assert resolve_decoder_config(ModelSection(preset="llama-3-8b", heads=16), None).kv_heads == 8
 
 
 def test_a_family_needs_only_layers_hidden_and_heads() -> None:
-    dimensions = decoder_dimensions(ModelSection(family="decoder", layers=2, hidden=96, heads=4), 258)
+    dimensions = resolve_decoder_config(ModelSection(family="decoder", layers=2, hidden=96, heads=4), 258)
     assert (dimensions.kv_heads, dimensions.feed_forward, dimensions.vocabulary) == (4, 256, 320)
 
 
@@ -150,7 +150,7 @@ def test_a_family_needs_only_layers_hidden_and_heads() -> None:
 )
 def test_wrong_dimensions_are_told_with_their_keys(keys: dict, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        decoder_dimensions(ModelSection(**keys), None)
+        resolve_decoder_config(ModelSection(**keys), None)
 
 
 @given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 16), st.integers(1, 300_000))
@@ -159,26 +159,26 @@ def test_what_is_accepted_divides_and_holds_every_token(
 ) -> None:
     section = ModelSection(family="decoder", layers=1, hidden=heads * width, heads=heads, kv_heads=kv_heads)
     try:
-        dimensions = decoder_dimensions(section, tokenizer)
+        dimensions = resolve_decoder_config(section, tokenizer)
     except JobError:
         assert heads % kv_heads or width % 2
     else:
         assert dimensions.heads % dimensions.kv_heads == 0
-        assert dimensions.head_width % 2 == 0
+        assert dimensions.head_dim % 2 == 0
         assert dimensions.vocabulary is not None
         assert 0 <= dimensions.vocabulary - tokenizer < 64
 
 
 def test_the_kind_of_a_model_follows_from_its_section() -> None:
-    assert model_kind(ModelSection(preset="gpt-1m")) == "tokens"
-    assert model_kind(ModelSection(family="resnet", depth=18)) == "images"
-    assert model_kind(ModelSection(preset="cifar-convnet")) == "images"
-    assert model_kind(ModelSection(factory="a:b")) == "custom"
+    assert input_kind(ModelSection(preset="gpt-1m")) == "tokens"
+    assert input_kind(ModelSection(family="resnet", depth=18)) == "images"
+    assert input_kind(ModelSection(preset="cifar-convnet")) == "images"
+    assert input_kind(ModelSection(factory="a:b")) == "custom"
 
 
 @pytest.mark.parametrize("preset", VISION_PRESETS)
 def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
-    dimensions = vision_dimensions(ModelSection(preset=preset, batch_norm_group=16), (1, 28, 30), 10)
+    dimensions = resolve_vision_config(ModelSection(preset=preset, batch_norm_group=16), (1, 28, 30), 10)
     assert (dimensions.channels, dimensions.height, dimensions.width, dimensions.classes) == (1, 28, 30, 10)
     assert dimensions.batch_norm_group == 16
 
@@ -199,14 +199,14 @@ def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
 )
 def test_what_contradicts_the_data_is_refused(keys: dict, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        vision_dimensions(ModelSection(**keys), (1, 28, 28), 10)
+        resolve_vision_config(ModelSection(**keys), (1, 28, 28), 10)
 
 
 def test_without_data_a_vision_model_says_what_it_misses() -> None:
     with pytest.raises(JobError, match="images' image_size is unknown"):
-        vision_dimensions(ModelSection(preset="resnet-18", channels=3, classes=10), None, None)
+        resolve_vision_config(ModelSection(preset="resnet-18", channels=3, classes=10), None, None)
     with pytest.raises(JobError, match="number of classes is unknown"):
-        vision_dimensions(ModelSection(preset="resnet-18", channels=3, image_size=32), None, None)
+        resolve_vision_config(ModelSection(preset="resnet-18", channels=3, image_size=32), None, None)
 
 
 def test_presets_and_forecasts_of_decoders_do_not_import_torch() -> None:
@@ -222,19 +222,19 @@ DECODER = {"family": "decoder", "layers": 4, "hidden": 64, "heads": 4}
 
 
 def test_a_decoder_with_experts_gets_defaults_for_the_rest() -> None:
-    dimensions = decoder_dimensions(ModelSection(**DECODER, experts=8), 257)
+    dimensions = resolve_decoder_config(ModelSection(**DECODER, experts=8), 257)
     assert (dimensions.experts_per_token, dimensions.shared_experts, dimensions.router) == (2, 0, "softmax")
     assert (dimensions.balance, dimensions.balance_rate) == ("bias", 1e-3)
     assert dimensions.expert_width == dimensions.feed_forward
-    dimensions = decoder_dimensions(ModelSection(**DECODER, experts=8, balance="loss"), 257)
+    dimensions = resolve_decoder_config(ModelSection(**DECODER, experts=8, balance="loss"), 257)
     assert (dimensions.balance, dimensions.balance_rate) == ("loss", 1e-2)
 
 
 def test_a_mixtures_preset_keeps_what_the_section_does_not_say() -> None:
-    dimensions = decoder_dimensions(ModelSection(preset="mixtral-8x7b", experts=16, layers=2), None)
+    dimensions = resolve_decoder_config(ModelSection(preset="mixtral-8x7b", experts=16, layers=2), None)
     assert (dimensions.experts, dimensions.experts_per_token, dimensions.layers) == (16, 2, 2)
     assert (dimensions.balance, dimensions.balance_rate) == ("loss", 0.02)
-    dimensions = decoder_dimensions(ModelSection(preset="mixtral-8x7b", balance="none"), None)
+    dimensions = resolve_decoder_config(ModelSection(preset="mixtral-8x7b", balance="none"), None)
     assert (dimensions.balance, dimensions.balance_rate) == ("none", 0.0)
 
 
@@ -259,9 +259,9 @@ def test_a_mixtures_preset_keeps_what_the_section_does_not_say() -> None:
 )
 def test_keys_for_experts_that_contradict_each_other_are_refused(section: dict[str, Any], told: str) -> None:
     with pytest.raises(JobError, match=told):
-        decoder_dimensions(ModelSection(**section), 257)
+        resolve_decoder_config(ModelSection(**section), 257)
 
 
 def test_a_vision_model_has_no_experts() -> None:
     with pytest.raises(JobError, match=r"model\.experts does not apply"):
-        vision_dimensions(ModelSection(preset="resnet-18", experts=4), (3, 32, 32), 10)
+        resolve_vision_config(ModelSection(preset="resnet-18", experts=4), (3, 32, 32), 10)

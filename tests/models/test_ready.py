@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from support.own import Plain
-from wanma.api.train import _take_weights
+from wanma.api.train import _copy_weights
 from wanma.job.errors import JobError
-from wanma.models.model_spec import custom_spec
+from wanma.models.model_spec import wrap_module
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from wanma.models.model_spec import custom_spec
 )
 def test_a_model_that_cannot_be_spread_is_refused(model: Any, told: str, way_out: str) -> None:
     with pytest.raises(JobError) as refusal:
-        custom_spec(model, batch_norm_group=2)
+        wrap_module(model, batch_norm_group=2)
     assert told in str(refusal.value)
     assert way_out in str(refusal.value)
 
@@ -36,7 +36,7 @@ def test_a_model_that_cannot_be_spread_is_refused(model: Any, told: str, way_out
 def test_a_lazy_model_that_has_run_once_is_taken() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     model(torch.zeros(1, 2))
-    assert custom_spec(model).make() is model
+    assert wrap_module(model).build_module() is model
 
 
 class Named(nn.Module):
@@ -62,6 +62,6 @@ class Named(nn.Module):
 def test_a_module_that_saves_more_than_tensors_takes_its_trained_weights() -> None:
     model = Named()
     weight = model.linear.weight
-    _take_weights(model, {"linear.weight": torch.ones(2, 2), "linear.bias": torch.full((2,), 2.0)})
+    _copy_weights(model, {"linear.weight": torch.ones(2, 2), "linear.bias": torch.full((2,), 2.0)})
     assert model.again.weight is weight
     assert model(torch.ones(1, 2)).tolist() == [[4.0, 4.0]]

@@ -12,13 +12,13 @@ from support.huggingface import FAMILIES
 from support.own import Tagger
 from wanma.job.errors import JobError
 from wanma.job.sections.job import ModelSection, TrainSection
-from wanma.models.model_spec import build_model, model_spec
-from wanma.models.structure.parameter_roles import output_layers, parameter_roles
-from wanma.training.optimizer.named_optimizer import group_rules
+from wanma.models.model_spec import build_model, resolve_model_spec
+from wanma.models.structure.parameter_roles import find_output_layers, find_parameter_roles
+from wanma.training.optimizer.named_optimizer import parameter_rules
 
 
 def matrices(model: nn.Module) -> set[str]:
-    return {name for name, role in parameter_roles(model).items() if role.is_hidden_matrix}
+    return {name for name, role in find_parameter_roles(model).items() if role.is_hidden_matrix}
 
 
 class Scaled(nn.Module):
@@ -44,7 +44,7 @@ class GainNorm(nn.Module):
 
 
 def test_decay_leaves_out_norms_of_any_shape_biases_and_single_vectors() -> None:
-    decaying = {name for name, role in parameter_roles(Scaled()).items() if role.decays}
+    decaying = {name for name, role in find_parameter_roles(Scaled()).items() if role.has_weight_decay}
     assert decaying == {
         "words.weight",
         "places",
@@ -57,7 +57,7 @@ def test_decay_leaves_out_norms_of_any_shape_biases_and_single_vectors() -> None
 
 
 def test_hidden_matrices_are_those_of_linear_recurrent_and_attention_layers() -> None:
-    roles = parameter_roles(Scaled())
+    roles = find_parameter_roles(Scaled())
     assert matrices(Scaled()) == {
         "recurrent.weight_ih_l0",
         "recurrent.weight_hh_l0",
@@ -111,7 +111,7 @@ class Grouped(nn.Module):
 def test_the_output_layer_is_the_last_linear_one_with_the_heads_beside_it(
     model: nn.Module, outputs: set[str]
 ) -> None:
-    found = {id(layer) for layer in output_layers(model)}
+    found = {id(layer) for layer in find_output_layers(model)}
     assert {name for name, module in model.named_modules() if id(module) in found} == outputs
 
 
@@ -124,8 +124,10 @@ def test_what_is_tied_to_a_table_is_no_hidden_matrix() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_transformers_models_only_the_blocks_have_hidden_matrices(family: str) -> None:
     model = _transformers(family)
-    roles = parameter_roles(model)
-    plain = {n for n, r in roles.items() if r.is_hidden_matrix is False and r.is_matrix and r.decays}
+    roles = find_parameter_roles(model)
+    plain = {
+        n for n, r in roles.items() if r.is_hidden_matrix is False and r.is_matrix and r.has_weight_decay
+    }
     ends = {"embed_tokens.weight", "lm_head.weight", "wte.weight", "wpe.weight"}
     assert {name.split(".", 1)[-1] if name != "lm_head.weight" else name for name in plain} <= ends
     assert None not in {role.is_hidden_matrix for role in roles.values()}
@@ -154,8 +156,8 @@ def _transformers(family: str) -> Any:
 def test_of_own_decoders_all_matrices_but_embedding_and_head_are_hidden(
     section: dict[str, Any], tables: set[str]
 ) -> None:
-    spec = model_spec(
-        ModelSection(**section), vocabulary=32, sequence_length=8, image_shape=None, classes=None
+    spec = resolve_model_spec(
+        ModelSection(**section), vocabulary_size=32, sequence_length=8, image_shape=None, classes=None
     )
     model = build_model(spec, 1)
     two_dims: set[str] = {name for name, p in model.named_parameters() if p.ndim == 2}
@@ -163,18 +165,18 @@ def test_of_own_decoders_all_matrices_but_embedding_and_head_are_hidden(
 
 
 def test_the_role_of_a_lone_matrix_can_be_said() -> None:
-    roles = parameter_roles(Scaled())
+    roles = find_parameter_roles(Scaled())
     with pytest.raises(
         JobError, match=r"places is a matrix that its module holds by itself(.|\n)*muon = true"
     ):
-        group_rules(roles, TrainSection(optimizer="muon"))
+        parameter_rules(roles, TrainSection(optimizer="muon"))
     for said in (True, False):
         groups: Any = [{"match": "places", "muon": said}]
-        rules = group_rules(roles, TrainSection(optimizer="muon", parameter_groups=groups))
+        rules = parameter_rules(roles, TrainSection(optimizer="muon", parameter_groups=groups))
         assert rules["places"].is_orthogonalised is said
     wrong = TrainSection(optimizer="muon", parameter_groups=[{"match": "token", "muon": True}])
     with pytest.raises(JobError, match="which is no matrix"):
-        group_rules(roles, wrong)
+        parameter_rules(roles, wrong)
 
 
 def test_forward_is_not_needed() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import wanma
 from support.own import Numbers
 from wanma.job.errors import JobError
-from wanma.models.user_modules.overlapping_parameters import refuse_shared_memory
+from wanma.models.user_modules.overlapping_parameters import reject_overlapping_parameters
 
 
 def pair() -> nn.Sequential:
@@ -22,7 +22,7 @@ def test_parameters_tied_by_their_data_are_refused_by_name(tmp_path: Path) -> No
     model = pair()
     model[1].weight.data = model[0].weight.data.t()
     with pytest.raises(JobError, match=r"Sequential: 0\.weight and 1\.weight lie in the same memory"):
-        refuse_shared_memory(model)
+        reject_overlapping_parameters(model)
     job = {"train": {"steps": 1, "global_batch": 4}}
     with pytest.raises(wanma.WanmaError, match="lie in the same memory"):
         wanma.train(job, model=model, data=Numbers(), run_directory=tmp_path / "run")
@@ -32,7 +32,7 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused() -> None:
     model = pair()
     model.register_buffer("seen", model[0].weight.detach()[2:])
     with pytest.raises(JobError, match=r"0\.weight and seen"):
-        refuse_shared_memory(model)
+        reject_overlapping_parameters(model)
 
 
 def test_what_has_no_element_in_common_is_taken() -> None:
@@ -43,4 +43,4 @@ def test_what_has_no_element_in_common_is_taken() -> None:
     mask = torch.ones(4)
     model.register_buffer("mask", mask)
     model.register_buffer("again", mask[1:])
-    refuse_shared_memory(model)
+    reject_overlapping_parameters(model)

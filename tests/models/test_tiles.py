@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from wanma.models.structure.parameter_initialization import initial_part, initial_value, tile_shape
+from wanma.models.structure.parameter_initialization import draw_initial_shard, draw_initial_value, tile_shape
 
 
 class Normal(nn.Module):
@@ -29,14 +29,14 @@ def boxes(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 @settings(max_examples=30, deadline=None)
 def test_a_box_is_cut_out_of_the_whole(box: tuple[list[int], list[int], list[int]]) -> None:
     shape, offset, size = box
-    whole = initial_value(Normal(), "weight", shape, torch.float32, 3)
-    part = initial_part(Normal(), "weight", shape, offset, size, torch.float32, 3)
+    whole = draw_initial_value(Normal(), "weight", shape, torch.float32, 3)
+    part = draw_initial_shard(Normal(), "weight", shape, offset, size, torch.float32, 3)
     inside = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
     assert torch.equal(part, whole[inside])
 
 
 def test_tiles_differ_from_each_other() -> None:
-    value = initial_value(Normal(), "weight", (1024, 1024), torch.float32, 3)
+    value = draw_initial_value(Normal(), "weight", (1024, 1024), torch.float32, 3)
     assert not torch.equal(value[:512, :512], value[512:, :512])
     assert not torch.equal(value[:512, :512], value[:512, 512:])
     assert float(value.std()) == pytest.approx(1.0, rel=0.01)

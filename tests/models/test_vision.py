@@ -3,13 +3,15 @@ import torch
 from torch import nn
 
 from wanma.job.sections.job import ModelSection
-from wanma.models.layers.batch_norm import noting_modules
-from wanma.models.model_spec import build_model, model_spec
+from wanma.models.layers.batch_norm import find_step_statistics_modules
+from wanma.models.model_spec import build_model, resolve_model_spec
 
 
 def build(preset: str, shape: tuple[int, int, int], **keys: object) -> nn.Module:
     section = ModelSection(preset=preset, **keys)
-    spec = model_spec(section, vocabulary=None, sequence_length=None, image_shape=shape, classes=10)
+    spec = resolve_model_spec(
+        section, vocabulary_size=None, sequence_length=None, image_shape=shape, classes=10
+    )
     return build_model(spec, seed=1)
 
 
@@ -29,7 +31,7 @@ def test_the_cifar_network_is_convolution_16_convolution_32_linear_128_linear_10
 def test_small_images_get_the_small_stem(preset: str, norms: int) -> None:
     model = build(preset, (3, 32, 32), batch_norm_group=2)
     assert model.conv1.weight.shape == (64, 3, 3, 3)
-    assert len(noting_modules(model)) == norms
+    assert len(find_step_statistics_modules(model)) == norms
     assert model(torch.randn(4, 3, 32, 32)).shape == (4, 10)
 
 

@@ -8,26 +8,30 @@ from torch.utils.flop_counter import FlopCounterMode
 from support.flops import attention_on_cpu
 from wanma.job.errors import WanmaError
 from wanma.job.sections.job import ModelSection
-from wanma.models.architectures.decoder import Decoder, decoder_layout
-from wanma.models.architectures.image_classifiers import build_vision
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.presets import GPT_MOE_PRESETS
-from wanma.models.config.resolution import vision_dimensions
-from wanma.models.layers.batch_norm import noting_modules
+from wanma.models.architectures.decoder import Decoder, decoder_parallel_spec
+from wanma.models.architectures.image_classifiers import build_image_classifier
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.presets import OWN_MOE_PRESETS
+from wanma.models.config.resolution import resolve_vision_config
+from wanma.models.layers.batch_norm import find_step_statistics_modules
 from wanma.models.model_spec import ModelSpec, build_model
-from wanma.models.workload.model_workload import decoder_workload, module_workload, section_workload
+from wanma.models.workload.model_workload import (
+    build_section_workload,
+    compute_decoder_workload,
+    trace_module_workload,
+)
 
 SHAPES = {
-    "plain": DecoderDimensions(3, 64, 4, 4, 192, 320),
-    "grouped and tied": DecoderDimensions(3, 64, 4, 2, 192, 320, tie_embeddings=True),
-    "qwen 2.5": DecoderDimensions(2, 64, 4, 2, 192, 320, attention_bias=True),
-    "qwen 3": DecoderDimensions(2, 64, 4, 2, 192, 320, head_size=32, head_norm=True),
-    "dropout": DecoderDimensions(2, 64, 4, 4, 192, 320, dropout=0.1),
-    "gelu": DecoderDimensions(2, 64, 4, 4, 256, 320, activation_function="gelu"),
+    "plain": DecoderConfig(3, 64, 4, 4, 192, 320),
+    "grouped and tied": DecoderConfig(3, 64, 4, 2, 192, 320, tie_embeddings=True),
+    "qwen 2.5": DecoderConfig(2, 64, 4, 2, 192, 320, attention_bias=True),
+    "qwen 3": DecoderConfig(2, 64, 4, 2, 192, 320, explicit_head_dim=32, qk_norm=True),
+    "dropout": DecoderConfig(2, 64, 4, 4, 192, 320, dropout=0.1),
+    "gelu": DecoderConfig(2, 64, 4, 4, 256, 320, activation_function="gelu"),
 }
 MIXTURES = {
-    "mixtral": DecoderDimensions(3, 64, 4, 2, 192, 320, experts=8, experts_per_token=2),
-    "one dense layer": DecoderDimensions(
+    "mixtral": DecoderConfig(3, 64, 4, 2, 192, 320, experts=8, experts_per_token=2),
+    "one dense layer": DecoderConfig(
         3,
         64,
         4,
@@ -40,51 +44,51 @@ MIXTURES = {
         expert_feed_forward=96,
         dense_layers=1,
     ),
-    "deepseek": GPT_MOE_PRESETS["gpt-moe-3m"],
+    "deepseek": OWN_MOE_PRESETS["gpt-moe-3m"],
 }
 
 
-def on_meta(dimensions: DecoderDimensions) -> Decoder:
+def on_meta(dimensions: DecoderConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(dimensions)
 
 
-def initialized(dimensions: DecoderDimensions) -> nn.Module:
+def initialized(dimensions: DecoderConfig) -> nn.Module:
     return build_model(
-        ModelSpec("mine", "tokens", lambda: Decoder(dimensions), decoder_layout(dimensions), False), 1
+        ModelSpec("mine", "tokens", lambda: Decoder(dimensions), decoder_parallel_spec(dimensions), False), 1
     )
 
 
 @pytest.mark.parametrize("dimensions", {**SHAPES, **MIXTURES}.values(), ids={**SHAPES, **MIXTURES})
-def test_parameters_by_formula_equal_those_of_the_model(dimensions: DecoderDimensions) -> None:
+def test_parameters_by_formula_equal_those_of_the_model(dimensions: DecoderConfig) -> None:
     counted = sum(parameter.numel() for parameter in on_meta(dimensions).parameters())
-    assert decoder_workload(dimensions, 128).parameters == counted
+    assert compute_decoder_workload(dimensions, 128).parameters == counted
 
 
 @pytest.mark.parametrize("dimensions", SHAPES.values(), ids=SHAPES)
 def test_full_attention_flops_equal_torchs_own_count_on_the_meta_device(
-    dimensions: DecoderDimensions,
+    dimensions: DecoderConfig,
 ) -> None:
     model, rows = on_meta(dimensions).eval(), 2
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(rows, 128, dtype=torch.int64, device="meta"))
     # On the meta device attention is two whole matrix products: the "full attention" convention.
-    by_formula = decoder_workload(dimensions, 128, causal=False).flops_per_sample
+    by_formula = compute_decoder_workload(dimensions, 128, causal=False).flops_per_sample
     assert by_formula == pytest.approx(3 * counter.get_total_flops() / rows, rel=1e-9)
 
 
 def test_causal_attention_counts_half_of_the_scores() -> None:
     dimensions, sequence = SHAPES["plain"], 128
-    full = decoder_workload(dimensions, sequence, causal=False).flops_per_sample
-    causal = decoder_workload(dimensions, sequence).flops_per_sample
+    full = compute_decoder_workload(dimensions, sequence, causal=False).flops_per_sample
+    causal = compute_decoder_workload(dimensions, sequence).flops_per_sample
     assert full - causal == 3 * dimensions.layers * 2 * sequence**2 * dimensions.hidden
 
 
 @pytest.mark.parametrize("dimensions", SHAPES.values(), ids=SHAPES)
-def test_the_formula_agrees_with_the_measured_decoder(dimensions: DecoderDimensions) -> None:
+def test_the_formula_agrees_with_the_measured_decoder(dimensions: DecoderConfig) -> None:
     tokens = torch.zeros(2, 128, dtype=torch.int64, device="meta")
-    measured = module_workload(on_meta(dimensions), (tokens,), 128)
-    formula = decoder_workload(dimensions, 128)
+    measured = trace_module_workload(on_meta(dimensions), (tokens,), 128)
+    formula = compute_decoder_workload(dimensions, 128)
     assert measured.parameters == formula.parameters
     assert measured.flops_per_sample == pytest.approx(formula.flops_per_sample, rel=1e-9)
     assert measured.tokens_per_sample == formula.tokens_per_sample == 128
@@ -97,7 +101,7 @@ def test_the_formula_agrees_with_the_measured_decoder(dimensions: DecoderDimensi
 
 
 @pytest.mark.parametrize("dimensions", [SHAPES["grouped and tied"], SHAPES["gelu"], *MIXTURES.values()])
-def test_the_formula_agrees_with_what_a_real_forward_keeps(dimensions: DecoderDimensions) -> None:
+def test_the_formula_agrees_with_what_a_real_forward_keeps(dimensions: DecoderConfig) -> None:
     sequence = 64
     model, kept = initialized(dimensions), {}
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -112,26 +116,26 @@ def test_the_formula_agrees_with_what_a_real_forward_keeps(dimensions: DecoderDi
         logits = model(torch.zeros(1, sequence, dtype=torch.int64))
     forecast = sum(
         layer.count * layer.activation_elements_per_sample
-        for layer in decoder_workload(dimensions, sequence).layers
+        for layer in compute_decoder_workload(dimensions, sequence).layers
     )
     assert sum(kept.values()) + logits.numel() == pytest.approx(forecast, rel=0.03)
 
 
 @pytest.mark.parametrize("dimensions", MIXTURES.values(), ids=MIXTURES)
 def test_the_flops_of_a_mixture_are_those_of_the_experts_that_a_token_passes(
-    dimensions: DecoderDimensions,
+    dimensions: DecoderConfig,
 ) -> None:
     model, rows = initialized(dimensions), 2
     with FlopCounterMode(display=False, custom_mapping=attention_on_cpu()) as counter:
         model(torch.zeros(rows, 128, dtype=torch.int64))
-    by_formula = decoder_workload(dimensions, 128).flops_per_sample
+    by_formula = compute_decoder_workload(dimensions, 128).flops_per_sample
     assert by_formula == pytest.approx(3 * counter.get_total_flops() / rows, rel=1e-9)
 
 
 def test_a_forecast_of_405_billion_parameters_needs_no_model() -> None:
-    workload = section_workload(
+    workload = build_section_workload(
         ModelSection(preset="llama-3-405b"),
-        vocabulary=None,
+        vocabulary_size=None,
         sequence_length=8192,
         image_shape=None,
         classes=None,
@@ -158,8 +162,8 @@ def test_vision_models_have_their_published_sizes(
     section = (
         ModelSection(preset=preset, batch_norm_group=2) if "res" in preset else ModelSection(preset=preset)
     )
-    workload = section_workload(
-        section, vocabulary=None, sequence_length=1, image_shape=shape, classes=classes
+    workload = build_section_workload(
+        section, vocabulary_size=None, sequence_length=1, image_shape=shape, classes=classes
     )
     assert workload is not None
     assert workload.parameters == parameters
@@ -170,18 +174,21 @@ def test_vision_models_have_their_published_sizes(
 def test_a_factory_has_no_workload_without_example_inputs() -> None:
     section = ModelSection(factory="some:thing")
     assert (
-        section_workload(section, vocabulary=None, sequence_length=1, image_shape=None, classes=None) is None
+        build_section_workload(
+            section, vocabulary_size=None, sequence_length=1, image_shape=None, classes=None
+        )
+        is None
     )
 
 
 def test_measuring_a_users_module_leaves_it_as_it_was() -> None:
-    dimensions = vision_dimensions(ModelSection(preset="resnet-18", batch_norm_group=2), (3, 16, 16), 10)
-    model = build_vision(dimensions).eval()
+    dimensions = resolve_vision_config(ModelSection(preset="resnet-18", batch_norm_group=2), (3, 16, 16), 10)
+    model = build_image_classifier(dimensions).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    module_workload(model, (torch.zeros(4, 3, 16, 16),))
+    trace_module_workload(model, (torch.zeros(4, 3, 16, 16),))
     assert not model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(int(module.take()[2]) == 0 for module in noting_modules(model).values())
+    assert all(int(module.pop_sums()[2]) == 0 for module in find_step_statistics_modules(model).values())
     assert not model._forward_hooks
     assert not model.conv1._forward_hooks
 
@@ -199,7 +206,7 @@ def test_equal_neighbours_become_one_layer_and_the_rest_is_named_like_the_module
                 x = block(x).relu()
             return self.out(x * self.scale)
 
-    workload = module_workload(Users(), (torch.zeros(5, 8),))
+    workload = trace_module_workload(Users(), (torch.zeros(5, 8),))
     assert [(layer.name, layer.count, layer.parameters) for layer in workload.layers] == [
         ("blocks", 3, 72),
         ("out", 1, 18),
@@ -214,24 +221,24 @@ def test_a_forward_that_looks_at_values_is_told_so() -> None:
             return x if x.sum() > 0 else -x
 
     with pytest.raises(WanmaError, match=r"cannot measure Looks[\s\S]*must not depend on the values"):
-        module_workload(Looks(), (torch.zeros(2, 2),))
+        trace_module_workload(Looks(), (torch.zeros(2, 2),))
 
 
 def test_adapters_are_all_that_is_trained() -> None:
     size: dict[str, Any] = {
-        "vocabulary": None,
+        "vocabulary_size": None,
         "sequence_length": 64,
         "image_shape": None,
         "classes": None,
     }
     section = ModelSection(preset="gpt-1m", vocabulary=320)
-    plain = section_workload(section, **size)
-    adapted = section_workload(section.model_copy(update={"lora_rank": 4}), **size)
+    plain = build_section_workload(section, **size)
+    adapted = build_section_workload(section.model_copy(update={"lora_rank": 4}), **size)
     assert plain is not None
     assert adapted is not None
     # Four matrices of 128 × 128 in each of four blocks, each with 4 × 128 on either side.
     adapters = 4 * 4 * 2 * 4 * 128
     assert adapted.parameters == plain.parameters + adapters
-    assert adapted.trained_share == pytest.approx(adapters / adapted.parameters)
-    assert plain.trained_share == 1.0
+    assert adapted.trainable_share == pytest.approx(adapters / adapted.parameters)
+    assert plain.trainable_share == 1.0
     assert 2 / 3 < adapted.flops_per_sample / plain.flops_per_sample < 0.7  # no gradients of frozen weights

@@ -17,7 +17,7 @@ from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.console import PlainConsole
 from wanma.observe.console.opening import open_console
-from wanma.observe.console.progress import Curve, Progress, recovery_text, sparkline
+from wanma.observe.console.progress import DownsampledSeries, RunProgress, recovery_text, sparkline
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -160,18 +160,18 @@ def test_the_console_needs_neither_torch_nor_rich_until_it_is_live() -> None:
 
 
 def test_the_remaining_time_counts_pauses_and_forgets_an_earlier_start() -> None:
-    progress = Progress(100)
-    progress.see({"kind": "start", "step": 0, "steps": 100})
+    progress = RunProgress(100)
+    progress.update({"kind": "start", "step": 0, "steps": 100})
     for number in range(1, 11):
-        progress.see(step(number, time=3.0 * number))  # steps of 2 s, with a second between them
+        progress.update(step(number, time=3.0 * number))  # steps of 2 s, with a second between them
     assert progress.remaining_seconds() == pytest.approx(270)
-    progress.see({"kind": "start", "step": 10, "steps": 100})
-    progress.see(step(11, time=1000.0))
+    progress.update({"kind": "start", "step": 10, "steps": 100})
+    progress.update(step(11, time=1000.0))
     assert progress.remaining_seconds() == pytest.approx(89 * 2)
 
 
 def test_a_long_curve_stays_short_and_keeps_its_shape() -> None:
-    curve = Curve()
+    curve = DownsampledSeries()
     for value in range(10_000):
         curve.add(float(-value))
     assert 16 <= len(curve.points) <= 64

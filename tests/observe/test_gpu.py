@@ -31,7 +31,7 @@ def fake_nvml(power: Callable[[str], float]) -> types.ModuleType:
 def first_sample(sampler: GpuSampler) -> dict[str, float | None]:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        taken = sampler.take()
+        taken = sampler.collect()
         if taken["gpu_utilization"] is not None:
             return taken
         time.sleep(0.005)
@@ -46,12 +46,12 @@ def test_means_are_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return 640_000
 
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(power))
-    with GpuSampler("1234", every_seconds=0.002) as sampler:
+    with GpuSampler("1234", interval_seconds=0.002) as sampler:
         assert first_sample(sampler) == {"gpu_utilization": 0.9, "gpu_power_watts": 640.0}
-    sampler.take()
-    assert sampler.take() == {"gpu_utilization": None, "gpu_power_watts": None}
+    sampler.collect()
+    assert sampler.collect() == {"gpu_utilization": None, "gpu_power_watts": None}
     assert set(handles) == {"GPU-1234"}
-    assert sampler.problem == ""
+    assert sampler.failure_reason == ""
 
 
 def test_a_gpu_that_reports_nothing_ends_the_sampling_with_the_reason(
@@ -61,10 +61,10 @@ def test_a_gpu_that_reports_nothing_ends_the_sampling_with_the_reason(
         raise NvmlError("Not Supported")
 
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(refuse))
-    with GpuSampler("GPU-1", every_seconds=0.002) as sampler:
+    with GpuSampler("GPU-1", interval_seconds=0.002) as sampler:
         sampler._thread.join(5)
-        assert sampler.problem == "GPU utilisation and power are no longer read: Not Supported"
-        assert sampler.take()["gpu_power_watts"] is None
+        assert sampler.failure_reason == "GPU utilisation and power are no longer read: Not Supported"
+        assert sampler.collect()["gpu_power_watts"] is None
 
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

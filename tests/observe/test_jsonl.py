@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.append_file import AppendFile
-from wanma.observe.sinks.jsonl import JsonLinesSink, last_record, to_line, trim_lines
+from wanma.observe.sinks.jsonl import JsonLinesSink, last_record, to_json_line, truncate_after_last
 
 Record = Callable[..., dict[str, Any]]
 
@@ -77,17 +77,17 @@ def test_trimming_keeps_exactly_the_lines_before_the_first_step(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], first: int, torn: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("trim") / "lines"
-    lines = [to_line({"step": step, "text": "x" * size}) for step, size in enumerate(sizes)]
+    lines = [to_json_line({"step": step, "text": "x" * size}) for step, size in enumerate(sizes)]
     path.write_bytes(b"".join(lines) + torn.replace(b"\n", b""))
     last = last_record(path)
     assert (last["step"] if last is not None else -1) == len(lines) - 1
     assert last_record(path.with_name("none")) is None
-    trim_lines(path, lambda record: record["step"] < first)
+    truncate_after_last(path, lambda record: record["step"] < first)
     assert path.read_bytes() == b"".join(lines[:first])
 
 
 def test_nan_and_infinity_become_null_and_are_named() -> None:
-    line = to_line(
+    line = to_json_line(
         {"loss": math.nan, "phases": {"data": -math.inf, "optimizer": 0.5}, "list": [1.0, math.inf]}
     )
     assert json.loads(line, parse_constant=pytest.fail) == {
@@ -105,7 +105,7 @@ def test_nan_and_infinity_become_null_and_are_named() -> None:
     )
 )
 def test_every_record_is_one_line_of_strict_json(record: dict[str, Any]) -> None:
-    line = to_line(record)
+    line = to_json_line(record)
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
     assert set(json.loads(line, parse_constant=pytest.fail)) - {"non_finite"} == set(record) - {"non_finite"}

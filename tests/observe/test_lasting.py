@@ -15,7 +15,7 @@ import pytest
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console import fault_tolerant_stream
-from wanma.observe.console.fault_tolerant_stream import LastingStream
+from wanma.observe.console.fault_tolerant_stream import FaultTolerantStream
 from wanma.observe.console.opening import open_console
 
 
@@ -56,13 +56,13 @@ def test_nothing_fails_where_the_console_cannot_be_written(
 
 def test_a_log_goes_on_once_its_disk_has_room_again() -> None:
     disk = Disk()
-    stream = LastingStream(disk)
+    stream = FaultTolerantStream(disk)
     stream.write("one\n")
     disk.is_full = True
     stream.write("two\n")
     disk.is_full = False
     stream.write("three\n")
-    stream.let_go()
+    stream.discard_pending()
     assert disk.getvalue() == "one\nthree\n"
 
 
@@ -70,9 +70,9 @@ def test_a_terminal_that_is_not_read_keeps_nobody_waiting_and_is_told_what_it_mi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-S, or a pipe into a program that does something else."""
-    monkeypatch.setattr(fault_tolerant_stream, "KEPT_BYTES", 1 << 18)
+    monkeypatch.setattr(fault_tolerant_stream, "MAX_PENDING_BYTES", 1 << 18)
     reader, writer = os.pipe()
-    stream = LastingStream(os.fdopen(writer, "w"))
+    stream = FaultTolerantStream(os.fdopen(writer, "w"))
     began = time.monotonic()
     for number in range(10_000):
         stream.write(f"line {number} of many that nobody reads for now{'.' * 50}\n")
@@ -87,7 +87,7 @@ def test_a_terminal_that_is_not_read_keeps_nobody_waiting_and_is_told_what_it_mi
 
     thread = threading.Thread(target=read)
     thread.start()
-    stream.let_go()
+    stream.discard_pending()
     os.close(writer)
     thread.join(5)
     text = b"".join(said).decode()
@@ -109,10 +109,10 @@ def test_a_reader_that_keeps_up_sees_every_line() -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    stream = LastingStream(os.fdopen(writer, "w"))
+    stream = FaultTolerantStream(os.fdopen(writer, "w"))
     for number in range(20_000):
         stream.write(f"line {number} of a script that prints a lot, as fast as it can\n")
-    stream.let_go()
+    stream.discard_pending()
     os.close(writer)
     thread.join(5)
     os.close(reader)
@@ -120,9 +120,9 @@ def test_a_reader_that_keeps_up_sees_every_line() -> None:
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_tolerant_stream, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(fault_tolerant_stream, "CLOSE_TIMEOUT_SECONDS", 0.1)
     reader, writer = os.pipe()
-    stream = LastingStream(os.fdopen(writer, "w"))
+    stream = FaultTolerantStream(os.fdopen(writer, "w"))
     stream.write("x" * (1 << 20))
-    stream.let_go()
+    stream.discard_pending()
     os.close(reader)

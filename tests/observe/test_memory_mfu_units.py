@@ -11,28 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.observe.metrics.memory import host_memory, peak_memory_bytes
+from wanma.observe.metrics.memory import peak_memory_bytes, resident_memory
 from wanma.observe.metrics.mfu import model_flops_utilization
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 
 
 def test_the_kernel_s_numbers_are_read_in_bytes(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
-    memory = host_memory(status)
+    memory = resident_memory(status)
     assert (memory.resident_bytes, memory.peak_bytes) == (1 << 20, 2 << 20)
 
 
 def test_files_in_memory_are_not_a_process_s_own() -> None:
     code = """
 import mmap, os
-from wanma.observe.metrics.memory import host_memory
-before = host_memory()
+from wanma.observe.metrics.memory import resident_memory
+before = resident_memory()
 file = os.memfd_create("copies")
 os.ftruncate(file, 64 << 20)
 memory = mmap.mmap(file, 64 << 20)
 memory[:] = b"x" * (64 << 20)
-after = host_memory()
+after = resident_memory()
 print(after.resident_bytes - before.resident_bytes)
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -41,11 +41,11 @@ print(after.resident_bytes - before.resident_bytes)
 
 def test_the_peak_remembers_what_was_let_go_until_it_is_reset() -> None:
     code = """
-from wanma.observe.metrics.memory import host_memory, peak_memory_bytes, reset_peak
+from wanma.observe.metrics.memory import resident_memory, peak_memory_bytes, reset_peak_memory
 block = bytearray(b"x") * (64 << 20)
 del block
 print(peak_memory_bytes())
-reset_peak()
+reset_peak_memory()
 print(peak_memory_bytes())
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -55,7 +55,7 @@ print(peak_memory_bytes())
 
 
 def test_this_process_has_a_peak() -> None:
-    assert peak_memory_bytes() >= host_memory().resident_bytes // 2 > 1 << 20
+    assert peak_memory_bytes() >= resident_memory().resident_bytes // 2 > 1 << 20
 
 
 def test_utilisation_is_model_flops_over_peak() -> None:
@@ -88,7 +88,7 @@ def test_utilisation_is_unknown_without_time_or_peak(seconds: float, peak: float
         (number_text(0.001), "0.001000"),
         (number_text(1.234e-5), "1.23e-05"),
         (number_text(0), "0"),
-        (share_text(0.4832), "48.3 %"),
+        (percent_text(0.4832), "48.3 %"),
         (count_text(1, "step"), "1 step"),
         (count_text(1200, "step"), "1,200 steps"),
     ],
@@ -99,6 +99,6 @@ def test_numbers_read_well(text: str, expected: str) -> None:
 
 @given(st.floats() | st.none())
 def test_no_number_breaks_a_text(value: float | None) -> None:
-    assert all(text(value) for text in (bytes_text, number_text, share_text))
+    assert all(text(value) for text in (bytes_text, number_text, percent_text))
     if value is None or not value < 0:
         assert duration_text(value)

@@ -25,8 +25,8 @@ def test_seconds_are_added_up_by_phase_and_taken_once(clock: list[float]) -> Non
         with timer.phase("data"):
             clock[0] += seconds
         clock[0] += 10  # between phases: nobody's
-    assert timer.take() == dict.fromkeys(PHASES, 0.0) | {"data": 3.0}
-    assert timer.take() == dict.fromkeys(PHASES, 0.0)
+    assert timer.collect() == dict.fromkeys(PHASES, 0.0) | {"data": 3.0}
+    assert timer.collect() == dict.fromkeys(PHASES, 0.0)
 
 
 def test_an_inner_phase_is_not_counted_in_the_outer_one(clock: list[float]) -> None:
@@ -36,7 +36,7 @@ def test_an_inner_phase_is_not_counted_in_the_outer_one(clock: list[float]) -> N
         with timer.phase("communication"):
             clock[0] += 5
         clock[0] += 2
-    taken = timer.take()
+    taken = timer.collect()
     assert (taken["forward_backward"], taken["communication"]) == (3.0, 5.0)
 
 
@@ -46,16 +46,16 @@ def test_a_phase_ends_with_an_exception(clock: list[float]) -> None:
         clock[0] += 1
         raise RuntimeError
     clock[0] += 7
-    assert timer.take()["optimizer"] == 1.0
+    assert timer.collect()["optimizer"] == 1.0
 
 
 def test_what_an_open_phase_has_so_far_is_taken(clock: list[float]) -> None:
     timer = PhaseTimer()
     with timer.phase("checkpoint"):
         clock[0] += 1
-        assert timer.take()["checkpoint"] == 1.0
+        assert timer.collect()["checkpoint"] == 1.0
         clock[0] += 2
-    assert timer.take()["checkpoint"] == 2.0
+    assert timer.collect()["checkpoint"] == 2.0
 
 
 def test_the_device_is_waited_for_at_every_change_of_phase() -> None:
@@ -63,7 +63,7 @@ def test_the_device_is_waited_for_at_every_change_of_phase() -> None:
     timer = PhaseTimer(synchronize=lambda: next(calls))
     with timer.phase("forward_backward"):
         pass
-    timer.take()
+    timer.collect()
     assert next(calls) == 3
 
 

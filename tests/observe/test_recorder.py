@@ -12,16 +12,16 @@ import pytest
 
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Event, Unsupervised
+from wanma.job.run.worker import Event, NullSupervisorClient
 from wanma.observe.recorder import Recorder
 from wanma.observe.sinks.jsonl import JsonLinesSink
-from wanma.observe.sinks.supervisor import ForwardSink
+from wanma.observe.sinks.supervisor import SupervisorSink
 
 
 class FullSink:
     """A sink whose disk is full for the first `failures` events."""
 
-    name = "full.txt"
+    output_name = "full.txt"
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
@@ -45,7 +45,7 @@ def test_steps_go_to_metrics_and_the_rest_to_events_and_all_to_the_supervisor(
     run: RunDirectory, step_record: Callable[..., dict[str, Any]]
 ) -> None:
     forwarded: list[Event] = []
-    recorder = Recorder(run, [JsonLinesSink(), ForwardSink(Unsupervised(forwarded.append))], 1)
+    recorder = Recorder(run, [JsonLinesSink(), SupervisorSink(NullSupervisorClient(forwarded.append))], 1)
     recorder.event("start", step=0, steps=2, world_size=1)
     recorder.step(step_record(1))
     recorder.message("look", "warning")
@@ -76,7 +76,7 @@ def test_a_full_disk_is_reported_once_and_again_when_there_is_room(
 ) -> None:
     forwarded: list[Event] = []
     full = FullSink(failures=3)
-    recorder = Recorder(run, [full, ForwardSink(Unsupervised(forwarded.append))], 1)
+    recorder = Recorder(run, [full, SupervisorSink(NullSupervisorClient(forwarded.append))], 1)
     for step in range(1, 6):
         recorder.step(step_record(step))
     recorder.close()

@@ -12,20 +12,24 @@ import torch
 from torch import nn
 
 from support.compare import one_process, spread_over
-from wanma.job.cluster import Cluster, Node
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job, ModelSection
-from wanma.models.model_spec import model_spec
-from wanma.parallel.context.context_parallel import split_context
-from wanma.parallel.expert.expert_parallel import split_experts
+from wanma.models.model_spec import resolve_model_spec
+from wanma.parallel.context.context_parallel import apply_context_parallel
+from wanma.parallel.expert.expert_parallel import apply_expert_parallel
 from wanma.parallel.pipeline.pipeline_runner import SCHEDULES
-from wanma.parallel.pipeline.stage_partition import stage_layout
-from wanma.parallel.tensor.tensor_parallel import split_tensors
+from wanma.parallel.pipeline.stage_partition import pipeline_parallel_spec
+from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from wanma.planner.rules import capabilities
-from wanma.planner.rules.capabilities import can_compile_again, installed_torch, not_runnable
+from wanma.planner.rules.capabilities import (
+    installed_torch_version,
+    supports_compiled_recompute,
+    unsupported_reason,
+)
 
-HERE = Cluster((Node("here", 8, 16 << 30, ()),))
+HERE = Cluster((NodeGroup("here", 8, 16 << 30, ()),))
 IMAGES = ("cifar-convnet", "resnet-18")
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4},
@@ -40,32 +44,38 @@ def test_the_schedules_are_those_that_the_runtime_has() -> None:
 
 
 def test_the_version_of_torch_is_the_one_that_is_imported() -> None:
-    assert torch.__version__.startswith("{}.{}.".format(*installed_torch()))
+    assert torch.__version__.startswith("{}.{}.".format(*installed_torch_version()))
 
 
 @pytest.mark.parametrize("preset", IMAGES)
 @pytest.mark.parametrize("axis", ["pp", "tp", "cp", "ep"])
 def test_what_image_models_do_not_declare_the_runtime_cannot_split(preset: str, axis: str) -> None:
     plan = Plan(**{axis: 2}, **({"dp_replicate": 2} if axis == "ep" else {}))  # type: ignore[arg-type]  # sizes
-    told = not_runnable(Job(model=ModelSection(preset=preset)), plan, HERE)
+    told = unsupported_reason(Job(model=ModelSection(preset=preset)), plan, HERE)
     assert told == f"{preset} does not declare what {axis} would split"
-    spec = model_spec(
-        ModelSection(preset=preset), vocabulary=None, sequence_length=None, image_shape=(3, 32, 32), classes=4
+    spec = resolve_model_spec(
+        ModelSection(preset=preset),
+        vocabulary_size=None,
+        sequence_length=None,
+        image_shape=(3, 32, 32),
+        classes=4,
     )
     with torch.device("meta"):
-        model = spec.make()
+        model = spec.build_module()
     group = SimpleNamespace(get_group=lambda: None)
     grid = cast(Any, SimpleNamespace(plan=plan, axis=lambda _: group))
     with pytest.raises(JobError, match=rf"parallel\.{axis} = 2: "):
-        _split(model, spec.require_layout(axis), axis, plan, grid)
+        _split(model, spec.require_parallel_spec(axis), axis, plan, grid)
 
 
 def _split(model: nn.Module, layout: Any, axis: str, plan: Plan, grid: Any) -> None:
     """As `parallelize` does."""
     if axis == "pp":
-        stage_layout(model, layout, plan)
+        pipeline_parallel_spec(model, layout, plan)
     else:
-        {"tp": split_tensors, "cp": split_context, "ep": split_experts}[axis](model, layout, grid)
+        {"tp": apply_tensor_parallel, "cp": apply_context_parallel, "ep": apply_expert_parallel}[axis](
+            model, layout, grid
+        )
 
 
 @pytest.mark.slow
@@ -73,10 +83,10 @@ def _split(model: nn.Module, layout: Any, axis: str, plan: Plan, grid: Any) -> N
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
 )
 def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path) -> None:
-    """Guard a limit of torch: where this fails, `can_compile_again` can allow it from that version on."""
+    """Guard a limit of torch: where this fails, `supports_compiled_recompute` can allow it."""
     job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
     plan = Plan(tp=2, micro_batch=4, compile=True, recompute="full")
-    if can_compile_again(plan, installed_torch()):
+    if supports_compiled_recompute(plan, installed_torch_version()):
         one = one_process(tmp_path / "one", job, 4)
         assert spread_over(tmp_path / "run", job, plan, seconds=280).losses == pytest.approx(one.losses, 1e-5)
     else:

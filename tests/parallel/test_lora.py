@@ -11,7 +11,7 @@ import torch
 from support.compare import one_process, same_numbers, same_tensors, spread_over
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
-from wanma.models.layers.lora import is_adapter, merge
+from wanma.models.layers.lora import is_lora_parameter, merge_lora
 
 MODEL = {
     "family": "decoder",
@@ -75,7 +75,7 @@ def from_base(text: dict[str, Any], before: Outcome) -> dict[str, Any]:
 def test_only_adapters_move_and_only_they_have_optimizer_state(before: Outcome, one: Outcome) -> None:
     start, end = before.tensors(), one.tensors()
     weights = {name for name in end if name.startswith("model.")}
-    adapters = {name for name in weights if is_adapter(name)}
+    adapters = {name for name in weights if is_lora_parameter(name)}
     assert len(adapters) == 4 * 7 * 2
     assert all(torch.equal(end[name], start[name]) for name in weights - adapters)
     assert all(end[name].any() for name in adapters)
@@ -93,19 +93,23 @@ def test_every_plan_follows_one_process(name: str, tmp_path: Path, before: Outco
 
 def test_merged_the_model_begins_where_the_adapted_one_ended(tmp_path: Path, one: Outcome) -> None:
     from wanma.job.sections.job import ModelSection
-    from wanma.models.model_spec import build_model, model_spec
+    from wanma.models.model_spec import build_model, resolve_model_spec
 
     weights = {n.removeprefix("model."): t for n, t in one.tensors().items() if n.startswith("model.")}
 
     def logits(model: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         section = ModelSection(**{**MODEL, **model})
-        spec = model_spec(section, vocabulary=257, sequence_length=16, image_shape=None, classes=None)
+        spec = resolve_model_spec(
+            section, vocabulary_size=257, sequence_length=16, image_shape=None, classes=None
+        )
         module = build_model(spec, 1, torch.float64).eval()
         module.load_state_dict({**tensors, "head.weight": tensors["embedding.weight"]})
         result: torch.Tensor = module(torch.arange(32).reshape(2, 16))
         return result
 
-    torch.testing.assert_close(logits({}, merge(weights, 16.0)), logits(LORA, weights), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        logits({}, merge_lora(weights, 16.0)), logits(LORA, weights), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_a_run_with_adapters_is_no_start_for_a_model_without(tmp_path: Path, one: Outcome) -> None:

@@ -14,7 +14,7 @@ from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, seeded
 from support.ranks import run_ranks
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
 
 class Translator(nn.Module):
@@ -187,24 +187,24 @@ def builds_if(right: bool, model: nn.Module, otherwise: str, ranks: int = 1) -> 
         run_ranks(build, ranks, (model, Plan(dp_replicate=ranks)))
 
 
-def build(worker: Worker, model: nn.Module, plan: Plan) -> None:
-    from wanma.models.model_spec import custom_spec
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+def build(worker: WorkerContext, model: nn.Module, plan: Plan) -> None:
+    from wanma.models.model_spec import wrap_module
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
 
-    with process_grid(worker, plan, 60) as grid:
-        parallelize(custom_spec(model), plan, grid, 1)
+    with open_mesh(worker, plan, 60) as grid:
+        parallelize(wrap_module(model), plan, grid, 1)
 
 
-def count_units(worker: Worker, kind: type[nn.Module]) -> int:
+def count_units(worker: WorkerContext, kind: type[nn.Module]) -> int:
     from torch.distributed.fsdp import FSDPModule
 
-    from wanma.models.model_spec import custom_spec
-    from wanma.parallel.memory.disk_pool import Scratch
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.models.model_spec import wrap_module
+    from wanma.parallel.memory.disk_pool import DiskPool
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
 
     plan = Plan(offload_parameters="disk")
-    with process_grid(worker, plan, 60) as grid, Scratch(worker.run_directory) as scratch:
-        module = parallelize(custom_spec(kind()), plan, grid, 1, scratch).module
+    with open_mesh(worker, plan, 60) as grid, DiskPool(worker.run_directory) as scratch:
+        module = parallelize(wrap_module(kind()), plan, grid, 1, scratch).module
         return sum(isinstance(part, FSDPModule) for part in module.modules())

@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from support.compare import same_tensors
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.checkpoint.load.reader import read_state
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.checkpoint.load.reader import read_training_state
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
-from wanma.data.opening import open_data
+from wanma.data.opening import open_dataset
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
 from wanma.training.checkpointing.run_identity import Identity
-from wanma.training.loop.train_request import Request
-from wanma.training.loop.train_worker import choose_spec
-from wanma.training.run.numerics import set_numerics
+from wanma.training.loop.train_request import TrainRequest
+from wanma.training.loop.train_worker import build_model_spec
+from wanma.training.run.numerics import configure_numerics
 from wanma.training.run.trainer import Trainer
 
 HALF, STEPS = 2, 4
@@ -136,7 +136,9 @@ def test_every_other_layouts_checkpoint_is_taken_up_and_saved_again_bit_for_bit(
     run_ranks(take_up_and_save, plan.world_size, (list(runs.values()), job(folder, model), plan))
 
     for name, run in runs.items():
-        assert read_state(half_way(run)) == read_state(half_way(sources[name].directory)), name
+        assert read_training_state(half_way(run)) == read_training_state(half_way(sources[name].directory)), (
+            name
+        )
         assert len(read_manifest(half_way(run)).rank_state) == plan.world_size
         expected, got = sources[name].tensors(HALF), Outcome(run).tensors(HALF)
         assert expected.keys() == got.keys(), name
@@ -157,16 +159,16 @@ def test_a_run_that_changes_its_layout_half_way_follows_one_that_does_not(
     same_tensors(whole.tensors(STEPS), rest.tensors(STEPS), 1e-9)
 
 
-def take_up_and_save(worker: Worker, runs: list[Path], text: dict[str, Any], plan: Plan) -> None:
+def take_up_and_save(worker: WorkerContext, runs: list[Path], text: dict[str, Any], plan: Plan) -> None:
     """On one rank: build the model once, take up each run's checkpoint, and save it in its place."""
     job = Job.model_validate(text)
-    set_numerics(job, plan)
-    with process_grid(worker, plan, 60) as grid:
-        data = open_data(job.data, job.train)
-        parallel = parallelize(choose_spec(Request(job, plan), data), plan, grid, job.train.seed)
+    configure_numerics(job, plan)
+    with open_mesh(worker, plan, 60) as grid:
+        data = open_dataset(job.data, job.train)
+        parallel = parallelize(build_model_spec(TrainRequest(job, plan), data), plan, grid, job.train.seed)
         for run in runs:
             for _, tensor in (*parallel.named_parameters(), *parallel.named_buffers()):
-                local_part(tensor.detach()).fill_(math.nan)
+                local_tensor(tensor.detach()).fill_(math.nan)
             with Trainer(
                 job,
                 plan,

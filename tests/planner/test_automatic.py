@@ -7,28 +7,33 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import MEMORY_SHARE, equal_machines, problem_of
-from wanma.planner.hardware_model.builder import machine_of
-from wanma.planner.hardware_model.calibration import Calibration, Measured
-from wanma.planner.job_planner import Planned, automatic, complete, layout, plan_for
-from wanma.planner.plan_search import find_plans, merged, run_worlds, why_not_by_time
-from wanma.planner.rules.capabilities import not_runnable
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE, build_problem, homogeneous_cluster
+from wanma.planner.hardware_model.builder import build_hardware_model
+from wanma.planner.hardware_model.calibration import Calibration, DeviceCalibration
+from wanma.planner.job_planner import PlanResult, build_layout, complete_plan, plan_for_job, search_job_plan
+from wanma.planner.plan_search import (
+    merge_results,
+    run_world_sizes,
+    search_plans,
+    time_search_unavailable_reason,
+)
+from wanma.planner.rules.capabilities import unsupported_reason
 from wanma.planner.search import space
 from wanma.planner.search.branch_and_bound import search
-from wanma.planner.search.space import Space
+from wanma.planner.search.space import SearchSpace
 
-H100 = parse_cluster("8 H100")
-SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)
-LARGE = DecoderDimensions(8, 8192, 64, 8, 28672, 32000)
+H100 = parse_shorthand("8 H100")
+SMALL = DecoderConfig(4, 512, 8, 8, 2048, 8192)
+LARGE = DecoderConfig(8, 8192, 64, 8, 28672, 32000)
 """8 billion parameters, whose state of 128 GB no device holds."""
 SEQUENCE = 1024
 FEW = {"schedule": "1f1b", "recompute": "none", "virtual_stages": 1, "cp": 1}
@@ -50,8 +55,8 @@ def job(parallel: dict[str, Any] | str = "auto", **sections: Any) -> Job:
     )
 
 
-def planned(of: Job, on: Cluster = H100, model: DecoderDimensions = SMALL, **more: Any) -> Planned:
-    return plan_for(of, on, decoder_workload(model, SEQUENCE), model, **more)
+def planned(of: Job, on: Cluster = H100, model: DecoderConfig = SMALL, **more: Any) -> PlanResult:
+    return plan_for_job(of, on, compute_decoder_workload(model, SEQUENCE), model, **more)
 
 
 # ------------------------------------------------------------------ the choice
@@ -60,15 +65,15 @@ def planned(of: Job, on: Cluster = H100, model: DecoderDimensions = SMALL, **mor
 def test_the_plan_is_the_fastest_that_a_search_of_the_job_finds() -> None:
     asked = job()
     result = planned(asked)
-    problem = problem_of(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
-    worlds = run_worlds(asked, H100)
-    best = search(problem, Space.of_job(asked, H100, SMALL, devices=worlds)).best
+    problem = build_problem(asked, H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
+    worlds = run_world_sizes(asked, H100)
+    best = search(problem, SearchSpace.from_job(asked, H100, SMALL, world_sizes=worlds)).best
     assert best is not None
     assert replace(result.plan, threads_per_rank=1) == best.plan
     assert result.forecast is not None
-    assert result.forecast.step == forecast(problem, best.plan).step
-    assert result.found is not None
-    assert result.found.considered > 100
+    assert result.forecast.step == forecast_plan(problem, best.plan).step
+    assert result.search_result is not None
+    assert result.search_result.plan_count > 100
 
 
 def test_it_says_why_and_what_was_next() -> None:
@@ -84,7 +89,7 @@ def test_it_says_why_and_what_was_next() -> None:
 def test_state_that_no_device_holds_is_shared() -> None:
     plan = planned(job(), model=LARGE).plan
     assert plan.world_size == 8
-    assert plan.tp * plan.pp * plan.shard_ranks > 1
+    assert plan.tp * plan.pp * plan.shard_group_size > 1
     assert planned(job({"auto": True, **FEW, "tp": 8}), model=LARGE).plan.tp == 8
 
 
@@ -96,7 +101,7 @@ def test_what_the_job_says_is_kept() -> None:
 
 
 def test_what_a_job_says_survives_overrides() -> None:
-    again = job_from(job({"auto": True, "tp": 2}), ["train.steps=7"])
+    again = to_job(job({"auto": True, "tp": 2}), ["train.steps=7"])
     assert again.parallel.model_fields_set == {"auto", "tp"}
     assert again.train.steps == 7
 
@@ -108,23 +113,23 @@ def test_ranks_of_a_machine_share_its_cores() -> None:
 
 
 def test_a_run_has_as_many_ranks_on_each_of_its_machines() -> None:
-    two = parse_cluster("2x8 H100, 8x400G")
+    two = parse_shorthand("2x8 H100, 8x400G")
     here = Cluster((replace(two.nodes[0], count=1),))  # a machine that has discovered itself
     asked = job(cluster={"nodes": 2, "rendezvous": "a:1"}, train={"global_batch": 64})
-    assert run_worlds(asked, here) == (2, 4, 8, 16)
+    assert run_world_sizes(asked, here) == (2, 4, 8, 16)
     assert planned(asked, here).plan == planned(asked, two).plan
     assert planned(asked, two).plan.world_size in (2, 4, 8, 16)
 
 
 def test_unlike_machines_are_planned_for_as_the_slowest_and_smallest() -> None:
-    mixed = parse_cluster("1x8 H100 + 1x4 A100 40GB, 4x100G")
+    mixed = parse_shorthand("1x8 H100 + 1x4 A100 40GB, 4x100G")
     asked = job(cluster={"nodes": 2, "rendezvous": "a:1"})
-    (node,) = equal_machines(asked, mixed).nodes
+    (node,) = homogeneous_cluster(asked, mixed).nodes
     assert (node.count, len(node.devices), node.devices[0].name) == (2, 4, "A100 SXM 40 GB")
     assert node.devices[0].memory_bytes == 40 * 10**9
-    problem = problem_of(asked, mixed, decoder_workload(SMALL, SEQUENCE), SMALL)
-    assert problem.memory_bytes == 40 * 10**9 * MEMORY_SHARE
-    assert problem.machine.devices == 8
+    problem = build_problem(asked, mixed, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert problem.memory_limit_bytes == 40 * 10**9 * USABLE_DEVICE_MEMORY_SHARE
+    assert problem.hardware.device_count == 8
 
 
 # ------------------------------------------------------------------ what may be chosen
@@ -136,7 +141,7 @@ def test_fp8_is_chosen_only_where_the_job_allows_it_by_name() -> None:
     plan = planned(allowed, model=LARGE).plan
     assert plan.fp8
     assert plan.approximate == ("fp8",)
-    assert not planned(allowed, parse_cluster("8 A100"), LARGE).plan.fp8
+    assert not planned(allowed, parse_shorthand("8 A100"), LARGE).plan.fp8
 
 
 def test_bf16_is_chosen_for_a_job_in_fp32_only_where_it_allows_it_by_name() -> None:
@@ -152,10 +157,10 @@ def test_bf16_is_chosen_for_a_job_in_fp32_only_where_it_allows_it_by_name() -> N
     assert exact.forecast.step is not None
     assert half.forecast.step.seconds < exact.forecast.step.seconds
     same_plan = replace(half.plan, approximate=())
-    in_bf16 = problem_of(job(), H100, decoder_workload(SMALL, SEQUENCE), SMALL)
-    assert half.forecast.step == forecast(in_bf16, same_plan).step
+    in_bf16 = build_problem(job(), H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert half.forecast.step == forecast_plan(in_bf16, same_plan).step
     # A V100 does not compute in it, and a job in fp16 asked for what it has.
-    assert planned(allowed, parse_cluster("8 V100")).plan.precision == "fp32"
+    assert planned(allowed, parse_shorthand("8 V100")).plan.precision == "fp32"
     fp16 = job({"auto": True, "allow": ["bf16"], **FEW}, train={"precision": "fp16"})
     assert planned(fp16).plan.precision == "fp16"
 
@@ -167,11 +172,11 @@ def test_a_job_in_fp32_that_allows_both_gets_fp8_between_products_in_bf16() -> N
 
 
 def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them() -> None:
-    slow, workload = parse_cluster("8x1 H100, 1x10G"), decoder_workload(SMALL, SEQUENCE)
+    slow, workload = parse_shorthand("8x1 H100, 1x10G"), compute_decoder_workload(SMALL, SEQUENCE)
     many = {"global_batch": 256}
-    exact = find_plans(job(train=many), slow, workload, SMALL)
+    exact = search_plans(job(train=many), slow, workload, SMALL)
     allows = job({"auto": True, "allow": ["compression"], **FEW}, train=many)
-    allowed = find_plans(allows, slow, workload, SMALL)
+    allowed = search_plans(allows, slow, workload, SMALL)
     assert exact.best is not None
     assert allowed.best is not None
     assert all(one.plan.compression == "none" for one in exact.candidates)
@@ -182,7 +187,7 @@ def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them
 
 def test_where_nothing_is_exchanged_a_plan_that_would_compress_it_is_not_chosen() -> None:
     allows = job({"auto": True, "allow": ["compression"], **FEW}, train={"global_batch": 1})
-    assert planned(allows, parse_cluster("1 H100")).plan.approximate == ()
+    assert planned(allows, parse_shorthand("1 H100")).plan.approximate == ()
 
 
 def test_what_a_job_says_of_compression_is_kept() -> None:
@@ -192,43 +197,47 @@ def test_what_a_job_says_of_compression_is_kept() -> None:
 
 
 def test_the_plan_that_runs_is_kept_however_many_forecasts_are_faster() -> None:
-    found = find_plans(job(), H100, decoder_workload(SMALL, SEQUENCE), SMALL, keep=3)
+    found = search_plans(job(), H100, compute_decoder_workload(SMALL, SEQUENCE), SMALL, keep=3)
     slowest = found.candidates[-1]
-    faster = [replace(one, forecast_only="not run") for one in found.candidates[:-1]]
-    both = merged([replace(found, candidates=tuple(faster)), replace(found, candidates=(slowest,))], keep=1)
+    faster = [replace(one, unsupported_reason="not run") for one in found.candidates[:-1]]
+    both = merge_results(
+        [replace(found, candidates=tuple(faster)), replace(found, candidates=(slowest,))], keep=1
+    )
     assert both.candidates == (slowest,)
     assert both.best == slowest
 
 
 def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
-    on = parse_cluster("4 TPU v4")
-    found = find_plans(job(), on, decoder_workload(SMALL, SEQUENCE), SMALL)
+    on = parse_shorthand("4 TPU v4")
+    found = search_plans(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
     assert found.best is None
-    assert {one.forecast_only for one in found.candidates} == {"wanma does not run on TPU v4"}
+    assert {one.unsupported_reason for one in found.candidates} == {"wanma does not run on TPU v4"}
     with pytest.raises(JobError, match=r"wanma runs no plan of this job on .*: wanma does not run on TPU v4"):
         planned(job(), on)
-    shown = automatic(job(), on, decoder_workload(SMALL, SEQUENCE), SMALL, or_forecast_only=True)
+    shown = search_job_plan(
+        job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL, allow_unsupported=True
+    )
     assert shown.plan == found.candidates[0].plan
 
 
 def test_no_plan_of_a_space_is_one_that_torch_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = job({"auto": True, "compile": True, "schedule": "1f1b", "tp": 2})
-    wanted = Space.of_job(asked, H100, SMALL, devices=[8])
+    wanted = SearchSpace.from_job(asked, H100, SMALL, world_sizes=[8])
     split = Plan(tp=2, dp_replicate=4, compile=True, device="cuda", precision="bf16")
     for version, kinds in (((2, 13), {"none", "selective"}), ((2, 11), {"none", "selective", "full"})):
-        monkeypatch.setattr(space, "installed_torch", lambda version=version: version)
-        assert {kind for kind, _ in space.recomputes(wanted, split)} == kinds
+        monkeypatch.setattr(space, "installed_torch_version", lambda version=version: version)
+        assert {kind for kind, _ in space.recompute_options(wanted, split)} == kinds
     full = replace(split, recompute="full")
-    assert not_runnable(asked, full, H100, (2, 13)) is not None
+    assert unsupported_reason(asked, full, H100, (2, 13)) is not None
 
 
 # ------------------------------------------------------------------ where nothing is known
 
 
 def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
-    unknown = Cluster((Node("box", 64, 512 << 30, (Device("cuda", "Mystery", 80 << 30, {}),) * 8),))
-    workload = decoder_workload(SMALL, SEQUENCE)
-    assert "Mystery" in (why_not_by_time(job(), unknown, workload, SMALL) or "")
+    unknown = Cluster((NodeGroup("box", 64, 512 << 30, (Device("cuda", "Mystery", 80 << 30, {}),) * 8),))
+    workload = compute_decoder_workload(SMALL, SEQUENCE)
+    assert "Mystery" in (time_search_unavailable_reason(job(), unknown, workload, SMALL) or "")
     result = planned(job(), unknown)
     assert (result.plan.dp_shard, result.plan.shard) == (8, "parameters")
     assert result.forecast is not None
@@ -241,9 +250,9 @@ def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
 
 
 def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
-    on = parse_cluster(f"1x8 cores {EPYC}")
+    on = parse_shorthand(f"1x8 cores {EPYC}")
     asked = job(train={"precision": "fp32"})
-    reason = why_not_by_time(asked, on, decoder_workload(SMALL, SEQUENCE), SMALL)
+    reason = time_search_unavailable_reason(asked, on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
     assert reason == "this processor was never measured: after `wanma cluster --calibrate` forecasts choose"
     result = planned(asked, on)
     assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
@@ -252,20 +261,23 @@ def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
 
 
 def test_on_measured_processors_each_number_of_ranks_is_looked_at() -> None:
-    on = parse_cluster(f"1x8 cores {EPYC}")
+    on = parse_shorthand(f"1x8 cores {EPYC}")
     name = on.nodes[0].cpu
     assert name is not None
     measured = tuple(
-        Measured(name.name, ranks, 8 // ranks, machine_of(on, ranks=ranks)) for ranks in (1, 2, 4, 8)
+        DeviceCalibration(name.name, ranks, 8 // ranks, build_hardware_model(on, ranks=ranks))
+        for ranks in (1, 2, 4, 8)
     )
     asked = job(train={"precision": "fp32"})
     result = planned(asked, on, calibration=Calibration(measured))
-    assert result.found is not None
-    worlds = {one.plan.world_size for one in result.found.candidates}
+    assert result.search_result is not None
+    worlds = {one.plan.world_size for one in result.search_result.candidates}
     assert worlds == {1, 2, 4, 8}
-    assert all(one.plan.threads_per_rank == 8 // one.plan.world_size for one in result.found.candidates)
-    assert result.found.best is not None
-    assert result.found.best.seconds == min(one.seconds for one in result.found.candidates)
+    assert all(
+        one.plan.threads_per_rank == 8 // one.plan.world_size for one in result.search_result.candidates
+    )
+    assert result.search_result.best is not None
+    assert result.search_result.best.seconds == min(one.seconds for one in result.search_result.candidates)
 
 
 # ------------------------------------------------------------------ a layout that the job gives
@@ -273,16 +285,18 @@ def test_on_measured_processors_each_number_of_ranks_is_looked_at() -> None:
 
 def test_micro_batch_and_recompute_are_those_of_the_fastest_plan_of_the_layout() -> None:
     asked = job({"dp_shard": 8, "recompute": "auto"}, train={"global_batch": 64})
-    result = complete(asked, layout(asked, H100), H100, decoder_workload(LARGE, SEQUENCE), LARGE)
-    problem = problem_of(asked, H100, decoder_workload(LARGE, SEQUENCE), LARGE)
+    result = complete_plan(
+        asked, build_layout(asked, H100), H100, compute_decoder_workload(LARGE, SEQUENCE), LARGE
+    )
+    problem = build_problem(asked, H100, compute_decoder_workload(LARGE, SEQUENCE), LARGE)
     assert result.forecast is not None
     assert result.forecast.step is not None
     for micro_batch in (1, 2, 4, 8):
         for recompute in ("none", "selective", "full"):
             other = replace(result.plan, micro_batch=micro_batch, recompute=recompute, recompute_share=1.0)
-            expected = forecast(problem, other)
+            expected = forecast_plan(problem, other)
             assert expected.step is not None
-            fits = expected.memory_bytes <= problem.memory_bytes
+            fits = expected.memory_bytes <= problem.memory_limit_bytes
             assert not fits or expected.step.seconds >= result.forecast.step.seconds * (1 - 1e-9)
 
 
@@ -299,21 +313,26 @@ def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> Non
 
 
 def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
-    mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
+    mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
-    found = find_plans(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
+    found = search_plans(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
-    assert all("planned for and not run yet" in (one.forecast_only or "") for one in placed)
+    assert all("planned for and not run yet" in (one.unsupported_reason or "") for one in placed)
     assert found.best is not None
     best = found.best.plan
     assert best.placement == ()
     assert best.world_size == 16
-    first, last = best.batch_shares[: best.data_ranks // 2], best.batch_shares[best.data_ranks // 2 :]
+    first, last = (
+        best.batch_shares[: best.data_parallel_size // 2],
+        best.batch_shares[best.data_parallel_size // 2 :],
+    )
     assert min(first) > max(last), "the H100s are the first machine"
-    kept = find_plans(job({"auto": True, **FEW}), mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
+    kept = search_plans(
+        job({"auto": True, **FEW}), mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,)
+    )
     assert not any(one.plan.placement for one in kept.candidates)
 
 
@@ -324,9 +343,11 @@ def test_a_module_that_normalises_over_groups_of_samples_gets_micro_batches_of_w
     asked = job({"auto": True}, train={"global_batch": 24}, model={"factory": "a:b", "batch_norm_group": 4})
 
     def whole(together: int) -> list[bool]:
-        module = replace(decoder_workload(SMALL, SEQUENCE), samples_together=together)
-        plans = [one.plan for one in find_plans(asked, H100, module).candidates]
-        runs = [[run for rank in range(p.data_ranks) for run in p.micro_batches(24, rank)] for p in plans]
+        module = replace(compute_decoder_workload(SMALL, SEQUENCE), coupled_samples=together)
+        plans = [one.plan for one in search_plans(asked, H100, module).candidates]
+        runs = [
+            [run for rank in range(p.data_parallel_size) for run in p.micro_batches(24, rank)] for p in plans
+        ]
         return [all(len(run) % 4 == 0 and run for run in of_plan) for of_plan in runs]
 
     assert whole(4)
@@ -336,39 +357,39 @@ def test_a_module_that_normalises_over_groups_of_samples_gets_micro_batches_of_w
 
 def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
     asked = job({"auto": True}, train={"global_batch": 18}, model={"factory": "a:b", "batch_norm_group": 4})
-    module = replace(decoder_workload(SMALL, SEQUENCE), samples_together=4)
+    module = replace(compute_decoder_workload(SMALL, SEQUENCE), coupled_samples=4)
     with pytest.raises(JobError, match=r"model\.batch_norm_group = 4 samples share one statistic") as refusal:
-        automatic(asked, H100, module)
+        search_job_plan(asked, H100, module)
     assert "make train.global_batch a multiple of 4" in refusal.value.hint
 
 
 def test_model_flops_utilisation_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:
-    mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
+    mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
-    found = find_plans(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
+    found = search_plans(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
     peaks = [node.devices[0].peak_flops_per_second[asked.train.precision] for node in mixed.nodes]
-    flops = decoder_workload(few, SEQUENCE).flops_per_sample * 512
-    shares = [one.forecast for one in found.runnable[:3]]
+    flops = compute_decoder_workload(few, SEQUENCE).flops_per_sample * 512
+    shares = [one.forecast for one in found.supported[:3]]
     even = Plan(dp_replicate=16, micro_batch=4, precision=asked.train.precision, device="cuda")
-    alike = forecast(problem_of(asked, mixed, decoder_workload(few, SEQUENCE), few), even)
+    alike = forecast_plan(build_problem(asked, mixed, compute_decoder_workload(few, SEQUENCE), few), even)
     for one in (*shares, alike):
         assert one.step is not None
         assert one.model_flops_utilisation == pytest.approx(flops / one.step.seconds / (8 * sum(peaks)))
 
 
 def test_plans_that_run_come_first_each_the_fastest_first_and_the_one_taken_is_among_them() -> None:
-    mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
+    mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
-    result = automatic(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
-    found = result.found
+    result = search_job_plan(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
+    found = result.search_result
     assert found is not None
-    assert found.candidates == (*found.runnable, *found.forecasts_only)
-    for part in (found.runnable, found.forecasts_only):
+    assert found.candidates == (*found.supported, *found.unsupported)
+    for part in (found.supported, found.unsupported):
         assert [one.seconds for one in part] == sorted(one.seconds for one in part)
-    assert found.runnable[0].plan == result.plan
-    assert not any(one.plan.hierarchical for one in found.runnable), "on GPUs nothing is summed so"
-    assert all(one.forecast_only is None for one in found.pareto)
+    assert found.supported[0].plan == result.plan
+    assert not any(one.plan.hierarchical for one in found.supported), "on GPUs nothing is summed so"
+    assert all(one.unsupported_reason is None for one in found.pareto_front)

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from wanma.job.cluster import Cluster, Node
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
-from wanma.job.plan.rank_timing import why_not_timed
+from wanma.job.plan.rank_timing import rank_timing_obstacle
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.batch_share_rules import wrong_shares
-from wanma.planner.job_planner import complete, layout
-from wanma.planner.rules.capabilities import not_runnable
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.batch_share_rules import invalid_shares_reason
+from wanma.planner.job_planner import build_layout, complete_plan
+from wanma.planner.rules.capabilities import unsupported_reason
 
-LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
+LAPTOP = Cluster((NodeGroup("laptop", 8, 16 << 30, ()),))
 
 
 def job(shares: list[int], model: dict[str, Any] | None = None, batch: int = 8, **parallel: Any) -> Job:
@@ -32,17 +32,21 @@ def job(shares: list[int], model: dict[str, Any] | None = None, batch: int = 8, 
 
 
 def test_the_planned_micro_batch_holds_the_largest_share() -> None:
-    dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
+    dimensions = DecoderConfig(4, 128, 4, 4, 384, 320)
     asked = job([3, 1])
-    plan = complete(asked, layout(asked, LAPTOP), LAPTOP, decoder_workload(dimensions, 64), dimensions).plan
+    plan = complete_plan(
+        asked, build_layout(asked, LAPTOP), LAPTOP, compute_decoder_workload(dimensions, 64), dimensions
+    ).plan
     assert plan.batch_shares == (3, 1)
-    assert (plan.micro_batch, plan.accumulation(8)) == (6, 1)
-    assert [len(plan.rows(8, rank)) for rank in (0, 1)] == [6, 2]
+    assert (plan.micro_batch, plan.gradient_accumulation_steps(8)) == (6, 1)
+    assert [len(plan.batch_rows(8, rank)) for rank in (0, 1)] == [6, 2]
 
 
 def planned(asked: Job) -> Plan:
-    dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
-    return complete(asked, layout(asked, LAPTOP), LAPTOP, decoder_workload(dimensions, 64), dimensions).plan
+    dimensions = DecoderConfig(4, 128, 4, 4, 384, 320)
+    return complete_plan(
+        asked, build_layout(asked, LAPTOP), LAPTOP, compute_decoder_workload(dimensions, 64), dimensions
+    ).plan
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,7 @@ def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() ->
     asked = job([], load_balancing="on")
     fixed = asked.model_copy(update={"train": asked.train.model_copy(update={"deterministic": True})})
     with pytest.raises(JobError, match="which no two runs have alike") as refusal:
-        layout(fixed, LAPTOP)
+        build_layout(fixed, LAPTOP)
     assert "parallel.batch_share_schedule repeats" in refusal.value.hint
 
 
@@ -110,17 +114,17 @@ def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() ->
     ids=str,
 )
 def test_balance_needs_times_without_waiting(plan: Plan, reason: str | None) -> None:
-    told = why_not_timed(plan)
+    told = rank_timing_obstacle(plan)
     assert told is None if reason is None else told is not None and reason in told
-    refused = not_runnable(job([], load_balancing="on"), plan, LAPTOP)
+    refused = unsupported_reason(job([], load_balancing="on"), plan, LAPTOP)
     assert (refused is None) == (reason is None)
-    assert not_runnable(job([]), plan, LAPTOP) is None
+    assert unsupported_reason(job([]), plan, LAPTOP) is None
 
 
 def test_a_pipeline_takes_shares_that_leave_each_replica_enough_micro_batches() -> None:
     plan = planned(job([1, 3], pp=2, micro_batch=1))
-    assert plan.counts(8) == [2, 6]
-    assert planned(job([1, 3], pp=2, micro_batch=3, schedule="gpipe")).counts(8) == [1, 2]
+    assert plan.micro_batch_counts(8) == [2, 6]
+    assert planned(job([1, 3], pp=2, micro_batch=3, schedule="gpipe")).micro_batch_counts(8) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -141,19 +145,21 @@ def test_a_pipeline_takes_shares_that_leave_each_replica_enough_micro_batches() 
 def test_a_run_asks_whether_it_can_go_on_with_other_shares(
     plan: Plan, shares: tuple[int, ...], group: int, reason: str | None
 ) -> None:
-    told = wrong_shares(job([]), plan, shares, group, step=3)
+    told = invalid_shares_reason(job([]), plan, shares, group, step=3)
     assert told is None if reason is None else told is not None and reason in told
 
 
 def test_samples_that_share_a_statistic_stay_together_on_every_rank() -> None:
     """Shares of 3 to 1 give the ranks 12 and 4 of 16 samples, which are whole groups of 4."""
     model = {"preset": "resnet18", "batch_norm_group": 4}
-    workload = Workload((Layer("all", 1, 1, 1.0, 1.0),), 1)
+    workload = Workload((LayerWorkload("all", 1, 1, 1.0, 1.0),), 1)
     plans = {}
     for one in ((3, 1), (5, 3)):
         asked = job(list(one), model, batch=16, micro_batch=12)
-        plans[one] = lambda asked=asked: complete(asked, layout(asked, LAPTOP), LAPTOP, workload).plan
-    assert plans[3, 1]().accumulation(16) == 1
+        plans[one] = lambda asked=asked: (
+            complete_plan(asked, build_layout(asked, LAPTOP), LAPTOP, workload).plan
+        )
+    assert plans[3, 1]().gradient_accumulation_steps(16) == 1
     with pytest.raises(JobError, match="does not divide into micro-batches of whole groups"):
         plans[5, 3]()
 
@@ -163,10 +169,10 @@ def test_shares_that_may_move_are_forecast_to_add_up_gradients() -> None:
     needed = {}
     for balance in ("off", "on"):
         asked = job([], dp_replicate=1, dp_shard=2, shard="optimizer", micro_batch=4, load_balancing=balance)
-        dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
-        workload = decoder_workload(dimensions, 64)
-        found = complete(asked, layout(asked, LAPTOP), LAPTOP, workload, dimensions)
-        assert found.plan.accumulation(8) == 1
+        dimensions = DecoderConfig(4, 128, 4, 4, 384, 320)
+        workload = compute_decoder_workload(dimensions, 64)
+        found = complete_plan(asked, build_layout(asked, LAPTOP), LAPTOP, workload, dimensions)
+        assert found.plan.gradient_accumulation_steps(8) == 1
         assert found.forecast is not None
         needed[balance] = found.forecast.memory_bytes
     assert needed["on"] > needed["off"]

@@ -8,26 +8,26 @@ from typing import Any
 import pytest
 
 from support.problems import SMALL, problem
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.observe.units import bytes_text
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.explain.plan_changes import families
-from wanma.planner.explain.rank_layout import group_of, stages
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import problem_of
-from wanma.planner.job_planner import layout, plan_for
-from wanma.planner.memory.model_states import Parameters, State, state_of
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.explain.plan_changes import change_families
+from wanma.planner.explain.rank_layout import ranks_of_group, stage_layouts
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import build_problem
+from wanma.planner.job_planner import build_layout, plan_for_job
+from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
 from wanma.planner.replan import replan
-from wanma.planner.rules.capabilities import not_runnable
+from wanma.planner.rules.capabilities import unsupported_reason
 
-LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
+LAPTOP = Cluster((NodeGroup("laptop", 8, 16 << 30, ()),))
 
 
 def job(train: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None, **parallel: Any) -> Job:
@@ -46,40 +46,40 @@ def job(train: dict[str, Any] | None = None, cluster: dict[str, Any] | None = No
 
 
 def test_diloco_has_the_papers_numbers_where_a_job_does_not_say() -> None:
-    plan = layout(job(synchronize="diloco"), LAPTOP)
+    plan = build_layout(job(synchronize="diloco"), LAPTOP)
     assert plan.synchronization == Synchronization("diloco", 2, 100, outer_learning_rate=0.7, momentum=0.9)
     assert plan.approximate == ("diloco",)
-    assert not_runnable(job(synchronize="diloco"), plan, LAPTOP, (2, 13)) is None
+    assert unsupported_reason(job(synchronize="diloco"), plan, LAPTOP, (2, 13)) is None
 
 
 def test_local_sgd_takes_the_mean() -> None:
-    plan = layout(job(synchronize="local_sgd", synchronize_every=8, synchronous_steps=3), LAPTOP)
+    plan = build_layout(job(synchronize="local_sgd", synchronize_every=8, synchronous_steps=3), LAPTOP)
     assert plan.synchronization == Synchronization(
         "local_sgd", 2, 8, 3, outer_learning_rate=1.0, momentum=0.0
     )
 
 
 def test_fragments_are_mixed_in_half_and_half() -> None:
-    plan = layout(job(synchronize="diloco", fragments=4, overlap_steps=5), LAPTOP)
+    plan = build_layout(job(synchronize="diloco", fragments=4, overlap_steps=5), LAPTOP)
     assert plan.synchronization is not None
     assert (plan.synchronization.fragments, plan.synchronization.overlap_steps) == (4, 5)
     assert plan.synchronization.overlap_mixing_factor == 0.5
 
 
 def test_gradients_are_one_step_late() -> None:
-    plan = layout(job(synchronize="delayed", dp_replicate=4, sites=2), LAPTOP)
+    plan = build_layout(job(synchronize="delayed", dp_replicate=4, sites=2), LAPTOP)
     assert plan.synchronization == Synchronization("delayed", 2, staleness=1)
 
 
 def test_without_sites_a_plan_is_exact() -> None:
-    plan = layout(job(), LAPTOP)
+    plan = build_layout(job(), LAPTOP)
     assert plan.synchronization is None
     assert plan.approximate == ()
 
 
 def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> None:
-    plan = layout(job(synchronize="diloco"), LAPTOP)
-    reason = not_runnable(job(), plan, LAPTOP, (2, 13))
+    plan = build_layout(job(synchronize="diloco"), LAPTOP)
+    reason = unsupported_reason(job(), plan, LAPTOP, (2, 13))
     assert reason is not None
     assert "diloco lets sites go on by themselves" in reason
 
@@ -115,22 +115,22 @@ def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> Non
 )
 def test_what_cannot_be_is_refused_with_its_keys(keys: dict[str, Any], message: str, way_out: str) -> None:
     with pytest.raises(JobError) as error:
-        layout(job(**keys), LAPTOP)
+        build_layout(job(**keys), LAPTOP)
     assert message in error.value.message
     assert way_out in error.value.hint
 
 
 def test_an_average_of_an_average_is_refused() -> None:
     with pytest.raises(JobError, match=r"train.weight_average = 0.9"):
-        layout(job({"weight_average": 0.9}, synchronize="diloco"), LAPTOP)
-    layout(job({"weight_average": 0.9}, synchronize="delayed"), LAPTOP)
+        build_layout(job({"weight_average": 0.9}, synchronize="diloco"), LAPTOP)
+    build_layout(job({"weight_average": 0.9}, synchronize="delayed"), LAPTOP)
 
 
 def test_sites_lie_on_whole_machines_or_machines_in_whole_sites() -> None:
     two = {"nodes": 2, "rendezvous": "a:1"}
-    layout(job(cluster=two, dp_replicate=4, synchronize="diloco"), LAPTOP)
+    build_layout(job(cluster=two, dp_replicate=4, synchronize="diloco"), LAPTOP)
     with pytest.raises(JobError, match=r"parallel.sites = 3 on cluster.nodes = 2"):
-        layout(job(cluster=two, dp_replicate=6, sites=3, synchronize="diloco"), LAPTOP)
+        build_layout(job(cluster=two, dp_replicate=6, sites=3, synchronize="diloco"), LAPTOP)
 
 
 # ------------------------------------------------------------------ what it costs
@@ -141,13 +141,13 @@ EVERY_100 = Synchronization("diloco", 2, 100, outer_learning_rate=0.7, momentum=
 
 
 def step_seconds(plan: Plan) -> float:
-    found = forecast(problem(devices=16), plan).step
+    found = forecast_plan(problem(devices=16), plan).step
     assert found is not None
     return found.seconds
 
 
 def data_seconds(plan: Plan) -> float:
-    found = forecast(problem(devices=16), plan).step
+    found = forecast_plan(problem(devices=16), plan).step
     assert found is not None
     return found.data
 
@@ -170,16 +170,16 @@ def test_what_runs_beside_steps_is_not_waited_for_and_small_numbers_travel_faste
 
 
 def test_the_forecast_tells_what_is_sent_and_waited_for() -> None:
-    told = forecast(problem(devices=16), replace(FAR, synchronization=EVERY_100)).reasons
+    told = forecast_plan(problem(devices=16), replace(FAR, synchronization=EVERY_100)).reasons
     (line,) = [reason for reason in told if reason.startswith("between 2 sites")]
     assert "every 100 steps instead of its gradients at every step: " in line
     assert "a step are waited for" in line
 
 
 def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
-    workload = decoder_workload(SMALL, 512)
+    workload = compute_decoder_workload(SMALL, 512)
     text = job(synchronize="diloco", fragments=4)
-    told = plan_for(text, LAPTOP, workload, SMALL).forecast
+    told = plan_for_job(text, LAPTOP, workload, SMALL).forecast
     assert told is not None
     (line,) = [reason for reason in told.reasons if reason.startswith("between 2 sites")]
     assert line == (
@@ -188,14 +188,14 @@ def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
     )
 
 
-def state(plan: Plan) -> State:
-    return state_of(
-        Parameters(blocks=1e6, experts=0.0, ends=0.0, block=1e5),
+def state(plan: Plan) -> ModelStates:
+    return model_states_of(
+        RankParameters(dense_blocks=1e6, experts=0.0, end_layers=0.0, largest_block=1e5),
         plan,
         "adamw",
         micro_batches=1,
         weight_average=False,
-        software=Software(),
+        framework=FrameworkTraits(),
     )
 
 
@@ -220,8 +220,8 @@ def test_memory_counts_what_sites_keep(seldom: Synchronization, copies: float, a
 # ------------------------------------------------------------------ who comes and goes
 
 
-MODEL = DecoderDimensions(4, 2048, 16, 16, 8192, 32000)
-FOUR, TWO = parse_cluster("4x8 H100, 8x400G"), parse_cluster("2x8 H100, 8x400G")
+MODEL = DecoderConfig(4, 2048, 16, 16, 8192, 32000)
+FOUR, TWO = parse_shorthand("4x8 H100, 8x400G"), parse_shorthand("2x8 H100, 8x400G")
 
 
 def of_machines(nodes: int, **parallel: Any) -> Job:
@@ -238,23 +238,23 @@ def of_machines(nodes: int, **parallel: Any) -> Job:
 
 @pytest.mark.parametrize(("keys", "left"), [({}, 2), ({"sites": 2}, 1)], ids=["each", "two"])
 def test_machines_that_are_lost_take_their_sites_with_them(keys: dict[str, Any], left: int) -> None:
-    workload = decoder_workload(MODEL, 1024)
+    workload = compute_decoder_workload(MODEL, 1024)
     text = of_machines(4, synchronize="diloco", **keys)
-    running = plan_for(text, FOUR, workload, MODEL).plan
-    decision = replan(problem_of(text, FOUR, workload, MODEL), running, TWO, 1000)
-    assert decision.changes
+    running = plan_for_job(text, FOUR, workload, MODEL).plan
+    decision = replan(build_problem(text, FOUR, workload, MODEL), running, TWO, 1000)
+    assert decision.is_change
     assert (decision.plan.world_size, decision.plan.sites) == (16, left)
-    assert decision.plan.site_ranks == running.site_ranks
+    assert decision.plan.ranks_per_site == running.ranks_per_site
     assert decision.plan.synchronization == replace(running.synchronization, sites=left)  # type: ignore[type-var]
 
 
 def test_half_a_site_cannot_go_on() -> None:
-    workload = decoder_workload(MODEL, 1024)
+    workload = compute_decoder_workload(MODEL, 1024)
     text = of_machines(4, synchronize="diloco", sites=2)
-    running = plan_for(text, FOUR, workload, MODEL).plan
-    three = parse_cluster("3x8 H100, 8x400G")
+    running = plan_for_job(text, FOUR, workload, MODEL).plan
+    three = parse_shorthand("3x8 H100, 8x400G")
     with pytest.raises(JobError, match=r"24 data ranks are no whole sites of 16 each"):
-        replan(problem_of(text, FOUR, workload, MODEL), running, three, 1000)
+        replan(build_problem(text, FOUR, workload, MODEL), running, three, 1000)
 
 
 # ------------------------------------------------------------------ who is who
@@ -262,16 +262,16 @@ def test_half_a_site_cannot_go_on() -> None:
 
 def test_ranks_that_share_an_axis_are_named_across_sites() -> None:
     plan = Plan(pp=2, dp_replicate=4, tp=2, synchronization=Synchronization("diloco", 2, 10))
-    assert group_of(plan, "dp_replicate", 11) == (1, 3, 9, 11)
-    assert group_of(plan, "pp", 9) == (9, 13)
-    assert group_of(plan, "tp", 13) == (12, 13)
-    assert stages(replace(plan, stage_cuts=(1,)), 2)[1].ranks == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert ranks_of_group(plan, "dp_replicate", 11) == (1, 3, 9, 11)
+    assert ranks_of_group(plan, "pp", 9) == (9, 13)
+    assert ranks_of_group(plan, "tp", 13) == (12, 13)
+    assert stage_layouts(replace(plan, stage_cuts=(1,)), 2)[1].ranks == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
 def test_lighter_plans_keep_their_sites() -> None:
     posed = replace(problem(devices=16), dimensions=SMALL)
     plan = replace(FAR, synchronization=EVERY_100)
-    lighter = [one for family in families(posed).values() for one in family(plan)]
+    lighter = [one for family in change_families(posed).values() for one in family(plan)]
     assert lighter
     assert {one.sites for one in lighter} == {2}
     assert {one.world_size for one in lighter} == {16}

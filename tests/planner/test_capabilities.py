@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import Approximation, Schedule
@@ -18,13 +18,13 @@ from wanma.planner.rules.capabilities import (
     APPROXIMATIONS,
     SCHEDULES,
     allowed_approximations,
-    check_runnable,
-    installed_torch,
-    not_runnable,
+    check_supported,
+    installed_torch_version,
+    unsupported_reason,
 )
 
-LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
-H100 = parse_cluster("8 H100")
+LAPTOP = Cluster((NodeGroup("laptop", 8, 16 << 30, ()),))
+H100 = parse_shorthand("8 H100")
 GPU = Plan(device="cuda", precision="bf16")
 
 
@@ -36,7 +36,7 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
     "an accelerator that torch does not drive": (
         job(),
         GPU,
-        parse_cluster("4 TPU v4"),
+        parse_shorthand("4 TPU v4"),
         (2, 13),
         "wanma does not run on TPU v4",
     ),
@@ -64,7 +64,7 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
     "fp8 on a GPU without it": (
         job(parallel={"allow": ["fp8"]}),
         replace(GPU, fp8=True, approximate=("fp8",)),
-        parse_cluster("8 A100"),
+        parse_shorthand("8 A100"),
         (2, 13),
         r"A100 .* computes no matrix products in fp8",
     ),
@@ -123,7 +123,10 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
             dp_replicate=2,
             tp=2,
             batch_shares=(2, 1),
-            placement=(Replicas(1, (Place(0, 4, 2),)), Replicas(1, (Place(1, 4, 1),))),
+            placement=(
+                ReplicaPlacement(1, (StagePlacement(0, 4, 2),)),
+                ReplicaPlacement(1, (StagePlacement(1, 4, 1),)),
+            ),
         ),
         LAPTOP,
         (2, 13),
@@ -135,10 +138,10 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_what_is_a_forecast_only_says_why_and_is_refused_with_a_way_out(name: str) -> None:
     asked, plan, cluster, torch, reason = LIMITS[name]
-    told = not_runnable(asked, plan, cluster, torch)
+    told = unsupported_reason(asked, plan, cluster, torch)
     assert told is not None
     with pytest.raises(JobError, match=f"wanma cannot train this plan: .*{reason}") as refusal:
-        check_runnable(asked, plan, cluster, torch)
+        check_supported(asked, plan, cluster, torch)
     assert told in refusal.value.message
     assert refusal.value.hint
 
@@ -155,13 +158,13 @@ def test_what_is_a_forecast_only_says_why_and_is_refused_with_a_way_out(name: st
         (job({"preset": "resnet-18"}), Plan(dp_shard=2, shard="gradients"), LAPTOP, (2, 13)),
         (job({"factory": "m:f"}), Plan(pp=2, schedule="zbv", virtual_stages=2), LAPTOP, (2, 13)),
         (job(), Plan(pp=2, schedule="zbv", virtual_stages=2), LAPTOP, (2, 11)),
-        (job(), Plan(), parse_cluster("4 TPU v4"), (2, 13)),
+        (job(), Plan(), parse_shorthand("4 TPU v4"), (2, 13)),
     ],
     ids=lambda value: str(value) if isinstance(value, Plan) else None,
 )
 def test_what_runs_has_no_reason(asked: Job, plan: Plan, cluster: Cluster, torch: tuple[int, int]) -> None:
-    assert not_runnable(asked, plan, cluster, torch) is None
-    check_runnable(asked, plan, cluster, torch)
+    assert unsupported_reason(asked, plan, cluster, torch) is None
+    check_supported(asked, plan, cluster, torch)
 
 
 def test_an_approximation_is_allowed_by_its_name_or_by_asking_for_it() -> None:
@@ -176,4 +179,4 @@ def test_every_approximation_and_schedule_that_a_job_can_name_is_published() -> 
 
 
 def test_the_installed_torch_is_known_without_importing_it() -> None:
-    assert (2, 11) <= installed_torch() < (2, 14)
+    assert (2, 11) <= installed_torch_version() < (2, 14)

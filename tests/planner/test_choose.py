@@ -8,27 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.sampling.batch_size_schedule import global_batch
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.data.sampling.batch_size_schedule import global_batch_size
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.resolution import decoder_dimensions
-from wanma.planner.forecast.problem import HOST_SHARE, device_of
-from wanma.planner.job_planner import Planned, complete, layout
+from wanma.models.config.resolution import resolve_decoder_config
+from wanma.planner.forecast.problem import USABLE_HOST_MEMORY_SHARE, select_device_type
+from wanma.planner.job_planner import PlanResult, build_layout, complete_plan
 
 GIB = 1 << 30
 GPU = Device("cuda", "H100", 80 * GIB, {"bf16": 989e12})
-LAPTOP = Cluster((Node("laptop", 8, 16 * GIB, ()),))
-BOX = Cluster((Node("box", 64, 512 * GIB, (GPU,) * 8),))
-TWO = Cluster((Node("a", 16, 64 * GIB, ()), Node("b", 16, 64 * GIB, ())))
+LAPTOP = Cluster((NodeGroup("laptop", 8, 16 * GIB, ()),))
+BOX = Cluster((NodeGroup("box", 64, 512 * GIB, (GPU,) * 8),))
+TWO = Cluster((NodeGroup("a", 16, 64 * GIB, ()), NodeGroup("b", 16, 64 * GIB, ())))
 
 SMALL = Workload(
     (
-        Layer("embedding", 1, 100_000, 0.0, 0.0),
-        Layer("layers", 4, 200_000, 1e6, 50_000.0),
-        Layer("head", 1, 100_000, 1e5, 100_000.0),
+        LayerWorkload("embedding", 1, 100_000, 0.0, 0.0),
+        LayerWorkload("layers", 4, 200_000, 1e6, 50_000.0),
+        LayerWorkload("head", 1, 100_000, 1e5, 100_000.0),
     ),
     tokens_per_sample=256,
 )
@@ -38,18 +38,18 @@ def job(model: dict[str, Any] | None = None, cluster: dict[str, Any] | None = No
     return Job.model_validate({"model": model or {"preset": "gpt-1m"}, "cluster": cluster or {}, **sections})
 
 
-def planned(on: Cluster = LAPTOP, workload: Workload | None = SMALL, **sections: Any) -> Planned:
+def planned(on: Cluster = LAPTOP, workload: Workload | None = SMALL, **sections: Any) -> PlanResult:
     asked = job(**sections)
-    return complete(asked, layout(asked, on), on, workload)
+    return complete_plan(asked, build_layout(asked, on), on, workload)
 
 
 # ------------------------------------------------------------------ devices and axes
 
 
 def test_a_gpu_is_taken_where_there_is_one_and_the_cpu_where_the_job_says_so() -> None:
-    assert device_of(job(), BOX) == "cuda"
-    assert device_of(job(), LAPTOP) == "cpu"
-    assert device_of(job(cluster={"device": "cpu"}), BOX) == "cpu"
+    assert select_device_type(job(), BOX) == "cuda"
+    assert select_device_type(job(), LAPTOP) == "cpu"
+    assert select_device_type(job(cluster={"device": "cpu"}), BOX) == "cpu"
 
 
 def test_auto_on_cpus_is_one_process_with_all_cores_and_says_why() -> None:
@@ -60,38 +60,38 @@ def test_auto_on_cpus_is_one_process_with_all_cores_and_says_why() -> None:
 
 
 def test_auto_on_two_cpu_machines_is_one_process_on_each() -> None:
-    plan = layout(job(parallel="auto", cluster={"nodes": 2, "rendezvous": "a:29500"}), TWO)
+    plan = build_layout(job(parallel="auto", cluster={"nodes": 2, "rendezvous": "a:29500"}), TWO)
     assert (plan.world_size, plan.dp_shard, plan.threads_per_rank) == (2, 2, 16)
 
 
 def test_auto_on_gpus_shards_parameters_over_all_of_them() -> None:
-    plan = layout(job(parallel="auto"), BOX)
+    plan = build_layout(job(parallel="auto"), BOX)
     assert (plan.dp_shard, plan.shard, plan.device) == (8, "parameters", "cuda")
 
 
 def test_auto_counts_the_gpus_of_machines_that_are_not_here() -> None:
-    plan = layout(job(parallel="auto", cluster={"nodes": 2, "rendezvous": "a:29500"}), BOX)
+    plan = build_layout(job(parallel="auto", cluster={"nodes": 2, "rendezvous": "a:29500"}), BOX)
     assert (plan.dp_shard, plan.world_size) == (16, 16)
 
 
 def test_auto_keeps_the_sizes_that_the_job_gives() -> None:
-    plan = layout(job(parallel={"auto": True, "tp": 2}), BOX)
+    plan = build_layout(job(parallel={"auto": True, "tp": 2}), BOX)
     assert (plan.tp, plan.dp_shard, plan.world_size) == (2, 4, 8)
-    plan = layout(job(parallel={"auto": True, "dp_shard": 2}), BOX)
+    plan = build_layout(job(parallel={"auto": True, "dp_shard": 2}), BOX)
     assert (plan.dp_shard, plan.world_size) == (2, 2)
 
 
 def test_ranks_of_a_machine_share_its_cores() -> None:
-    assert layout(job(parallel={"dp_replicate": 4}), LAPTOP).threads_per_rank == 2
-    assert layout(job(parallel={"dp_replicate": 16}), LAPTOP).threads_per_rank == 1
+    assert build_layout(job(parallel={"dp_replicate": 4}), LAPTOP).threads_per_rank == 2
+    assert build_layout(job(parallel={"dp_replicate": 16}), LAPTOP).threads_per_rank == 1
     asked = job(parallel={"dp_replicate": 4}, cluster={"threads_per_rank": 3})
-    assert layout(asked, LAPTOP).threads_per_rank == 3
+    assert build_layout(asked, LAPTOP).threads_per_rank == 3
 
 
 def test_dp_shard_shards_parameters_unless_the_job_says_less() -> None:
-    assert layout(job(parallel={"dp_shard": 2}), LAPTOP).shard == "parameters"
-    assert layout(job(parallel={"dp_shard": 2, "shard": "optimizer"}), LAPTOP).shard == "optimizer"
-    assert layout(job(parallel={"dp_replicate": 2}), LAPTOP).shard == "none"
+    assert build_layout(job(parallel={"dp_shard": 2}), LAPTOP).shard == "parameters"
+    assert build_layout(job(parallel={"dp_shard": 2, "shard": "optimizer"}), LAPTOP).shard == "optimizer"
+    assert build_layout(job(parallel={"dp_replicate": 2}), LAPTOP).shard == "none"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Cluster, str]] = {
@@ -134,13 +134,13 @@ REFUSED: dict[str, tuple[dict[str, Any], Cluster, str]] = {
 def test_refused(name: str) -> None:
     sections, cluster, message = REFUSED[name]
     with pytest.raises(JobError, match=message) as refusal:
-        layout(job(**sections), cluster)
+        build_layout(job(**sections), cluster)
     assert refusal.value.exit_code == 2
 
 
 def test_a_batch_size_that_no_step_has_is_no_reason_to_refuse() -> None:
     train = {"global_batch": 1, "batch_ramp": [[0, 8], [500, 2]], "steps": 100}
-    assert layout(job(parallel={"dp_replicate": 4}, train=train), LAPTOP).data_ranks == 4
+    assert build_layout(job(parallel={"dp_replicate": 4}, train=train), LAPTOP).data_parallel_size == 4
 
 
 # ------------------------------------------------------------------ the micro-batch
@@ -156,16 +156,16 @@ def test_on_a_cpu_a_micro_batch_stays_near_the_caches() -> None:
 
 
 def test_the_micro_batch_is_halved_until_it_fits() -> None:
-    tight = Cluster((Node("tight", 8, 425 << 20, ()),))
+    tight = Cluster((NodeGroup("tight", 8, 425 << 20, ()),))
     result = planned(tight, train={"global_batch": 16})
     assert result.forecast is not None
     assert 1 <= result.plan.micro_batch < 16
-    assert result.forecast.memory_bytes <= (425 << 20) * HOST_SHARE
+    assert result.forecast.memory_bytes <= (425 << 20) * USABLE_HOST_MEMORY_SHARE
     assert f"micro_batch {result.plan.micro_batch}: the largest that fits" in result.forecast.reasons[1]
 
 
 def test_what_cannot_fit_is_refused_with_the_sizes() -> None:
-    tiny = Cluster((Node("tiny", 8, 300 << 20, ()),))
+    tiny = Cluster((NodeGroup("tiny", 8, 300 << 20, ()),))
     with pytest.raises(JobError, match=r"a rank needs about \d+ MiB of 255 MiB: .*parameters"):
         planned(tiny)
 
@@ -197,11 +197,11 @@ def test_experts_balanced_over_several_samples_get_whole_groups() -> None:
 
     def plan(batch: int, **parallel: int) -> Plan:
         asked = job(model=model, train={"global_batch": batch}, parallel=parallel)
-        dimensions = decoder_dimensions(asked.model, 257)
-        return complete(asked, layout(asked, BOX), BOX, SMALL, dimensions).plan
+        dimensions = resolve_decoder_config(asked.model, 257)
+        return complete_plan(asked, build_layout(asked, BOX), BOX, SMALL, dimensions).plan
 
     for found in (plan(24, dp_replicate=2), plan(24, pp=2)):
-        ranks = range(found.data_ranks)
+        ranks = range(found.data_parallel_size)
         assert all(len(run) in (4, 8, 12) for rank in ranks for run in found.micro_batches(24, rank))
     with pytest.raises(JobError, match=r"model\.balance_group = 4 samples share the experts'"):
         plan(12, dp_replicate=2)
@@ -217,7 +217,7 @@ def test_a_factory_trains_a_ranks_samples_in_one_micro_batch_so_that_groups_stay
         parallel={"dp_replicate": 2},
     ).plan
     assert plan.micro_batch == 12
-    assert plan.accumulation(24) == 1
+    assert plan.gradient_accumulation_steps(24) == 1
 
 
 # ------------------------------------------------------------------ pipelines
@@ -225,7 +225,7 @@ def test_a_factory_trains_a_ranks_samples_in_one_micro_batch_so_that_groups_stay
 
 def test_a_pipeline_gets_twice_as_many_micro_batches_as_stages_where_there_are_samples() -> None:
     plan = planned(train={"global_batch": 32}, parallel={"pp": 2}).plan
-    assert plan.accumulation(32) == 4
+    assert plan.gradient_accumulation_steps(32) == 4
 
 
 def test_a_batch_too_small_for_the_stages_is_refused() -> None:
@@ -245,12 +245,17 @@ def test_a_micro_batch_too_large_for_the_stages_is_refused_with_the_largest_that
     with pytest.raises(JobError, match=r"parallel\.pp = 4.*parallel\.micro_batch = 4") as refusal:
         planned(train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 4})
     assert "use parallel.micro_batch = 2," in refusal.value.hint
-    assert planned(train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 2}).plan.accumulation(8) == 4
+    assert (
+        planned(
+            train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 2}
+        ).plan.gradient_accumulation_steps(8)
+        == 4
+    )
 
 
 def test_gpipe_runs_with_fewer_micro_batches_than_stages() -> None:
     parallel = {"pp": 4, "micro_batch": 4, "schedule": "gpipe"}
-    assert planned(train={"global_batch": 8}, parallel=parallel).plan.accumulation(8) == 2
+    assert planned(train={"global_batch": 8}, parallel=parallel).plan.gradient_accumulation_steps(8) == 2
 
 
 @given(
@@ -270,9 +275,9 @@ def test_every_accepted_pipeline_has_a_micro_batch_for_each_stage(
     )
     possible = min(batch, later) > (stages - 1) * ranks and min(batch, later) >= ranks
     try:
-        plan: Plan = complete(asked, layout(asked, LAPTOP), LAPTOP, SMALL if known else None).plan
+        plan: Plan = complete_plan(asked, build_layout(asked, LAPTOP), LAPTOP, SMALL if known else None).plan
     except JobError:
         assert not possible or micro_batch is not None
         return
     for step in (0, 5):
-        assert plan.accumulation(global_batch(asked.train, step)) >= stages
+        assert plan.gradient_accumulation_steps(global_batch_size(asked.train, step)) >= stages

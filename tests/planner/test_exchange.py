@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from support.machines import CHIP
-from wanma.job.cluster import Cluster, Node
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.plan.plan import LEAST_TOGETHER_BYTES, REDUCED_TOGETHER_BYTES, Plan
+from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, MIN_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
-from wanma.planner.cost.data_parallel import DataParallel, hides_sums
-from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.cost.data_parallel import DataParallelCost, overlaps_gradient_reduction
+from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.gradient_reduction import (
     check_buckets,
-    exchange_reasons,
-    fewest_bytes,
-    why_not_hierarchical,
-    with_exchange,
+    gradient_reduction_reasons,
+    hierarchical_unavailable_reason,
+    saturating_bucket_bytes,
+    with_gradient_reduction,
 )
-from wanma.planner.hardware_model.collective_time import Group, all_reduce_seconds
-from wanma.planner.hardware_model.model import Link, Machine
-from wanma.planner.job_planner import complete, layout
+from wanma.planner.hardware_model.collective_time import RankGroup, all_reduce_seconds
+from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
+from wanma.planner.job_planner import build_layout, complete_plan
 
 FOUR = Plan(dp_replicate=4)
 
@@ -35,35 +35,37 @@ def job(nodes: int = 2, **parallel: Any) -> Job:
 
 def machines(
     latency: float = 1e-3, bytes_per_second: float = 12.5e6, nodes: int = 2, ranks: int = 2
-) -> Machine:
+) -> HardwareModel:
     """Nodes of so many ranks each, with a slow network between them."""
-    links = (Link(ranks, 1e-4, 2e9), Link(nodes * ranks, latency, bytes_per_second))
-    return Machine(CHIP, links, start_seconds=0.0)
+    links = (LinkLevel(ranks, 1e-4, 2e9), LinkLevel(nodes * ranks, latency, bytes_per_second))
+    return HardwareModel(CHIP, links, start_seconds=0.0)
 
 
 def test_replicas_on_several_machines_sum_within_each_first() -> None:
-    assert with_exchange(job(), FOUR, machines()).hierarchical
-    assert with_exchange(job(), FOUR, None).hierarchical  # nobody knows the links: less leaves the machines
-    assert not with_exchange(job(hierarchical=False), FOUR, machines()).hierarchical
+    assert with_gradient_reduction(job(), FOUR, machines()).hierarchical
+    assert with_gradient_reduction(
+        job(), FOUR, None
+    ).hierarchical  # nobody knows the links: less leaves the machines
+    assert not with_gradient_reduction(job(hierarchical=False), FOUR, machines()).hierarchical
 
 
 def test_why_is_told_in_a_sentence() -> None:
-    (told,) = exchange_reasons(replace(FOUR, hierarchical=True), machines())
+    (told,) = gradient_reduction_reasons(replace(FOUR, hierarchical=True), machines())
     # Twice: half of it within a machine; then half of a half, over a rank's half of 12.5 MB/s.
     assert (
         told == "gradients are summed within machines first: 25.0 MiB in 1.06 s instead of 1.58 s in a ring"
     )
-    assert exchange_reasons(FOUR, machines()) == []
+    assert gradient_reduction_reasons(FOUR, machines()) == []
 
 
 def test_it_is_not_chosen_where_it_would_take_longer() -> None:
     # A network as fast as memory, of which each rank has its half: levels add up, a ring uses both at once.
-    fast = replace(machines(), links=(Link(2, 0.0, 2e9), Link(4, 0.0, 1e9)))
-    assert all_reduce_seconds(fast, Group(4), 1e8, "ring") < all_reduce_seconds(
-        fast, Group(4), 1e8, "hierarchical"
+    fast = replace(machines(), links=(LinkLevel(2, 0.0, 2e9), LinkLevel(4, 0.0, 1e9)))
+    assert all_reduce_seconds(fast, RankGroup(4), 1e8, "ring") < all_reduce_seconds(
+        fast, RankGroup(4), 1e8, "hierarchical"
     )
-    assert not with_exchange(job(), FOUR, fast).hierarchical
-    assert with_exchange(job(hierarchical=True), FOUR, fast).hierarchical
+    assert not with_gradient_reduction(job(), FOUR, fast).hierarchical
+    assert with_gradient_reduction(job(hierarchical=True), FOUR, fast).hierarchical
 
 
 @pytest.mark.parametrize(
@@ -80,68 +82,72 @@ def test_it_is_not_chosen_where_it_would_take_longer() -> None:
     ids=["one machine", "one each", "one each, tensor", "stages", "no replicas", "cast", "GPUs"],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(plan: Plan, nodes: int, reason: str) -> None:
-    assert reason in (why_not_hierarchical(plan, nodes) or "")
-    assert not with_exchange(job(nodes), plan, None).hierarchical
+    assert reason in (hierarchical_unavailable_reason(plan, nodes) or "")
+    assert not with_gradient_reduction(job(nodes), plan, None).hierarchical
     with pytest.raises(JobError, match=reason) as refused:
-        with_exchange(job(nodes, hierarchical=True), plan, None)
+        with_gradient_reduction(job(nodes, hierarchical=True), plan, None)
     assert "parallel.hierarchical = true" in refused.value.message
 
 
 def test_ranks_of_cp_are_replicas_too_and_tensor_ranks_are_not() -> None:
-    assert why_not_hierarchical(Plan(dp_replicate=2, cp=2), 2) is None
-    assert why_not_hierarchical(Plan(dp_replicate=4, tp=2), 2) is None
+    assert hierarchical_unavailable_reason(Plan(dp_replicate=2, cp=2), 2) is None
+    assert hierarchical_unavailable_reason(Plan(dp_replicate=4, tp=2), 2) is None
 
 
 def test_compressed_sums_go_by_machines_where_these_have_as_many_replicas() -> None:
     smaller = replace(FOUR, compression="int8")
     slow = machines(bytes_per_second=1e7)
-    assert with_exchange(job(), smaller, slow).hierarchical
-    (told,) = exchange_reasons(replace(smaller, hierarchical=True), slow)
+    assert with_gradient_reduction(job(), smaller, slow).hierarchical
+    (told,) = gradient_reduction_reasons(replace(smaller, hierarchical=True), slow)
     assert "instead of" in told
     assert "among all replicas at once" in told
     # Three pairs of tensor ranks on two machines of three: one has two of the first ranks, and one the other.
     across = Plan(dp_replicate=3, tp=2)
-    assert why_not_hierarchical(across, 2) is None
-    assert "equally many replicas" in (why_not_hierarchical(replace(across, compression="int8"), 2) or "")
+    assert hierarchical_unavailable_reason(across, 2) is None
+    assert "equally many replicas" in (
+        hierarchical_unavailable_reason(replace(across, compression="int8"), 2) or ""
+    )
 
 
 def test_buckets_are_as_small_as_fill_the_network() -> None:
     near, far = machines(latency=1e-5), machines(latency=5e-2, bytes_per_second=1e9)
-    assert fewest_bytes(FOUR, near) == LEAST_TOGETHER_BYTES
-    assert fewest_bytes(FOUR, far) == REDUCED_TOGETHER_BYTES
-    middle = fewest_bytes(FOUR, machines(latency=5e-3, bytes_per_second=1e9))
-    assert LEAST_TOGETHER_BYTES < middle <= REDUCED_TOGETHER_BYTES
-    assert with_exchange(job(), FOUR, near).bucket_bytes == LEAST_TOGETHER_BYTES
-    assert with_exchange(job(), FOUR, None).bucket_bytes == REDUCED_TOGETHER_BYTES
+    assert saturating_bucket_bytes(FOUR, near) == MIN_BUCKET_BYTES
+    assert saturating_bucket_bytes(FOUR, far) == DEFAULT_BUCKET_BYTES
+    middle = saturating_bucket_bytes(FOUR, machines(latency=5e-3, bytes_per_second=1e9))
+    assert MIN_BUCKET_BYTES < middle <= DEFAULT_BUCKET_BYTES
+    assert with_gradient_reduction(job(), FOUR, near).bucket_bytes == MIN_BUCKET_BYTES
+    assert with_gradient_reduction(job(), FOUR, None).bucket_bytes == DEFAULT_BUCKET_BYTES
 
 
 def test_the_jobs_buckets_are_kept_and_refused_where_there_are_none() -> None:
     asked = job(bucket_bytes=5000)
     plan = replace(FOUR, bucket_bytes=5000)
-    assert with_exchange(asked, plan, machines()).bucket_bytes == 5000
+    assert with_gradient_reduction(asked, plan, machines()).bucket_bytes == 5000
     check_buckets(asked, plan)
     with pytest.raises(JobError, match=r"parallel\.bucket_bytes = 5000"):
         check_buckets(asked, Plan(dp_shard=4, shard="parameters"))
 
 
 def test_the_whole_plan_says_it() -> None:
-    two = Cluster((Node("a", 2, 8 << 30, (), count=2),))
+    two = Cluster((NodeGroup("a", 2, 8 << 30, (), count=2),))
     asked = job(dp_replicate=4, overlap=False)
-    plan = complete(asked, layout(asked, two), two, None).plan
-    assert (plan.hierarchical, plan.overlap, plan.bucket_bytes) == (True, False, REDUCED_TOGETHER_BYTES)
+    plan = complete_plan(asked, build_layout(asked, two), two, None).plan
+    assert (plan.hierarchical, plan.overlap, plan.bucket_bytes) == (True, False, DEFAULT_BUCKET_BYTES)
 
 
 def test_what_is_forecast_is_what_runs() -> None:
-    parameters, group = 25e6, Group(4)
+    parameters, group = 25e6, RankGroup(4)
     for plan, algorithm in ((replace(FOUR, hierarchical=True), "hierarchical"), (FOUR, "ring")):
-        found = DataParallel(plan, machines(), Software()).once_a_step(parameters)[0]
+        found = DataParallelCost(plan, machines(), FrameworkTraits()).reduce_gather_per_step(parameters)[0]
         assert found == all_reduce_seconds(machines(), group, 4 * parameters, algorithm)  # type: ignore[arg-type]
 
 
 def test_sums_hide_behind_backward_where_a_network_moves_them() -> None:
-    assert hides_sums(FOUR, machines())
-    assert not hides_sums(replace(FOUR, overlap=False), machines())
-    assert not hides_sums(Plan(dp_replicate=2), machines())  # on one machine the cores move them
-    assert not hides_sums(Plan(pp=2, dp_replicate=2), machines())
-    assert not hides_sums(Plan(dp_shard=4, shard="parameters"), machines())
-    assert hides_sums(Plan(dp_replicate=2, device="cuda"), machines())
+    assert overlaps_gradient_reduction(FOUR, machines())
+    assert not overlaps_gradient_reduction(replace(FOUR, overlap=False), machines())
+    assert not overlaps_gradient_reduction(
+        Plan(dp_replicate=2), machines()
+    )  # on one machine the cores move them
+    assert not overlaps_gradient_reduction(Plan(pp=2, dp_replicate=2), machines())
+    assert not overlaps_gradient_reduction(Plan(dp_shard=4, shard="parameters"), machines())
+    assert overlaps_gradient_reduction(Plan(dp_replicate=2, device="cuda"), machines())

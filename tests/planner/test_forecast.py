@@ -9,23 +9,23 @@ import pytest
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.decoder import step_time
-from wanma.planner.forecast.plan_forecast import forecast, where_time_goes, with_pipeline_ranks
+from wanma.planner.cost.decoder import decoder_step_time
+from wanma.planner.forecast.plan_forecast import forecast_plan, step_time_text, with_pipeline_rank_memory
 from wanma.planner.forecast.run_cost import run_cost
-from wanma.planner.forecast.step_overhead import HANDED_SECONDS
+from wanma.planner.forecast.step_overhead import HANDOFF_SECONDS
 
 PLAN = Plan(dp_shard=4, tp=2, sequence_parallel=True, shard="parameters", precision="bf16", device="cuda")
 
 
 def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:
     given = problem(job(global_batch=64))
-    found = forecast(given, PLAN)
+    found = forecast_plan(given, PLAN)
     assert found.step is not None
-    alone = step_time(SMALL, 512, PLAN, 64, given.machine)
-    saving = 12 * given.workload.parameters / 8 / given.machine.host.link_bytes_per_second / 100
+    alone = decoder_step_time(SMALL, 512, PLAN, 64, given.hardware)
+    saving = 12 * given.workload.parameters / 8 / given.hardware.host.link_bytes_per_second / 100
     assert found.step.checkpoint == pytest.approx(saving)
-    assert found.step.loading == pytest.approx(HANDED_SECONDS)
-    assert found.step.seconds == pytest.approx(alone.seconds + HANDED_SECONDS + saving)
+    assert found.step.loading == pytest.approx(HANDOFF_SECONDS)
+    assert found.step.seconds == pytest.approx(alone.seconds + HANDOFF_SECONDS + saving)
     assert found.samples_per_second == pytest.approx(64 / found.step.seconds)
     assert found.run == run_cost(given, PLAN, found.step)
     flops = given.workload.flops_per_sample * 64
@@ -35,17 +35,19 @@ def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:
 def test_each_rank_of_a_pipeline_has_a_forecast_of_its_memory() -> None:
     deep = replace(PLAN, pp=2, dp_shard=2, stage_cuts=(2,), micro_batch=1)
     given = problem(job(global_batch=64))
-    found = with_pipeline_ranks(given, deep, forecast(given, deep))
+    found = with_pipeline_rank_memory(given, deep, forecast_plan(given, deep))
     first, last = found.pipeline_ranks
     assert max(first.memory_bytes, last.memory_bytes) == found.memory_bytes
     assert first.memory_bytes != last.memory_bytes
     assert found.tensor_bytes in (first.tensor_bytes, last.tensor_bytes)
-    flat = forecast(given, PLAN)
-    assert with_pipeline_ranks(given, PLAN, flat) == flat
+    flat = forecast_plan(given, PLAN)
+    assert with_pipeline_rank_memory(given, PLAN, flat) == flat
 
 
 def test_an_optimizer_of_ones_own_is_told_to_be_counted_as_adamw() -> None:
-    own, plain = (forecast(problem(one), PLAN) for one in (job(optimizer_factory="torch.optim:RAdam"), job()))
+    own, plain = (
+        forecast_plan(problem(one), PLAN) for one in (job(optimizer_factory="torch.optim:RAdam"), job())
+    )
     assert own.optimizer_bytes == plain.optimizer_bytes
     told = [one for one in own.reasons if "torch.optim:RAdam" in one]
     assert len(told) == 1
@@ -55,20 +57,20 @@ def test_an_optimizer_of_ones_own_is_told_to_be_counted_as_adamw() -> None:
 
 def test_without_checkpoints_nothing_is_saved() -> None:
     never = job().model_copy(update={"checkpoint": job().checkpoint.model_copy(update={"every_steps": 0})})
-    found = forecast(problem(never), PLAN)
+    found = forecast_plan(problem(never), PLAN)
     assert found.step is not None
     assert found.step.checkpoint == 0.0
 
 
 def test_a_compiled_plan_is_forecast_with_fused_operators() -> None:
-    plain, compiled = (forecast(problem(), replace(PLAN, compile=fused)).step for fused in (False, True))
+    plain, compiled = (forecast_plan(problem(), replace(PLAN, compile=fused)).step for fused in (False, True))
     assert plain is not None
     assert compiled is not None
     assert compiled.compute < plain.compute
 
 
 def test_memory_is_forecast_where_rates_are_unknown_and_why_there_is_no_time() -> None:
-    found = forecast(problem(), replace(PLAN, precision="fp64"))
+    found = forecast_plan(problem(), replace(PLAN, precision="fp64"))
     assert found.step is None
     assert found.parameters_bytes > 0
     assert found.reasons[-1] == (
@@ -78,27 +80,27 @@ def test_memory_is_forecast_where_rates_are_unknown_and_why_there_is_no_time() -
 
 def test_a_forecast_says_what_nobody_measured_of_its_machine() -> None:
     given = problem()
-    guessed = replace(given, machine=replace(given.machine, assumed=("test chip: taken to be another",)))
-    assert forecast(guessed, PLAN).reasons[-1] == "test chip: taken to be another"
+    guessed = replace(given, hardware=replace(given.hardware, assumed=("test chip: taken to be another",)))
+    assert forecast_plan(guessed, PLAN).reasons[-1] == "test chip: taken to be another"
 
 
 def test_a_machine_whose_rates_nobody_knows_says_how_to_give_them() -> None:
     given = problem()
-    nameless = replace(given, machine=replace(given.machine, unknown="measure it with `wanma cluster`"))
-    found = forecast(nameless, PLAN)
+    nameless = replace(given, hardware=replace(given.hardware, unknown="measure it with `wanma cluster`"))
+    found = forecast_plan(nameless, PLAN)
     assert found.step is None
     assert found.reasons[-1] == "step time unknown: measure it with `wanma cluster`"
 
 
 def test_more_ranks_than_devices_are_refused() -> None:
     with pytest.raises(JobError, match="the plan has 32 ranks, and the machines have 16 devices"):
-        forecast(problem(), replace(PLAN, dp_replicate=4))
+        forecast_plan(problem(), replace(PLAN, dp_replicate=4))
 
 
 def test_where_time_goes_names_what_is_a_twentieth_or_more() -> None:
-    step = forecast(problem(), PLAN).step
+    step = forecast_plan(problem(), PLAN).step
     assert step is not None
-    text = where_time_goes(step)
+    text = step_time_text(step)
     assert text.startswith("a step: ")
     for kind in ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer"):
         assert (f"{kind} {getattr(step, kind) / step.seconds:.0%}" in text) == (

@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.explain.advice import advice
-from wanma.planner.forecast.plan_forecast import memory
-from wanma.planner.forecast.problem import HOST_SHARE, MEMORY_SHARE, problem_of
-from wanma.planner.infeasibility import check_open
-from wanma.planner.job_planner import plan_for
-from wanma.planner.minimum_cluster import leanest, machine_counts, smallest_cluster
-from wanma.planner.plan_search import run_worlds
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.explain.advice import fitting_changes
+from wanma.planner.forecast.plan_forecast import forecast_plan_memory
+from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE, USABLE_HOST_MEMORY_SHARE, build_problem
+from wanma.planner.infeasibility import check_fixed_settings
+from wanma.planner.job_planner import plan_for_job
+from wanma.planner.minimum_cluster import minimum_cluster, minimum_memory_plan, node_counts
+from wanma.planner.plan_search import run_world_sizes
 
-LARGE = DecoderDimensions(80, 8192, 64, 8, 28672, 128256)
+LARGE = DecoderConfig(80, 8192, 64, 8, 28672, 128256)
 """70 billion parameters."""
-SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)
-BOX, HALL = parse_cluster("8 H100"), parse_cluster("4x8 H100, 8x400G")
+SMALL = DecoderConfig(4, 512, 8, 8, 2048, 8192)
+BOX, HALL = parse_shorthand("8 H100"), parse_shorthand("4x8 H100, 8x400G")
 
 
 def job(nodes: int = 1, *, batch: int = 32, length: int = 2048, **parallel: Any) -> Job:
@@ -41,9 +41,9 @@ def job(nodes: int = 1, *, batch: int = 32, length: int = 2048, **parallel: Any)
     )
 
 
-def refused(asked: Job, on: Cluster, model: DecoderDimensions = SMALL) -> JobError:
+def refused(asked: Job, on: Cluster, model: DecoderConfig = SMALL) -> JobError:
     with pytest.raises(JobError) as refusal:
-        plan_for(asked, on, decoder_workload(model, asked.data.sequence_length), model)
+        plan_for_job(asked, on, compute_decoder_workload(model, asked.data.sequence_length), model)
     assert refusal.value.exit_code == 2
     return refusal.value
 
@@ -60,43 +60,43 @@ def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_do() -> No
     )
     assert told is not None, error.message
     needed, there, missing = (float(told[number]) for number in (1, 2, 3))
-    assert there == pytest.approx(80e9 * MEMORY_SHARE / 2**30, abs=0.05)
+    assert there == pytest.approx(80e9 * USABLE_DEVICE_MEMORY_SHARE / 2**30, abs=0.05)
     assert missing == pytest.approx(needed - there, abs=0.6)
     assert told[4] in ("parameters", "gradients", "optimizer state")
     assert "× H100 SXM" in error.hint
 
 
 def test_the_smallest_cluster_is_the_first_on_which_the_leanest_plan_fits() -> None:
-    asked, workload = job(), decoder_workload(LARGE, 2048)
-    enough = smallest_cluster(asked, BOX, workload, LARGE)
+    asked, workload = job(), compute_decoder_workload(LARGE, 2048)
+    enough = minimum_cluster(asked, BOX, workload, LARGE)
     assert enough is not None
     (node,) = enough.nodes
     assert len(node.devices) == 8
-    problem = problem_of(asked, BOX, workload, LARGE)
-    plan = leanest(problem, enough)
+    problem = build_problem(asked, BOX, workload, LARGE)
+    plan = minimum_memory_plan(problem, enough)
     assert plan is not None
     assert plan.world_size == 8 * node.count
-    assert memory(problem, plan).memory_bytes <= problem.memory_bytes
-    fewer = [count for count in machine_counts(1, node.count) if count < node.count]
+    assert forecast_plan_memory(problem, plan).memory_bytes <= problem.memory_limit_bytes
+    fewer = [count for count in node_counts(1, node.count) if count < node.count]
     for count in fewer:
-        assert leanest(problem, parse_cluster(f"{count}x8 H100, 8x400G")) is None
-    plan_for(job(node.count, recompute="full", schedule="1f1b", micro_batch=1), enough, workload, LARGE)
+        assert minimum_memory_plan(problem, parse_shorthand(f"{count}x8 H100, 8x400G")) is None
+    plan_for_job(job(node.count, recompute="full", schedule="1f1b", micro_batch=1), enough, workload, LARGE)
 
 
 def test_no_number_of_machines_is_enough_for_a_rank_that_cannot_be_cut() -> None:
-    one_block = DecoderDimensions(1, 65536, 1, 1, 262144, 64)
+    one_block = DecoderConfig(1, 65536, 1, 1, 262144, 64)
     asked = job(batch=1, length=64, tp=1, shard="none")
-    assert smallest_cluster(asked, BOX, decoder_workload(one_block, 64), one_block) is None
+    assert minimum_cluster(asked, BOX, compute_decoder_workload(one_block, 64), one_block) is None
     assert "devices with more memory" in refused(asked, BOX, one_block).hint
 
 
 def test_counts_of_machines_are_those_that_many_sizes_divide() -> None:
-    assert machine_counts(3, 20) == [3, 4, 5, 6, 8, 10, 12, 16, 20]
+    assert node_counts(3, 20) == [3, 4, 5, 6, 8, 10, 12, 16, 20]
 
 
 def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
     own = job().model_copy(update={"parallel": type(job().parallel)(dp_shard=8, micro_batch=8)})
-    medium = DecoderDimensions(32, 4096, 32, 8, 14336, 128256)
+    medium = DecoderConfig(32, 4096, 32, 8, 14336, 128256)
     error = refused(own, BOX, medium)
     assert re.search(r"the plan does not fit: a rank needs about [\d.]+ GiB of 69\.3 GiB: ", error.message)
     assert error.hint.startswith("would fit: parallel.")
@@ -105,7 +105,9 @@ def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
         key.removeprefix("parallel."): value for key, value in (one.split("=") for one in change.split())
     }
     section = type(job().parallel).model_validate({"dp_shard": 8, "micro_batch": 8, **changed})
-    plan_for(own.model_copy(update={"parallel": section}), BOX, decoder_workload(medium, 2048), medium)
+    plan_for_job(
+        own.model_copy(update={"parallel": section}), BOX, compute_decoder_workload(medium, 2048), medium
+    )
 
 
 # ------------------------------------------------------------------ what contradicts itself
@@ -174,7 +176,7 @@ def test_the_keys_without_which_there_are_plans_are_named() -> None:
 def test_what_is_open_is_no_contradiction() -> None:
     for parallel in ({}, {"tp": 8}, {"pp": 2, "dp_shard": 4}):
         asked = job(**parallel)
-        check_open(asked, BOX, SMALL, run_worlds(asked, BOX))
+        check_fixed_settings(asked, BOX, SMALL, run_world_sizes(asked, BOX))
 
 
 # ------------------------------------------------------------------ the hosts' memory
@@ -184,20 +186,22 @@ def test_what_waits_in_the_hosts_memory_must_fit_there() -> None:
     (node,) = BOX.nodes
     small = Cluster((replace(node, memory_bytes=64 << 30),))
     asked = job(recompute="full", schedule="1f1b", micro_batch=1, offload_optimizer="host", cp=1, pp=1, tp=1)
-    medium = DecoderDimensions(32, 4096, 32, 8, 14336, 128256)
-    workload = decoder_workload(medium, 2048)
-    best = plan_for(asked, BOX, workload, medium)
+    medium = DecoderConfig(32, 4096, 32, 8, 14336, 128256)
+    workload = compute_decoder_workload(medium, 2048)
+    best = plan_for_job(asked, BOX, workload, medium)
     assert best.forecast is not None
-    assert best.forecast.host_bytes * 8 > (64 << 30) * HOST_SHARE
+    assert best.forecast.host_bytes * 8 > (64 << 30) * USABLE_HOST_MEMORY_SHARE
     error = refused(asked, small, medium)
     assert re.search(r"would wait in the memory of .*, which has 64\.0 GiB", error.message), error.message
-    problem = problem_of(job(), small, decoder_workload(LARGE, 2048), LARGE)
+    problem = build_problem(job(), small, compute_decoder_workload(LARGE, 2048), LARGE)
     leanest = Plan(dp_shard=8, shard="parameters", recompute="full", precision="bf16", device="cuda")
-    assert all("offload" not in str(change) or "disk" in str(change) for change in advice(problem, leanest))
+    assert all(
+        "offload" not in str(change) or "disk" in str(change) for change in fitting_changes(problem, leanest)
+    )
 
 
 def test_a_plan_of_ones_own_beyond_single_changes_is_told_of_the_search() -> None:
     replicas = job().model_copy(update={"parallel": type(job().parallel)(dp_replicate=32)})
-    huge = DecoderDimensions(126, 16384, 128, 8, 53248, 128256)
+    huge = DecoderConfig(126, 16384, 128, 8, 53248, 128256)
     error = refused(replicas.model_copy(update={"cluster": job(4).cluster}), HALL, huge)
     assert error.hint.startswith("let the planner search (parallel = 'auto'), shard more")

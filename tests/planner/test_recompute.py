@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.forecast.problem import MEMORY_SHARE
-from wanma.planner.job_planner import Planned, complete, layout
+from wanma.planner.forecast.problem import USABLE_DEVICE_MEMORY_SHARE
+from wanma.planner.job_planner import PlanResult, build_layout, complete_plan
 from wanma.planner.memory.peak import CUDA_CONTEXT_BYTES, forecast_memory
-from wanma.planner.recompute_policy import least_recompute
+from wanma.planner.recompute_policy import choose_recompute
 
 GIB = 1 << 30
 MODEL = Workload(
     (
-        Layer("embedding", 1, 1_000_000, 0.0, 0.0),
-        Layer("layers", 8, 1_000_000, 1e9, 100e6, 5e6, 35e6),
-        Layer("head", 1, 1_000_000, 1e8, 10e6),
+        LayerWorkload("embedding", 1, 1_000_000, 0.0, 0.0),
+        LayerWorkload("layers", 8, 1_000_000, 1e9, 100e6, 5e6, 35e6),
+        LayerWorkload("head", 1, 1_000_000, 1e8, 10e6),
     ),
     tokens_per_sample=4096,
 )
@@ -29,10 +29,10 @@ MODEL = Workload(
 
 def memory(gib: float) -> int:
     """GPU that has `gib` beside the memory that CUDA takes."""
-    return int(gib * GIB + CUDA_CONTEXT_BYTES / MEMORY_SHARE)
+    return int(gib * GIB + CUDA_CONTEXT_BYTES / USABLE_DEVICE_MEMORY_SHARE)
 
 
-def on(memory_gib: float, **parallel: object) -> Planned:
+def on(memory_gib: float, **parallel: object) -> PlanResult:
     job = Job.model_validate(
         {
             "model": {"preset": "gpt-1m"},
@@ -41,8 +41,8 @@ def on(memory_gib: float, **parallel: object) -> Planned:
         }
     )
     gpu = Device("cuda", "GPU", memory(memory_gib), {})
-    cluster = Cluster((Node("box", 64, 512 * GIB, (gpu,) * 2),))
-    return complete(job, layout(job, cluster), cluster, MODEL)
+    cluster = Cluster((NodeGroup("box", 64, 512 * GIB, (gpu,) * 2),))
+    return complete_plan(job, build_layout(job, cluster), cluster, MODEL)
 
 
 def test_nothing_recomputes_where_everything_fits() -> None:
@@ -55,7 +55,7 @@ def test_nothing_recomputes_where_everything_fits() -> None:
 @pytest.mark.parametrize("memory_gib", [3.6, 3.0, 2.6, 2.2, 1.6, 1.0])
 def test_the_chosen_one_fits_and_whatever_costs_less_does_not(memory_gib: float) -> None:
     planned = on(memory_gib)
-    plan, limit = planned.plan, memory(memory_gib) * MEMORY_SHARE
+    plan, limit = planned.plan, memory(memory_gib) * USABLE_DEVICE_MEMORY_SHARE
     assert plan.recompute != "none"
     assert planned.forecast is not None
     assert planned.forecast.memory_bytes <= limit
@@ -77,13 +77,13 @@ def test_it_goes_from_none_over_selective_to_full_as_memory_shrinks() -> None:
 
 
 def test_a_stage_of_a_pipeline_has_fewer_blocks_to_choose_from() -> None:
-    plan, reason = least_recompute(Plan(pp=4), MODEL, lambda plan: plan.recompute == "full")
+    plan, reason = choose_recompute(Plan(pp=4), MODEL, lambda plan: plan.recompute == "full")
     assert (plan.recompute, plan.recompute_share) == ("full", 0.5)
     assert reason == "recompute full of 1 of 2 blocks: the least that fits"
 
 
 def test_a_schedule_that_takes_backward_apart_recomputes_nothing() -> None:
-    plan, reason = least_recompute(Plan(pp=2, schedule="zbv", virtual_stages=2), MODEL, lambda _: False)
+    plan, reason = choose_recompute(Plan(pp=2, schedule="zbv", virtual_stages=2), MODEL, lambda _: False)
     assert plan.recompute == "none"
     assert "schedule zbv" in reason
 
@@ -95,6 +95,6 @@ def test_what_does_not_fit_with_everything_recomputed_is_refused() -> None:
 
 def test_a_model_of_ones_own_has_no_forecast_to_choose_by() -> None:
     job = Job.model_validate({"model": {"factory": "a:b"}, "parallel": {"recompute": "auto"}})
-    cluster = Cluster((Node("laptop", 8, 16 * GIB, ()),))
+    cluster = Cluster((NodeGroup("laptop", 8, 16 * GIB, ()),))
     with pytest.raises(JobError, match=r"parallel\.recompute = 'auto' needs a forecast"):
-        complete(job, layout(job, cluster), cluster, None)
+        complete_plan(job, build_layout(job, cluster), cluster, None)

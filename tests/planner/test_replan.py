@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import Problem, problem_of
-from wanma.planner.job_planner import plan_for
-from wanma.planner.replan import ChangeCost, Replanned, change_cost, replan
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import PlanningProblem, build_problem
+from wanma.planner.job_planner import plan_for_job
+from wanma.planner.replan import ReplanCost, ReplanResult, replan, replan_cost
 
-MODEL = DecoderDimensions(4, 2048, 16, 16, 8192, 32000)
-WORKLOAD = decoder_workload(MODEL, 1024)
-FOUR, TWO = parse_cluster("4x8 H100, 8x400G"), parse_cluster("2x8 H100, 8x400G")
+MODEL = DecoderConfig(4, 2048, 16, 16, 8192, 32000)
+WORKLOAD = compute_decoder_workload(MODEL, 1024)
+FOUR, TWO = parse_shorthand("4x8 H100, 8x400G"), parse_shorthand("2x8 H100, 8x400G")
 DATA_PARALLEL = {"pp": 1, "tp": 1, "cp": 1, "recompute": "none", "shard": "optimizer"}
 FULL = Plan(dp_shard=32, shard="optimizer", micro_batch=4, precision="bf16", device="cuda")
 
@@ -41,64 +41,66 @@ def job(parallel: dict[str, Any] | None = None, nodes: int = 4) -> Job:
     )
 
 
-def posed(on: Cluster = FOUR, **parallel: Any) -> Problem:
+def posed(on: Cluster = FOUR, **parallel: Any) -> PlanningProblem:
     of = job({"auto": True, **DATA_PARALLEL, **parallel}, on.node_count)
-    return problem_of(of, on, WORKLOAD, MODEL)
+    return build_problem(of, on, WORKLOAD, MODEL)
 
 
 def test_on_fewer_devices_than_ranks_it_must_change() -> None:
     decision = replan(posed(), FULL, TWO, 1000)
-    assert decision.changes
+    assert decision.is_change
     assert decision.plan.world_size == 16
-    assert decision.gained_seconds == math.inf
+    assert decision.net_gain_seconds == math.inf
     assert "32 ranks run now, and there is room for 16" in decision.reason
-    best = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL)
+    best = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL)
     assert decision.plan == best.plan
     assert decision.forecast.step == (best.forecast.step if best.forecast else None)
 
 
 def test_on_the_machines_that_it_has_the_best_plan_stays() -> None:
-    best = plan_for(job(), FOUR, WORKLOAD, MODEL).plan
+    best = plan_for_job(job(), FOUR, WORKLOAD, MODEL).plan
     decision = replan(posed(), best, FOUR, 1_000_000)
-    assert not decision.changes
+    assert not decision.is_change
     assert decision.plan == best
     assert decision.cost is None
     assert decision.reason.startswith("stay: no plan is faster")
 
 
 def test_more_machines_are_taken_where_what_is_left_gains_twice_what_it_costs() -> None:
-    running = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    running = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL).plan
     many, few = (replan(posed(TWO), running, FOUR, steps) for steps in (100_000, 10))
-    assert many.changes
+    assert many.is_change
     assert many.plan.world_size == 32
-    assert not few.changes
+    assert not few.is_change
     assert few.plan == running
-    now = problem_of(job(), FOUR, WORKLOAD, MODEL)
-    old, new = forecast(now, running).step, many.forecast.step
+    now = build_problem(job(), FOUR, WORKLOAD, MODEL)
+    old, new = forecast_plan(now, running).step, many.forecast.step
     assert old is not None
     assert new is not None
     assert many.cost is not None
     saved = 100_000 * (old.seconds - new.seconds)
-    assert many.gained_seconds == pytest.approx(saved - many.cost.seconds)
+    assert many.net_gain_seconds == pytest.approx(saved - many.cost.seconds)
     assert "100,000 steps save " in many.reason
     assert "10 steps save " in few.reason
 
 
 def test_what_is_lost_and_what_a_restart_takes_counts() -> None:
-    running = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    running = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL).plan
     steps = 100_000
     plain = replan(posed(TWO), running, FOUR, steps)
-    assert plain.changes
-    assert not replan(posed(TWO), running, FOUR, steps, restart_seconds=1e6).changes
-    assert not replan(posed(TWO), running, FOUR, steps, lost_seconds=1e6).changes
-    assert not replan(posed(TWO), running, FOUR, steps, state_bytes_per_second=1.0).changes
+    assert plain.is_change
+    assert not replan(posed(TWO), running, FOUR, steps, restart_seconds=1e6).is_change
+    assert not replan(posed(TWO), running, FOUR, steps, lost_work_seconds=1e6).is_change
+    assert not replan(posed(TWO), running, FOUR, steps, state_bytes_per_second=1.0).is_change
 
 
 def test_the_cost_is_every_copy_of_the_state_over_the_machines_and_a_restart() -> None:
     plan = Plan(dp_replicate=2, dp_shard=16, shard="parameters", precision="bf16", device="cuda")
-    cost = change_cost(posed(), plan, 4, restart_seconds=3.0, lost_seconds=5.0, state_bytes_per_second=1e9)
+    cost = replan_cost(
+        posed(), plan, 4, restart_seconds=3.0, lost_work_seconds=5.0, state_bytes_per_second=1e9
+    )
     state = 2 * 4 * 3 * WORKLOAD.parameters  # of AdamW: a weight and two moments in fp32, and two replicas
-    assert cost == ChangeCost(state, state / 4e9, 3.0, 5.0)
+    assert cost == ReplanCost(state, state / 4e9, 3.0, 5.0)
     assert cost.seconds == pytest.approx(state / 4e9 + 8.0)
 
 
@@ -113,45 +115,45 @@ def test_a_job_that_fixes_its_layout_keeps_all_but_its_data_axes() -> None:
         precision="bf16",
         device="cuda",
     )
-    decision = replan(problem_of(fixed, FOUR, WORKLOAD, MODEL), running, TWO, 1000)
+    decision = replan(build_problem(fixed, FOUR, WORKLOAD, MODEL), running, TWO, 1000)
     plan = decision.plan
-    assert decision.changes
+    assert decision.is_change
     assert (plan.world_size, plan.tp, plan.pp, plan.cp, plan.shard) == (16, 2, 1, 1, "optimizer")
     assert plan.dp_replicate * plan.dp_shard == 8
 
 
 def test_what_fits_nowhere_on_what_is_left_is_refused() -> None:
-    large = DecoderDimensions(8, 8192, 64, 8, 28672, 32000)
+    large = DecoderConfig(8, 8192, 64, 8, 28672, 32000)
     of = job({"auto": True, "pp": 1, "tp": 1, "cp": 1})
-    problem = problem_of(of, FOUR, decoder_workload(large, 1024), large)
+    problem = build_problem(of, FOUR, compute_decoder_workload(large, 1024), large)
     with pytest.raises(JobError, match="the model fits nowhere on 1 node of 1 × H100 SXM"):
-        replan(problem, FULL, parse_cluster("1x1 H100"), 100)
+        replan(problem, FULL, parse_shorthand("1x1 H100"), 100)
 
 
 def test_without_rates_it_stays_where_it_can_and_changes_where_it_must() -> None:
     def mystery(count: int) -> Cluster:
         device = Device("cuda", "Mystery", 80 << 30, {})
-        return Cluster((Node("box", 64, 512 << 30, (device,) * 8, count=count),))
+        return Cluster((NodeGroup("box", 64, 512 << 30, (device,) * 8, count=count),))
 
-    problem = problem_of(job(), mystery(4), WORKLOAD, MODEL)
+    problem = build_problem(job(), mystery(4), WORKLOAD, MODEL)
     assert replan(problem, FULL, mystery(5), 10**6).reason.startswith("stay: nobody knows how fast")
     fewer = replan(problem, FULL, mystery(2), 10)
-    assert fewer.changes
+    assert fewer.is_change
     assert fewer.plan.world_size == 16
 
 
 def test_forecasts_are_set_right_by_what_was_measured() -> None:
-    running = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    running = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL).plan
     forecasted = replan(posed(TWO), running, FOUR, 100_000)
     measured = replan(posed(TWO), running, FOUR, 100_000, step_seconds=10.0)
-    now = problem_of(job(), FOUR, WORKLOAD, MODEL)
-    old, new = forecast(now, running).step, measured.forecast.step
+    now = build_problem(job(), FOUR, WORKLOAD, MODEL)
+    old, new = forecast_plan(now, running).step, measured.forecast.step
     assert old is not None
     assert new is not None
     assert measured.plan == forecasted.plan
     assert measured.cost is not None
     saved = 100_000 * 10.0 * (1 - new.seconds / old.seconds)
-    assert measured.gained_seconds == pytest.approx(saved - measured.cost.seconds)
+    assert measured.net_gain_seconds == pytest.approx(saved - measured.cost.seconds)
 
 
 def test_without_rates_but_with_a_measured_step_more_devices_are_taken_for_what_they_may_gain_at_best() -> (
@@ -161,10 +163,10 @@ def test_without_rates_but_with_a_measured_step_more_devices_are_taken_for_what_
 
     def mystery(count: int) -> Cluster:
         device = Device("cuda", "Mystery", 80 << 30, {})
-        return Cluster((Node("box", 64, 512 << 30, (device,) * 8, count=count),))
+        return Cluster((NodeGroup("box", 64, 512 << 30, (device,) * 8, count=count),))
 
     fixed = job({"tp": 2, "dp_shard": 8, "shard": "optimizer"}, nodes=2)
-    problem = problem_of(fixed, mystery(2), WORKLOAD, MODEL)
+    problem = build_problem(fixed, mystery(2), WORKLOAD, MODEL)
     running = Plan(
         tp=2,
         dp_shard=8,
@@ -175,10 +177,10 @@ def test_without_rates_but_with_a_measured_step_more_devices_are_taken_for_what_
         device="cuda",
     )
     decision = replan(problem, running, mystery(3), 1000, step_seconds=6.0)
-    assert decision.changes
+    assert decision.is_change
     assert (decision.plan.tp, decision.plan.dp_shard, decision.plan.dp_replicate) == (2, 12, 1)
     assert "4.00 s at best" in decision.reason
-    assert not replan(problem, running, mystery(3), 5, step_seconds=6.0).changes
+    assert not replan(problem, running, mystery(3), 5, step_seconds=6.0).is_change
 
 
 def test_no_step_left_is_no_question() -> None:
@@ -190,9 +192,9 @@ def test_no_step_left_is_no_question() -> None:
 @given(steps=st.integers(1, 10**6), restart=st.floats(0, 1e4))
 def test_it_never_changes_for_less_than_twice_the_cost(steps: int, restart: float) -> None:
     slow = replace(FULL, dp_shard=16, micro_batch=8)
-    decision: Replanned = replan(posed(), slow, FOUR, steps, restart_seconds=restart)
-    if decision.changes:
+    decision: ReplanResult = replan(posed(), slow, FOUR, steps, restart_seconds=restart)
+    if decision.is_change:
         assert decision.cost is not None
-        assert decision.gained_seconds >= decision.cost.seconds
+        assert decision.net_gain_seconds >= decision.cost.seconds
     else:
         assert decision.plan == slow

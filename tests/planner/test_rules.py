@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import Schedule
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.job_planner import complete, layout
-from wanma.planner.pipeline.schedules import wrong_micro_batches
-from wanma.planner.rules.mesh import check_axes, check_dimensions
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.job_planner import build_layout, complete_plan
+from wanma.planner.pipeline.schedules import invalid_micro_batches_reason
+from wanma.planner.rules.mesh import check_mesh, check_model_dimensions
 
-LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
+LAPTOP = Cluster((NodeGroup("laptop", 8, 16 << 30, ()),))
 BOX = Cluster(
-    (Node("box", 64, 512 << 30, (Device("cuda", "H100", 80 << 30, {"bf16": 989e12, "fp8": 1979e12}),)),)
+    (NodeGroup("box", 64, 512 << 30, (Device("cuda", "H100", 80 << 30, {"bf16": 989e12, "fp8": 1979e12}),)),)
 )
 
 
@@ -43,7 +43,7 @@ def test_proofs_are_not_compressed() -> None:
     with pytest.raises(
         JobError, match=r"parallel\.compression = 'bf16' with train\.precision = 'fp64'"
     ) as error:
-        check_axes(job(), plan, LAPTOP)
+        check_mesh(job(), plan, LAPTOP)
     assert "train.precision = 'fp32'" in error.value.hint
 
 
@@ -52,12 +52,12 @@ def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
     with pytest.raises(
         JobError, match=r"'powersgd' on unlike devices \(parallel\.batch_shares\).*drift"
     ) as error:
-        check_axes(job(), unlike, LAPTOP)
+        check_mesh(job(), unlike, LAPTOP)
     assert "'int8'" in error.value.hint
     two_kinds = Cluster((*LAPTOP.nodes, replace(LAPTOP.nodes[0], name="other")))
     with pytest.raises(JobError, match=r"2 kinds of machines"):
-        check_axes(job(), replace(unlike, batch_shares=()), two_kinds)
-    check_axes(job(), replace(unlike, compression="int8"), LAPTOP)
+        check_mesh(job(), replace(unlike, batch_shares=()), two_kinds)
+    check_mesh(job(), replace(unlike, compression="int8"), LAPTOP)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_what_says_how_to_compress_is_not_dropped_where_nothing_does(
     given: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(JobError, match=rf"parallel\.{says}"):
-        check_axes(job(parallel=given), Plan(), LAPTOP)
+        check_mesh(job(parallel=given), Plan(), LAPTOP)
     both = [{"match": "*", "compression": kind} for kind in ("topk", "powersgd")]
-    check_axes(job(parallel={**given, "compression_groups": both}), Plan(), LAPTOP)
+    check_mesh(job(parallel={**given, "compression_groups": both}), Plan(), LAPTOP)
 
 
 def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:
@@ -89,10 +89,10 @@ def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:
             "compression_groups": [{"match": "*norm*", "compression": "none"}],
         }
     )
-    plan = layout(asked, LAPTOP)
+    plan = build_layout(asked, LAPTOP)
     assert (plan.compression, plan.compression_share, plan.approximate) == ("topk", 0.02, ("compression",))
-    assert plan.compression_of("layers.0.norm.weight") == "none"
-    assert plan.compression_of("layers.0.up.weight") == "topk"
+    assert plan.compression_for_parameter("layers.0.norm.weight") == "none"
+    assert plan.compression_for_parameter("layers.0.up.weight") == "topk"
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -113,12 +113,12 @@ def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:
 def test_context_ranks_want_a_sequence_that_they_can_cut_evenly(
     plan: Plan, refused: int, accepted: int
 ) -> None:
-    check_axes(job(data=text(accepted)), plan, LAPTOP)
+    check_mesh(job(data=text(accepted)), plan, LAPTOP)
     with pytest.raises(
         JobError, match=rf"data.sequence_length = {refused} .*parallel.cp = {plan.cp}"
     ) as error:
-        check_axes(job(data=text(refused)), plan, LAPTOP)
-    assert f"a multiple of {plan.sequence_unit}" in error.value.hint
+        check_mesh(job(data=text(refused)), plan, LAPTOP)
+    assert f"a multiple of {plan.sequence_length_multiple}" in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -131,22 +131,22 @@ def test_context_ranks_want_a_sequence_that_they_can_cut_evenly(
 )
 def test_images_have_no_sequence_to_share(model: dict[str, Any], data: dict[str, Any]) -> None:
     with pytest.raises(JobError, match=r"parallel.cp = 2 cuts sequences, and images have none"):
-        check_axes(job(model, data=data), Plan(cp=2), LAPTOP)
+        check_mesh(job(model, data=data), Plan(cp=2), LAPTOP)
 
 
 def test_a_factorys_model_declares_no_attention_to_share() -> None:
     with pytest.raises(JobError, match=r"parallel.cp = 2: mine:model does not declare its attention"):
-        check_axes(job({"factory": "mine:model"}), Plan(cp=2), LAPTOP)
+        check_mesh(job({"factory": "mine:model"}), Plan(cp=2), LAPTOP)
 
 
 def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
-    decoder = DecoderDimensions(2, 48, 6, 2, 64, 320)
-    check_dimensions(Plan(cp=4), decoder)
-    check_dimensions(Plan(cp=3, tp=2, cp_method="all_to_all"), decoder)
+    decoder = DecoderConfig(2, 48, 6, 2, 64, 320)
+    check_model_dimensions(Plan(cp=4), decoder)
+    check_model_dimensions(Plan(cp=3, tp=2, cp_method="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"parallel.cp = 4 .*'all_to_all' cannot share model.heads = 6"):
-        check_dimensions(Plan(cp=4, cp_method="all_to_all"), decoder)
+        check_model_dimensions(Plan(cp=4, cp_method="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"model.heads = 6 after parallel.tp = 2") as error:
-        check_dimensions(Plan(cp=2, tp=2, cp_method="all_to_all"), decoder)
+        check_model_dimensions(Plan(cp=2, tp=2, cp_method="all_to_all"), decoder)
     assert "parallel.cp_method = 'ring'" in error.value.hint
 
 
@@ -159,13 +159,13 @@ def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
     ids=str,
 )
 def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: int, accepted: int) -> None:
-    check_axes(job(data=text(accepted)), plan, LAPTOP)
+    check_mesh(job(data=text(accepted)), plan, LAPTOP)
     with pytest.raises(
         JobError, match=rf"data.sequence_length = {refused} .*parallel.tp = {plan.tp}"
     ) as error:
-        check_axes(job(data=text(refused)), plan, LAPTOP)
+        check_mesh(job(data=text(refused)), plan, LAPTOP)
     assert f"a multiple of {plan.tp}, or set parallel.sequence_parallel = false" in error.value.hint
-    check_axes(job(data=text(refused)), Plan(tp=plan.tp), LAPTOP)  # the activations are whole
+    check_mesh(job(data=text(refused)), Plan(tp=plan.tp), LAPTOP)  # the activations are whole
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: i
 def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, possible: str) -> None:
     plan, given = Plan(tp=4), {"heads": 8, "kv_heads": 2, "feed_forward": 96, "vocabulary": 320}
     # Two key and value heads for four ranks are no hindrance.
-    check_dimensions(plan, DecoderDimensions(2, 48, **given))
+    check_model_dimensions(plan, DecoderConfig(2, 48, **given))
     with pytest.raises(JobError, match=rf"parallel.tp = 4 does not divide model.{key} = {size}\n") as error:
-        check_dimensions(plan, DecoderDimensions(2, 48, **{**given, key: size}))
+        check_model_dimensions(plan, DecoderConfig(2, 48, **{**given, key: size}))
     assert error.value.hint == f"set parallel.tp to {possible}, or make model.{key} a multiple of 4"
 
 
@@ -188,36 +188,36 @@ def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, p
 def test_on_a_cpu_everything_is_in_the_hosts_memory_already(kind: str) -> None:
     asked = {f"offload_{kind}": "host"}
     with pytest.raises(JobError, match=rf"parallel\.offload_{kind} = 'host'.*already") as error:
-        check_axes(job(parallel=asked), Plan(**asked), LAPTOP)
+        check_mesh(job(parallel=asked), Plan(**asked), LAPTOP)
     assert "'disk'" in error.value.hint
-    check_axes(job(parallel={f"offload_{kind}": "disk"}), Plan(**{f"offload_{kind}": "disk"}), LAPTOP)
-    check_axes(job(parallel=asked), Plan(**asked, device="cuda"), BOX)
+    check_mesh(job(parallel={f"offload_{kind}": "disk"}), Plan(**{f"offload_{kind}": "disk"}), LAPTOP)
+    check_mesh(job(parallel=asked), Plan(**asked, device="cuda"), BOX)
 
 
 @pytest.mark.parametrize("mode", ["none", "auto"])
 def test_a_share_of_nothing_recomputes_nothing(mode: str) -> None:
     asked = job(parallel={"recompute": mode, "recompute_share": 0.5})
     with pytest.raises(JobError, match=r"parallel\.recompute_share = 0\.5"):
-        check_axes(asked, Plan(), LAPTOP)
+        check_mesh(asked, Plan(), LAPTOP)
 
 
 def test_fp8_needs_gpus_that_compute_it_and_bf16_between() -> None:
     asked = job(train={"fp8": True, "precision": "bf16"})
     plan = Plan(fp8=True, precision="bf16", device="cuda")
-    check_axes(asked, plan, BOX)
+    check_mesh(asked, plan, BOX)
     with pytest.raises(JobError, match=r"train\.fp8: .*CPUs"):
-        check_axes(asked, replace(plan, device="cpu"), LAPTOP)
+        check_mesh(asked, replace(plan, device="cpu"), LAPTOP)
     with pytest.raises(JobError, match=r"train\.fp8 with train\.precision = 'fp32'"):
-        check_axes(asked, replace(plan, precision="fp32"), BOX)
-    older = Cluster((Node("box", 8, 1 << 30, (Device("cuda", "A100", 40 << 30, {"bf16": 312e12}),)),))
+        check_mesh(asked, replace(plan, precision="fp32"), BOX)
+    older = Cluster((NodeGroup("box", 8, 1 << 30, (Device("cuda", "A100", 40 << 30, {"bf16": 312e12}),)),))
     with pytest.raises(JobError, match=r"train\.fp8: A100"):
-        check_axes(asked, plan, older)
+        check_mesh(asked, plan, older)
 
 
 # ------------------------------------------------------------------ experts
 
 
-MIXTURE = DecoderDimensions(
+MIXTURE = DecoderConfig(
     4, 64, 4, 4, 128, 320, experts=6, experts_per_token=2, expert_feed_forward=36, dense_layers=1
 )
 
@@ -233,7 +233,7 @@ MIXTURE = DecoderDimensions(
 )
 def test_expert_ranks_are_cut_out_of_the_data_ranks(plan: Plan, sizes: str) -> None:
     with pytest.raises(JobError, match=rf"parallel.ep = {plan.ep} cannot be cut out of") as error:
-        check_axes(job({"preset": "gpt-moe-3m"}, train={"global_batch": 12}), plan, LAPTOP)
+        check_mesh(job({"preset": "gpt-moe-3m"}, train={"global_batch": 12}), plan, LAPTOP)
     assert f"parallel.ep to {sizes}, or" in error.value.hint
 
 
@@ -244,45 +244,47 @@ def test_expert_ranks_may_be_context_ranks_and_more_than_the_shards() -> None:
         Plan(dp_replicate=2, dp_shard=2, shard="parameters", ep=4),
         Plan(dp_replicate=6, ep=3),
     ):
-        check_axes(job({"preset": "gpt-moe-3m"}, data=text(16)), plan, LAPTOP)
+        check_mesh(job({"preset": "gpt-moe-3m"}, data=text(16)), plan, LAPTOP)
 
 
 @pytest.mark.parametrize("model", [{"preset": "resnet-18"}, {"factory": "models:build"}], ids=str)
 def test_a_model_without_experts_cannot_spread_them(model: dict[str, Any]) -> None:
     with pytest.raises(JobError, match=r"parallel.ep = 2: .* has no experts"):
-        check_axes(job(model), Plan(dp_replicate=2, ep=2), LAPTOP)
+        check_mesh(job(model), Plan(dp_replicate=2, ep=2), LAPTOP)
 
 
 def test_a_dense_decoder_cannot_spread_experts() -> None:
     dense = replace(MIXTURE, experts=0, experts_per_token=0)
     with pytest.raises(JobError, match=r"parallel.ep = 2, but the model has no experts"):
-        check_dimensions(Plan(dp_replicate=2, ep=2), dense)
+        check_model_dimensions(Plan(dp_replicate=2, ep=2), dense)
 
 
 def test_each_expert_rank_has_as_many_experts_as_the_others() -> None:
-    check_dimensions(Plan(dp_replicate=12, ep=3), MIXTURE)
+    check_model_dimensions(Plan(dp_replicate=12, ep=3), MIXTURE)
     with pytest.raises(JobError, match=r"parallel.ep = 4 does not divide model.experts = 6") as error:
-        check_dimensions(Plan(dp_replicate=12, ep=4), MIXTURE)
+        check_model_dimensions(Plan(dp_replicate=12, ep=4), MIXTURE)
     assert "parallel.ep to 1 or 2 or 3 or 6, or" in error.value.hint
 
 
 def test_tensor_ranks_share_the_width_of_each_expert() -> None:
-    check_dimensions(Plan(tp=2), MIXTURE)
+    check_model_dimensions(Plan(tp=2), MIXTURE)
     with pytest.raises(JobError, match=r"tp = 8 does not divide model.expert_feed_forward = 36"):
-        check_dimensions(Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
+        check_model_dimensions(Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
     without_dense = replace(MIXTURE, dense_layers=0, feed_forward=33)  # which no block then has
-    check_dimensions(Plan(tp=2), without_dense)
+    check_model_dimensions(Plan(tp=2), without_dense)
 
 
 # ------------------------------------------------------------------ pipelines
 
-DECODER = DecoderDimensions(layers=6, hidden=64, heads=4, kv_heads=4, feed_forward=128, vocabulary=512)
+DECODER = DecoderConfig(layers=6, hidden=64, heads=4, kv_heads=4, feed_forward=128, vocabulary=512)
 
 
 def pipelined(**parallel: Any) -> Plan:
     """As planned for a decoder of 6 blocks and 16 samples per step."""
     asked = job(train={"global_batch": 16}, parallel={"pp": 2, **parallel})
-    return complete(asked, layout(asked, LAPTOP), LAPTOP, decoder_workload(DECODER, 32), DECODER).plan
+    return complete_plan(
+        asked, build_layout(asked, LAPTOP), LAPTOP, compute_decoder_workload(DECODER, 32), DECODER
+    ).plan
 
 
 @pytest.mark.parametrize(
@@ -375,14 +377,16 @@ def test_a_micro_batch_that_the_job_leaves_open_is_one_that_the_schedule_can_run
         size
         for size in range(1, 41)
         if all(
-            wrong_micro_batches(schedule, pp, Plan(dp_replicate=ranks, micro_batch=size).accumulation(batch))
+            invalid_micro_batches_reason(
+                schedule, pp, Plan(dp_replicate=ranks, micro_batch=size).gradient_accumulation_steps(batch)
+            )
             is None
             for batch in batches
         )
     ]
-    workload = decoder_workload(DECODER, 32) if known else None
+    workload = compute_decoder_workload(DECODER, 32) if known else None
     try:
-        plan = complete(asked, layout(asked, LAPTOP), LAPTOP, workload, DECODER).plan
+        plan = complete_plan(asked, build_layout(asked, LAPTOP), LAPTOP, workload, DECODER).plan
     except JobError:
         assert min(batches) < ranks or not possible
         return

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from support.second_process import end_elsewhere, meet_reader, meet_writer, numbered, refuse
-from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.errors import JobError
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
 from wanma.planner import plan_search, search_process
-from wanma.planner.plan_search import find_plans
-from wanma.planner.search.result import Found
+from wanma.planner.plan_search import search_plans
+from wanma.planner.search.result import SearchResult
 from wanma.planner.search_process import LEAST_GRIDS, SearchTask, needs_second_process, run_searches
 
-MODEL = DecoderDimensions(2, 512, 8, 8, 2048, 8192)
+MODEL = DecoderConfig(2, 512, 8, 8, 2048, 8192)
 LONG = LEAST_GRIDS + 1
 
 
@@ -37,7 +37,7 @@ def fifo(tmp_path: Path) -> Path:
     return tmp_path / "fifo"
 
 
-def plans_found() -> Found:
+def plans_found() -> SearchResult:
     job = Job.model_validate(
         {
             "model": {"family": "decoder"},
@@ -47,8 +47,8 @@ def plans_found() -> Found:
             "cluster": {"nodes": 2, "rendezvous": "a:1"},
         }
     )
-    cluster = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
-    return find_plans(job, cluster, decoder_workload(MODEL, 256), MODEL)
+    cluster = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
+    return search_plans(job, cluster, compute_decoder_workload(MODEL, 256), MODEL)
 
 
 def test_a_second_process_finds_the_plans_that_this_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_second_process_finds_the_plans_that_this_one_finds(monkeypatch: pytes
 
 def test_the_searches_run_at_the_same_time_in_two_processes(fifo: Path) -> None:
     tasks = [SearchTask(partial(meet_writer, fifo), LONG), SearchTask(partial(meet_reader, fifo), LONG)]
-    processes = {one.considered for one in run_searches(tasks)}
+    processes = {one.plan_count for one in run_searches(tasks)}
     assert len(processes) == 2
     assert os.getpid() in processes
 
@@ -73,27 +73,27 @@ def test_the_searches_run_at_the_same_time_in_two_processes(fifo: Path) -> None:
 def test_results_come_in_the_order_of_the_searches_the_longest_of_which_begins_first() -> None:
     sizes = [5, 1, LONG, 3, LONG + 7, 2]
     tasks = [SearchTask(partial(numbered, number), size) for number, size in enumerate(sizes)]
-    assert [one.considered for one in run_searches(tasks)] == [0, 1, 2, 3, 4, 5]
+    assert [one.plan_count for one in run_searches(tasks)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("program", ["", "/nowhere/python", "/bin/false", "/bin/true"])
 def test_without_a_second_process_this_one_runs_all(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(sys, "executable", program)
     tasks = [SearchTask(partial(numbered, number), LONG) for number in range(300)]
-    assert [one.considered for one in run_searches(tasks)] == list(range(300))
+    assert [one.plan_count for one in run_searches(tasks)] == list(range(300))
 
 
 def test_a_frozen_program_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(subprocess, "Popen", refuse)
     tasks = [SearchTask(partial(numbered, number), LONG) for number in range(2)]
-    assert [one.considered for one in run_searches(tasks)] == [0, 1]
+    assert [one.plan_count for one in run_searches(tasks)] == [0, 1]
 
 
 def test_a_search_whose_process_dies_runs_here(fifo: Path) -> None:
     dying = partial(end_elsewhere, fifo, os.getpid())
     tasks = [SearchTask(partial(meet_reader, fifo), LONG), SearchTask(dying, LONG)]
-    assert [one.considered for one in run_searches(tasks)] == [os.getpid()] * 2
+    assert [one.plan_count for one in run_searches(tasks)] == [os.getpid()] * 2
 
 
 def test_an_error_of_a_search_in_the_second_process_is_raised_here() -> None:
@@ -115,7 +115,7 @@ def test_one_core_searches_in_one_process(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(search_process, "usable_cores", lambda: 1)
     monkeypatch.setattr(subprocess, "Popen", refuse)
     found = run_searches([SearchTask(partial(numbered, number), LONG) for number in range(2)])
-    assert [one.considered for one in found] == [0, 1]
+    assert [one.plan_count for one in found] == [0, 1]
 
 
 SCRIPT = """

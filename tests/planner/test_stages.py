@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from support.schedules import comes_to_an_end, fake_stages, most_kept, step_time
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute, Schedule
 from wanma.parallel.pipeline.pipeline_runner import SCHEDULES
 from wanma.planner.pipeline.schedules import (
+    DEFAULT_VIRTUAL_STAGES,
     INTERLEAVED,
-    VIRTUAL_STAGES,
     balanced_cuts,
     blocks_of_stages,
-    bubble_share,
-    fullest_share,
-    kept_forwards,
-    planned_cuts,
-    stages_in_flight,
-    wrong_cuts,
-    wrong_micro_batches,
-    wrong_stages,
+    bubble_fraction,
+    in_flight_by_stage,
+    invalid_cuts_reason,
+    invalid_micro_batches_reason,
+    invalid_virtual_stages_reason,
+    largest_block_share,
+    peak_in_flight,
+    plan_stage_cuts,
 )
 
 # ------------------------------------------------------------------ cuts
@@ -71,7 +71,7 @@ def test_no_other_cuts_have_a_cheaper_dearest_stage_or_are_as_good_and_more_even
     best = min(possible.values())
     assert possible[chosen][0] == best[0]
     assert math.isclose(possible[chosen][1], best[1], rel_tol=1e-5)  # evenness is compared in a million steps
-    assert wrong_cuts(chosen, len(costs), stages, first is not None, last is not None) is None
+    assert invalid_cuts_reason(chosen, len(costs), stages, first is not None, last is not None) is None
 
 
 def test_of_equal_cuts_earlier_stages_get_fewer_blocks() -> None:
@@ -93,24 +93,24 @@ def test_a_126_block_model_on_16_ranks_is_cut_in_a_moment() -> None:
 
 DECODER = Workload(
     (
-        Layer("embedding", 1, 1000, 0.0, 0.0),
-        Layer("layers", 8, 1000, 10.0, 1.0),
-        Layer("head", 1, 1000, 40.0, 1.0),
+        LayerWorkload("embedding", 1, 1000, 0.0, 0.0),
+        LayerWorkload("layers", 8, 1000, 10.0, 1.0),
+        LayerWorkload("head", 1, 1000, 40.0, 1.0),
     ),
     tokens_per_sample=16,
 )
 
 
 def test_a_models_cuts_follow_its_flops() -> None:
-    assert planned_cuts(DECODER, Plan(pp=2), 8) == (6,)
-    assert planned_cuts(DECODER, Plan(pp=2, schedule="zbv", virtual_stages=2), 8) == (2, 5, 8)
+    assert plan_stage_cuts(DECODER, Plan(pp=2), 8) == (6,)
+    assert plan_stage_cuts(DECODER, Plan(pp=2, schedule="zbv", virtual_stages=2), 8) == (2, 5, 8)
 
 
 def test_recompute_makes_blocks_dearer_next_to_the_head() -> None:
     plan = Plan(pp=2, recompute="full")
-    blocks = Workload((*DECODER.layers[:2], Layer("head", 1, 1000, 35.0, 1.0)), 16)
-    assert planned_cuts(blocks, Plan(pp=2), 8) == (6,)
-    assert planned_cuts(blocks, plan, 8) == (5,)
+    blocks = Workload((*DECODER.layers[:2], LayerWorkload("head", 1, 1000, 35.0, 1.0)), 16)
+    assert plan_stage_cuts(blocks, Plan(pp=2), 8) == (6,)
+    assert plan_stage_cuts(blocks, plan, 8) == (5,)
 
 
 @pytest.mark.parametrize(
@@ -122,20 +122,20 @@ def test_cuts_count_what_the_plans_recompute_runs_again(
 ) -> None:
     head = 3.2  # blocks
     layers = (
-        Layer("embedding", 1, 0, 0.0, 0.0),
-        Layer("block", 8, 0, 1.0, 0.0),
-        Layer("head", 1, 0, head, 0.0),
+        LayerWorkload("embedding", 1, 0, 0.0, 0.0),
+        LayerWorkload("block", 8, 0, 1.0, 0.0),
+        LayerWorkload("head", 1, 0, head, 0.0),
     )
     plan = Plan(pp=2, recompute=recompute, recompute_share=share)
-    (cut,) = planned_cuts(Workload(layers, 1), plan, 8)
+    (cut,) = plan_stage_cuts(Workload(layers, 1), plan, 8)
     dearest = [max((3 + again) * first, (3 + again) * (8 - first) + 3 * head) for first in range(9)]
     assert dearest[cut] == min(dearest)
     assert cut == (6 if again < 0.2 else 5)
 
 
 def test_blocks_that_nobody_measured_count_alike() -> None:
-    assert planned_cuts(None, Plan(pp=4), 8) == (2, 4, 6)
-    assert planned_cuts(None, Plan(pp=4), 1) == ()
+    assert plan_stage_cuts(None, Plan(pp=4), 8) == (2, 4, 6)
+    assert plan_stage_cuts(None, Plan(pp=4), 1) == ()
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,23 @@ def test_blocks_that_nobody_measured_count_alike() -> None:
     ],
 )
 def test_wrong_cuts_are_told(cuts: tuple[int, ...], says: str | None) -> None:
-    reason = wrong_cuts(cuts, 4, 3, first=True, last=True)
+    reason = invalid_cuts_reason(cuts, 4, 3, has_pre_block=True, has_post_block=True)
     assert reason is None if says is None else says in str(reason)
 
 
 def test_an_end_without_anything_else_needs_a_block() -> None:
-    assert wrong_cuts((0,), 4, 2, first=False, last=True) == "stage 0 of 2 would hold nothing"
-    assert wrong_cuts((4,), 4, 2, first=True, last=False) == "stage 1 of 2 would hold nothing"
-    assert wrong_cuts((1,), 1, 4, first=True, last=True) == "1 blocks cannot be cut into 4 stages"
+    assert (
+        invalid_cuts_reason((0,), 4, 2, has_pre_block=False, has_post_block=True)
+        == "stage 0 of 2 would hold nothing"
+    )
+    assert (
+        invalid_cuts_reason((4,), 4, 2, has_pre_block=True, has_post_block=False)
+        == "stage 1 of 2 would hold nothing"
+    )
+    assert (
+        invalid_cuts_reason((1,), 1, 4, has_pre_block=True, has_post_block=True)
+        == "1 blocks cannot be cut into 4 stages"
+    )
 
 
 # ------------------------------------------------------------------ schedules
@@ -183,9 +192,9 @@ SCHEDULE: st.SearchStrategy[Schedule] = st.sampled_from(list(SCHEDULES))
 def test_a_schedule_is_admitted_exactly_where_torch_takes_it_and_then_cannot_hang(
     schedule: Schedule, pp: int, virtual: int, count: int
 ) -> None:
-    virtual = virtual if schedule in INTERLEAVED else VIRTUAL_STAGES[schedule]
+    virtual = virtual if schedule in INTERLEAVED else DEFAULT_VIRTUAL_STAGES[schedule]
     plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
-    reason = wrong_micro_batches(schedule, pp, count)
+    reason = invalid_micro_batches_reason(schedule, pp, count)
     if reason is not None:
         with pytest.raises(ValueError, match="microbatches"):
             made(plan, count)
@@ -197,16 +206,16 @@ def test_a_schedule_is_admitted_exactly_where_torch_takes_it_and_then_cannot_han
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_v_shaped_schedules_want_two_stages_per_rank_in_torch_too(schedule: Schedule) -> None:
-    assert "2 stages on each rank" in str(wrong_stages(schedule, 3))
+    assert "2 stages on each rank" in str(invalid_virtual_stages_reason(schedule, 3))
     with pytest.raises(ValueError, match="exactly 2 stages"):
         SCHEDULES[schedule](fake_stages(Plan(pp=2, virtual_stages=3, schedule="interleaved_1f1b")), 8)  # type: ignore[arg-type]
 
 
 def test_only_interleaved_schedules_take_any_number_of_stages_per_rank() -> None:
-    assert wrong_stages("1f1b", 2) == "schedule '1f1b' has 1 stage on each rank"
-    assert wrong_stages("gpipe", 1) is None
-    assert wrong_stages("interleaved_1f1b", 4) is None
-    assert wrong_stages("interleaved_zero_bubble", 1) is None
+    assert invalid_virtual_stages_reason("1f1b", 2) == "schedule '1f1b' has 1 stage on each rank"
+    assert invalid_virtual_stages_reason("gpipe", 1) is None
+    assert invalid_virtual_stages_reason("interleaved_1f1b", 4) is None
+    assert invalid_virtual_stages_reason("interleaved_zero_bubble", 1) is None
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
@@ -215,14 +224,14 @@ def test_the_bubble_is_what_torchs_own_order_of_actions_costs(
     schedule: Schedule, pp: int, count: int
 ) -> None:
     # torch has a list of actions for 1F1B too, but does not run it.
-    virtual = VIRTUAL_STAGES[schedule]
+    virtual = DEFAULT_VIRTUAL_STAGES[schedule]
     plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
     total = step_time(made(plan, count).pipeline_order, plan)
-    assert bubble_share(schedule, pp, virtual, count) == pytest.approx(1 - 3 * virtual * count / total)
+    assert bubble_fraction(schedule, pp, virtual, count) == pytest.approx(1 - 3 * virtual * count / total)
 
 
 def test_the_bubble_of_1f1b_is_gpipes() -> None:
-    assert bubble_share("1f1b", 4, 1, 8) == bubble_share("gpipe", 4, 1, 8) == 3 / 11
+    assert bubble_fraction("1f1b", 4, 1, 8) == bubble_fraction("gpipe", 4, 1, 8) == 3 / 11
 
 
 @settings(max_examples=60, deadline=None)
@@ -235,24 +244,24 @@ def test_the_bubble_of_1f1b_is_gpipes() -> None:
 def test_a_rank_keeps_the_activations_that_torchs_order_of_actions_keeps(
     schedule: Schedule, pp: int, virtual: int, count: int
 ) -> None:
-    virtual = virtual if schedule in INTERLEAVED else VIRTUAL_STAGES[schedule]
-    if wrong_micro_batches(schedule, pp, count) is None:
+    virtual = virtual if schedule in INTERLEAVED else DEFAULT_VIRTUAL_STAGES[schedule]
+    if invalid_micro_batches_reason(schedule, pp, count) is None:
         plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
         orders = made(plan, count).pipeline_order
-        assert stages_in_flight(schedule, pp, virtual, count) == most_kept(orders)
+        assert peak_in_flight(schedule, pp, virtual, count) == most_kept(orders)
         for rank, actions in orders.items():
-            of_stages = kept_forwards(schedule, pp, virtual, count, rank)
+            of_stages = in_flight_by_stage(schedule, pp, virtual, count, rank)
             assert len(of_stages) == virtual
             assert sum(of_stages) == most_kept({rank: actions})
 
 
 def test_a_looped_rank_keeps_more_of_the_stages_that_come_first() -> None:
     # torch's own order of actions, at its fullest.
-    assert kept_forwards("interleaved_1f1b", 4, 2, 8, 0) == (7, 4)
-    assert kept_forwards("interleaved_1f1b", 4, 3, 16, 2) == (4, 4, 3)
-    assert kept_forwards("zbv", 4, 2, 8, 1) == (6, 2)
-    assert kept_forwards("dualpipev", 4, 2, 8, 3) == (5, 4)
-    assert [kept_forwards("1f1b", 4, 1, 8, rank) for rank in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert in_flight_by_stage("interleaved_1f1b", 4, 2, 8, 0) == (7, 4)
+    assert in_flight_by_stage("interleaved_1f1b", 4, 3, 16, 2) == (4, 4, 3)
+    assert in_flight_by_stage("zbv", 4, 2, 8, 1) == (6, 2)
+    assert in_flight_by_stage("dualpipev", 4, 2, 8, 3) == (5, 4)
+    assert [in_flight_by_stage("1f1b", 4, 1, 8, rank) for rank in range(4)] == [(4,), (3,), (2,), (1,)]
 
 
 def test_blocks_are_as_even_as_can_be_with_fewer_where_the_ends_are() -> None:
@@ -263,9 +272,9 @@ def test_blocks_are_as_even_as_can_be_with_fewer_where_the_ends_are() -> None:
 
 
 def test_the_fullest_rank_is_the_one_whose_stages_together_have_most_blocks() -> None:
-    assert fullest_share(Plan(pp=4), 8) == 1 / 4
-    assert fullest_share(Plan(pp=2, stage_cuts=(6,)), 8) == 6 / 8
+    assert largest_block_share(Plan(pp=4), 8) == 1 / 4
+    assert largest_block_share(Plan(pp=2, stage_cuts=(6,)), 8) == 6 / 8
     looped = Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, stage_cuts=(3, 4, 7))
-    assert fullest_share(looped, 8) == 6 / 8
+    assert largest_block_share(looped, 8) == 6 / 8
     v_shaped = Plan(pp=2, schedule="zbv", virtual_stages=2, stage_cuts=(3, 4, 7))
-    assert fullest_share(v_shaped, 8) == 4 / 8
+    assert largest_block_share(v_shaped, 8) == 4 / 8

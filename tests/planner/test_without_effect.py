@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.rules.unused_keys import without_effect
+from wanma.planner.rules.unused_keys import unused_key_notes
 
 ALONE = Plan()
 
 
 def told(*overrides: str, plan: Plan = ALONE) -> list[str]:
-    job = job_from({"model": {"preset": "gpt-1m"}, "train": {"steps": 20}}, overrides)
-    return without_effect(job, plan)
+    job = to_job({"model": {"preset": "gpt-1m"}, "train": {"steps": 20}}, overrides)
+    return unused_key_notes(job, plan)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_what_begins_after_the_last_step_is_told(override: str, says: str) -> No
 
 
 def test_a_job_that_spells_out_its_defaults_is_told_nothing() -> None:
-    job = Job.model_validate(job_from({"model": {"preset": "gpt-1m"}}).model_dump())
-    assert without_effect(job, ALONE) == []
+    job = Job.model_validate(to_job({"model": {"preset": "gpt-1m"}}).model_dump())
+    assert unused_key_notes(job, ALONE) == []
 
 
 def test_keys_that_have_an_effect_are_not_told() -> None:

@@ -54,7 +54,7 @@ def make_run(
     planned = {"plan": plan.to_json(), "forecast": forecast.to_json(), "parameters": 10_236_000}
     write_json(run.plan, planned)
     write_json(run.environment, {"torch": "2.13.0", "python": "3.11.7", "devices": [{"name": "cpu"}]})
-    run.log(0).write_text("hello\n")
+    run.rank_log(0).write_text("hello\n")
     recorder = Recorder(run, [JsonLinesSink()], first_step=1)
     recorder.event("start", step=0, steps=total, world_size=2, plan=str(plan))
     for step in range(1, steps + 1):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.studies import answers
-from wanma.api.plan_report.html_page import answers_page
+from wanma.api.plan_report.html_page import report_html
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.report_page import write_report
 
@@ -75,7 +75,7 @@ def test_a_plans_page_lays_out_and_shows_values_at_any_width(
     browse: Callable[..., tuple[str, str]], tmp_path: Path, width: int
 ) -> None:
     page = tmp_path / "plan.html"
-    page.write_text(answers_page(answers(3), "gpt").replace("</body>", f"<script>{USE}</script></body>"))
+    page.write_text(report_html(answers(3), "gpt").replace("</body>", f"<script>{USE}</script></body>"))
     shown, logged = browse(page, f"--window-size={width},900", "--dump-dom")
     assert "CONSOLE" not in logged
     assert 'data-overflow="false"' in shown

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.report.components.axis import Scale, log_span, span, tick_text
-from wanma.report.components.downsampling import to_buckets
-from wanma.report.components.line_chart import Chart, Line, figure
+from wanma.report.components.axis import AxisScale, linear_range, log_range, tick_text
+from wanma.report.components.downsampling import downsample
+from wanma.report.components.line_chart import Chart, Series, chart_figure
 
 numbers = st.floats(-1e12, 1e12)
 
@@ -22,7 +22,7 @@ numbers = st.floats(-1e12, 1e12)
 @given(st.lists(numbers | st.just(math.nan), min_size=1, max_size=300), st.integers(1, 50))
 def test_buckets_cover_every_point_and_keep_the_extremes(values: list[float], limit: int) -> None:
     xs = [float(index) for index in range(len(values))]
-    buckets = to_buckets(xs, values, limit)
+    buckets = downsample(xs, values, limit)
     assert len(buckets) == min(limit, len(values))
     assert (buckets[0].first, buckets[-1].last) == (xs[0], xs[-1])
     assert all(left.last + 1 == right.first for left, right in pairwise(buckets))
@@ -33,8 +33,8 @@ def test_buckets_cover_every_point_and_keep_the_extremes(values: list[float], li
 
 
 def test_few_points_are_their_own_buckets() -> None:
-    (first, second) = to_buckets([1.0, 2.0], [5.0, 7.0], 10)
-    assert (first.mean, first.low, first.high, first.middle) == (5.0, 5.0, 5.0, 1.0)
+    (first, second) = downsample([1.0, 2.0], [5.0, 7.0], 10)
+    assert (first.mean, first.low, first.high, first.center) == (5.0, 5.0, 5.0, 1.0)
     assert second.mean == 7.0
 
 
@@ -43,8 +43,8 @@ def test_a_linear_axis_holds_its_values_and_has_ticks_within(
     low: float, width: float, from_zero: bool
 ) -> None:
     values = [low, low + width]
-    bottom, top = span(values, from_zero)
-    scale = Scale(bottom, top, 200.0, 0.0)
+    bottom, top = linear_range(values, from_zero)
+    scale = AxisScale(bottom, top, 200.0, 0.0)
     assert bottom < top
     assert all(bottom <= value <= top for value in values)
     ticks = scale.ticks()
@@ -54,8 +54,8 @@ def test_a_linear_axis_holds_its_values_and_has_ticks_within(
 
 @given(st.floats(1e-12, 1e12), st.floats(1.0, 1e15))
 def test_a_logarithmic_axis_holds_its_values_and_has_ticks_within(low: float, factor: float) -> None:
-    bottom, top = log_span([low, low * factor])
-    scale = Scale(bottom, top, 200.0, 0.0, logarithmic=True)
+    bottom, top = log_range([low, low * factor])
+    scale = AxisScale(bottom, top, 200.0, 0.0, logarithmic=True)
     assert bottom < low <= low * factor < top
     ticks = scale.ticks()
     assert 1 <= len(ticks) <= 9
@@ -67,11 +67,11 @@ def test_a_logarithmic_axis_holds_its_values_and_has_ticks_within(low: float, fa
     [(0.0, 10.0, [0, 2, 4, 6, 8, 10]), (0.0, 0.8, [0, 0.2, 0.4, 0.6, 0.8]), (1.0, 300.0, [100, 200, 300])],
 )
 def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
-    assert Scale(low, high, 0, 1).ticks() == pytest.approx(ticks)
+    assert AxisScale(low, high, 0, 1).ticks() == pytest.approx(ticks)
 
 
 def test_ticks_of_bytes_are_round_in_their_unit() -> None:
-    ticks = Scale(0.0, 680 * 2.0**20, 0, 1).ticks(unit=2.0**20)
+    ticks = AxisScale(0.0, 680 * 2.0**20, 0, 1).ticks(unit=2.0**20)
     assert [tick / 2**20 for tick in ticks] == [0, 200, 400, 600]
 
 
@@ -99,7 +99,7 @@ def hover(drawn: str) -> list[Any]:
 
 
 def test_every_step_of_a_short_run_has_a_dot_and_a_hover_text() -> None:
-    drawn = figure(Chart("Loss", [Line("train", 1, [1, 2, 3], [3.0, 2.0, 1.5])]))
+    drawn = chart_figure(Chart("Loss", [Series("train", 1, [1, 2, 3], [3.0, 2.0, 1.5])]))
     assert drawn.count("<circle") == 3
     assert [point[1:] for point in hover(drawn)] == [
         ["step 1", "train 3.000"],
@@ -109,14 +109,14 @@ def test_every_step_of_a_short_run_has_a_dot_and_a_hover_text() -> None:
 
 
 def test_one_step_is_drawn() -> None:
-    assert figure(Chart("Loss", [Line("train", 1, [7], [3.0])])).count("<circle") == 1
+    assert chart_figure(Chart("Loss", [Series("train", 1, [7], [3.0])])).count("<circle") == 1
 
 
 def test_a_spike_among_many_steps_is_in_the_band_and_in_the_hover_text() -> None:
     steps = list(range(1, 100_001))
     values = [1.0] * 100_000
     values[54_321] = 99.0
-    drawn = figure(Chart("Loss", [Line("train", 1, steps, values)]))
+    drawn = chart_figure(Chart("Loss", [Series("train", 1, steps, values)]))
     assert len(drawn) < 100_000
     assert 'class="band c1"' in drawn
     (spike,) = [point for point in hover(drawn) if "(1.000 to 99.00)" in point[2]]
@@ -126,30 +126,34 @@ def test_a_spike_among_many_steps_is_in_the_band_and_in_the_hover_text() -> None
 def test_a_gap_splits_the_line() -> None:
     steps = list(range(1, 101))
     values = [math.nan if step == 50 else 1.0 for step in steps]
-    drawn = figure(Chart("Loss", [Line("train", 1, steps, values)]))
+    drawn = chart_figure(Chart("Loss", [Series("train", 1, steps, values)]))
     assert drawn.count("<polyline") == 2
     assert ["step 50", "train: no finite number"] in [point[1:] for point in hover(drawn)]
 
 
 def test_a_logarithmic_axis_is_offered_where_it_helps() -> None:
-    assert 'data-kind="log"' in figure(Chart("Loss", [Line("t", 1, [1, 2], [9.0, 1.0])], log_choice=True))
-    assert 'data-kind="log"' not in figure(Chart("Loss", [Line("t", 1, [1, 2], [1.1, 1.0])], log_choice=True))
+    assert 'data-kind="log"' in chart_figure(
+        Chart("Loss", [Series("t", 1, [1, 2], [9.0, 1.0])], offers_log_scale=True)
+    )
+    assert 'data-kind="log"' not in chart_figure(
+        Chart("Loss", [Series("t", 1, [1, 2], [1.1, 1.0])], offers_log_scale=True)
+    )
 
 
 def test_a_slow_first_step_does_not_flatten_a_stacked_chart_and_is_mentioned() -> None:
     steps = list(range(1, 101))
     lines = [
-        Line("forward", 1, steps, [15.0] + [0.5] * 99),
-        Line("data", 2, steps, [0.1] * 100),
+        Series("forward", 1, steps, [15.0] + [0.5] * 99),
+        Series("data", 2, steps, [0.1] * 100),
     ]
-    drawn = figure(Chart("Time", lines, stacked=True))
+    drawn = chart_figure(Chart("Time", lines, stacked=True))
     assert "1 beyond the top, the highest at step 1: 15.10." in drawn
     assert drawn.count('class="area') == 2
 
 
 def test_names_are_escaped_in_drawing_and_hover_text() -> None:
     evil = "</script><script>alert(1)</script>"
-    drawn = figure(Chart(evil, [Line(evil, 1, [1, 2], [1.0, 2.0]), Line("b", 2, [1], [1.0])]))
+    drawn = chart_figure(Chart(evil, [Series(evil, 1, [1, 2], [1.0, 2.0]), Series("b", 2, [1], [1.0])]))
     assert "<script>alert" not in drawn
     assert drawn.count("</script>") == 1
     assert hover(drawn)[0][2] == f"{evil} 1.000"
@@ -158,13 +162,13 @@ def test_names_are_escaped_in_drawing_and_hover_text() -> None:
 def test_an_axis_may_be_of_other_things_than_steps() -> None:
     chart = Chart(
         "Throughput",
-        [Line("tokens/s", 1, [64.0, 128.0, 1024.0], [1.0, 2.0, 9.0]), Line("at", 2, [64.0], [3.0])],
-        across_ticks=[64.0, 1024.0],
-        across_text=lambda value: f"{value:.0f} GPUs",
-        across_is_log=True,
-        point_text=lambda bucket: f"on {bucket.first:.0f}",
+        [Series("tokens/s", 1, [64.0, 128.0, 1024.0], [1.0, 2.0, 9.0]), Series("at", 2, [64.0], [3.0])],
+        x_ticks=[64.0, 1024.0],
+        x_text=lambda value: f"{value:.0f} GPUs",
+        x_is_log=True,
+        tooltip_text=lambda bucket: f"on {bucket.first:.0f}",
     )
-    drawing = figure(chart)
+    drawing = chart_figure(chart)
     places = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">(\d+) GPUs</text>', drawing)
     assert [name for _, name in places] == ["64", "1024"]
     dots = [float(x) for x in re.findall(r'class="dot c1" cx="([\d.]+)"', drawing)]
@@ -174,6 +178,6 @@ def test_an_axis_may_be_of_other_things_than_steps() -> None:
 
 
 def test_points_may_stand_alone() -> None:
-    drawing = figure(Chart("Plans", [Line("others", 1, [1.0, 2.0], [3.0, 4.0], is_joined=False)]))
+    drawing = chart_figure(Chart("Plans", [Series("others", 1, [1.0, 2.0], [3.0, 4.0], draws_line=False)]))
     assert "polyline" not in drawing
     assert drawing.count('class="dot c1"') == 2

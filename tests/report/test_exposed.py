@@ -10,12 +10,16 @@ import pytest
 
 from wanma.job.forecast.forecast import StepTime
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.console.progress import Progress
+from wanma.observe.console.progress import RunProgress
 from wanma.observe.sinks.tensorboard import to_scalars
-from wanma.report.exposed_communication import Exposure, exposure_text, exposures
-from wanma.report.report_page import page
+from wanma.report.exposed_communication import (
+    ExposedCommunication,
+    exposed_communication,
+    exposed_communication_text,
+)
+from wanma.report.report_page import render_report_page
 from wanma.report.run_report import read_report
-from wanma.report.terminal import summary
+from wanma.report.terminal import run_summary
 
 NewRun = Callable[..., RunDirectory]
 
@@ -32,14 +36,21 @@ def communicating(run: RunDirectory) -> RunDirectory:
 
 
 def test_a_usual_step_is_told_kind_by_kind_without_warm_up(new_run: NewRun) -> None:
-    data, pipeline = exposures(read_report(communicating(new_run(20))))
-    assert (data.name, data.waited, data.under_way, data.forecast) == ("data ranks", 0.1, 0.4, None)
-    assert data.share == pytest.approx(0.25)
-    assert (pipeline.name, pipeline.share) == ("other stages", 1.0)
+    data, pipeline = exposed_communication(read_report(communicating(new_run(20))))
+    assert (data.name, data.exposed_seconds, data.total_seconds, data.forecast) == (
+        "data ranks",
+        0.1,
+        0.4,
+        None,
+    )
+    assert data.exposed_share == pytest.approx(0.25)
+    assert (pipeline.name, pipeline.exposed_share) == ("other stages", 1.0)
 
 
 def test_a_run_of_two_steps_tells_these(new_run: NewRun) -> None:
-    assert exposures(read_report(communicating(new_run(2))))[0].waited == pytest.approx(4.6)
+    assert exposed_communication(read_report(communicating(new_run(2))))[0].exposed_seconds == pytest.approx(
+        4.6
+    )
 
 
 def test_measured_stands_beside_forecast(new_run: NewRun) -> None:
@@ -47,7 +58,7 @@ def test_measured_stands_beside_forecast(new_run: NewRun) -> None:
     planned = json.loads(run.plan.read_text())
     planned["forecast"]["step"] = asdict(StepTime(0.5, 0.3, data=0.15, bubble=0.05))
     run.plan.write_text(json.dumps(planned))
-    assert {one.name: one.forecast for one in exposures(read_report(run))} == {
+    assert {one.name: one.forecast for one in exposed_communication(read_report(run))} == {
         "data ranks": 0.15,
         "other stages": 0.05,
     }
@@ -55,31 +66,32 @@ def test_measured_stands_beside_forecast(new_run: NewRun) -> None:
 
 def test_it_is_told_in_words_in_the_summary_and_on_the_page(new_run: NewRun) -> None:
     assert (
-        exposure_text(Exposure("data ranks", 0.1, 0.4, 0.15))
+        exposed_communication_text(ExposedCommunication("data ranks", 0.1, 0.4, 0.15))
         == "data ranks 0.10 s of 0.40 s under way (25 %; forecast 0.15 s)"
     )
     report = read_report(communicating(new_run(20)))
-    assert "  waited for, in a usual step: data ranks 0.10 s of 0.40 s under way (25 %), other" in summary(
-        report
+    assert (
+        "  waited for, in a usual step: data ranks 0.10 s of 0.40 s under way (25 %), other"
+        in run_summary(report)
     )
-    assert "Communication in a usual step" in page(report)
+    assert "Communication in a usual step" in render_report_page(report)
 
 
 def test_a_run_that_says_nothing_of_it_shows_nothing(new_run: NewRun) -> None:
     report = read_report(new_run(20))
-    assert exposures(report) == []
-    assert "waited for" not in summary(report)
-    assert "Communication in a usual step" not in page(report)
+    assert exposed_communication(report) == []
+    assert "waited for" not in run_summary(report)
+    assert "Communication in a usual step" not in render_report_page(report)
 
 
 def test_the_console_tells_the_share_of_the_last_steps() -> None:
-    progress = Progress(10)
+    progress = RunProgress(10)
     step = {"kind": "step", "loss": 1.0, "step_seconds": 2.0, "time": 0.0, "tokens_per_second": None}
-    progress.see({**step, "step": 1})
-    assert progress.waiting_share() is None
-    progress.see({**step, "step": 2, "exposed_communication_seconds": {"data": 0.5, "tensor": 0.1}})
-    assert progress.waiting_share() == pytest.approx(0.3)
-    assert "waiting 30.0 %" in progress.numbers()
+    progress.update({**step, "step": 1})
+    assert progress.exposed_communication_share() is None
+    progress.update({**step, "step": 2, "exposed_communication_seconds": {"data": 0.5, "tensor": 0.1}})
+    assert progress.exposed_communication_share() == pytest.approx(0.3)
+    assert "waiting 30.0 %" in progress.metric_texts()
 
 
 def test_tensorboard_draws_it() -> None:

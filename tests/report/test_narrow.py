@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from wanma.cli.main import main
-from wanma.cli.output import wrapped
+from wanma.cli.output import wrap_text
 from wanma.job.run.run_directory import RunDirectory
 
 NewRun = Callable[..., RunDirectory]
@@ -48,6 +48,8 @@ def test_text_that_is_piped_keeps_its_lines(
 
 
 def test_wrapped_text_continues_below_its_first_line() -> None:
-    assert wrapped("  time: forward 9 %, optimizer 3 %", 24) == "  time: forward 9 %,\n        optimizer 3 %"
-    assert wrapped("  peak  6 MiB  (forecast 5 MiB)", 24) == "  peak  6 MiB  (forecast\n        5 MiB)"
-    assert wrapped("  /a/path/longer/than/the/window", 12) == "  /a/path/longer/than/the/window"
+    assert (
+        wrap_text("  time: forward 9 %, optimizer 3 %", 24) == "  time: forward 9 %,\n        optimizer 3 %"
+    )
+    assert wrap_text("  peak  6 MiB  (forecast 5 MiB)", 24) == "  peak  6 MiB  (forecast\n        5 MiB)"
+    assert wrap_text("  /a/path/longer/than/the/window", 12) == "  /a/path/longer/than/the/window"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from wanma.api.run.run_records import changes
-from wanma.job.file.loading import job_from, load_job, load_recorded_job
+from wanma.api.run.run_records import job_change_notes
+from wanma.job.file.loading import load_job, load_recorded_job, to_job
 from wanma.job.file.upgrade import upgrade_file
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.sinks.renamed_records import with_new_names
-from wanma.report.exposed_communication import exposures
+from wanma.report.exposed_communication import exposed_communication
 from wanma.report.report_page import write_report
 from wanma.report.run_report import Report, read_report
-from wanma.report.terminal import summary
+from wanma.report.terminal import run_summary
 
 OLDER_RUN = Path(__file__).parents[1] / "support" / "older_run"
 
@@ -45,8 +45,8 @@ def test_job_plan_metrics_and_events_have_the_names_of_today(report: Report) -> 
 
 
 def test_summary_and_page_show_what_was_recorded(run: RunDirectory, report: Report) -> None:
-    assert [one.name for one in exposures(report)] == ["data ranks"]
-    assert "data ranks" in summary(report)
+    assert [one.name for one in exposed_communication(report)] == ["data ranks"]
+    assert "data ranks" in run_summary(report)
     write_report(run)
     assert "data ranks" in run.report.read_text()
 
@@ -87,10 +87,10 @@ def test_an_older_run_continues_as_the_same_job(run: RunDirectory, tmp_path: Pat
     file = tmp_path / "own.toml"
     shutil.copy(run.job, file)
     upgrade_file(file)
-    assert changes(run, load_job(file)) == []
-    told = changes(run, load_job(file, ["parallel.cp_method=ring", "train.steps=9"]))
+    assert job_change_notes(run, load_job(file)) == []
+    told = job_change_notes(run, load_job(file, ["parallel.cp_method=ring", "train.steps=9"]))
     assert told == [
         "changed since this run's last start: train.steps = 4 → 9",
         "changed since this run's last start: parallel.cp_method = 'all_to_all' → 'ring'",
     ]
-    assert job_from(load_recorded_job(run.job)) == load_job(file)
+    assert to_job(load_recorded_job(run.job)) == load_job(file)

@@ -92,7 +92,7 @@ def test_nothing_from_the_run_becomes_markup(new_run: NewRun) -> None:
     run.plan.write_text(
         json.dumps({"plan": {evil: evil}, "forecast": {"memory_bytes": 5, "reasons": [evil]}})
     )
-    run.log(0).rename(run.path / "logs" / "rank-<i onclick=x>.log")
+    run.rank_log(0).rename(run.path / "logs" / "rank-<i onclick=x>.log")
     with run.events.open("a") as file:
         for level in ("error", evil):
             file.write(json.dumps({"kind": "message", "time": 1e9, "level": level, "text": evil}) + "\n")

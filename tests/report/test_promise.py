@@ -12,17 +12,17 @@ from wanma.job.forecast.forecast import StepTime
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.report.forecast_comparison import (
-    Kept,
-    kept,
+    ForecastComparison,
+    forecast_comparison_sentence,
+    forecast_comparisons,
+    median_step_seconds,
     peak_memory_bytes,
     rank_memory_bytes,
-    ranks_kept,
-    sentence,
-    usual_step_seconds,
+    rank_memory_comparisons,
 )
-from wanma.report.report_page import page
+from wanma.report.report_page import render_report_page
 from wanma.report.run_report import read_report
-from wanma.report.terminal import summary
+from wanma.report.terminal import run_summary
 
 NewRun = Callable[..., RunDirectory]
 
@@ -39,8 +39,8 @@ def promised(run: RunDirectory, step: StepTime | None = STEP, plan: Plan | None 
     return run
 
 
-def by_name(run: RunDirectory) -> dict[str, Kept]:
-    return {one.name: one for one in kept(read_report(run))}
+def by_name(run: RunDirectory) -> dict[str, ForecastComparison]:
+    return {one.name: one for one in forecast_comparisons(read_report(run))}
 
 
 def test_a_step_is_set_beside_its_forecast_phase_by_phase(new_run: NewRun) -> None:
@@ -59,22 +59,22 @@ def test_what_a_few_steps_do_counts_as_each_steps_share(new_run: NewRun) -> None
 
 
 def test_the_first_slow_steps_do_not_count(new_run: NewRun) -> None:
-    assert usual_step_seconds(read_report(new_run(5))) == pytest.approx(0.72, abs=0.02)
-    assert usual_step_seconds(read_report(new_run(4))) is None
+    assert median_step_seconds(read_report(new_run(5))) == pytest.approx(0.72, abs=0.02)
+    assert median_step_seconds(read_report(new_run(4))) is None
 
 
 def test_of_a_run_whose_plan_has_changed_only_steps_under_the_new_one_count(new_run: NewRun) -> None:
     run = new_run(30)
-    before = usual_step_seconds(read_report(run))
+    before = median_step_seconds(read_report(run))
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     for line in lines[20:]:
         line["step_seconds"] = 9.0
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert usual_step_seconds(read_report(run)) == pytest.approx(before, abs=0.1)
+    assert median_step_seconds(read_report(run)) == pytest.approx(before, abs=0.1)
     growth = {"kind": "resize", "time": 1.0, "step": 20, "change": {"machines": 3}}
     with run.events.open("a") as events:
         events.write(json.dumps(growth) + "\n")
-    assert usual_step_seconds(read_report(run)) == 9.0
+    assert median_step_seconds(read_report(run)) == 9.0
 
 
 def test_communication_of_a_pipeline_is_part_of_forward_and_backward(new_run: NewRun) -> None:
@@ -85,7 +85,7 @@ def test_communication_of_a_pipeline_is_part_of_forward_and_backward(new_run: Ne
 
 
 def test_the_sentence_names_the_kind_that_missed_most(new_run: NewRun) -> None:
-    told = sentence(read_report(promised(new_run(300))))
+    told = forecast_comparison_sentence(read_report(promised(new_run(300))))
     assert told.startswith(
         "step 0.72 s of 0.50 s forecast (+44 %, sure to ±10 %: forward and backward +0.26 s)"
     )
@@ -93,20 +93,20 @@ def test_the_sentence_names_the_kind_that_missed_most(new_run: NewRun) -> None:
 
 
 def test_a_promise_that_was_kept_is_said_to_be(new_run: NewRun) -> None:
-    told = sentence(read_report(promised(new_run(300), replace(STEP, seconds=0.7))))
+    told = forecast_comparison_sentence(read_report(promised(new_run(300), replace(STEP, seconds=0.7))))
     assert "(+3 %, inside its ±10 %)" in told
 
 
 def test_what_was_faster_than_forecast_names_what_took_less(new_run: NewRun) -> None:
     slow = replace(STEP, seconds=1.0, compute=0.86)
-    told = sentence(read_report(promised(new_run(300), slow)))
+    told = forecast_comparison_sentence(read_report(promised(new_run(300), slow)))
     assert "(-28 %, sure to ±10 %: forward and backward −0.24 s)" in told
 
 
 def test_without_a_promise_of_time_memory_alone_is_set_beside(new_run: NewRun) -> None:
     run = promised(new_run(30), None)
     assert list(by_name(run)) == ["memory"]
-    assert sentence(read_report(run)) == "memory 680 MiB of 544 MiB forecast (+25 %)"
+    assert forecast_comparison_sentence(read_report(run)) == "memory 680 MiB of 544 MiB forecast (+25 %)"
 
 
 def test_a_promise_of_another_version_is_left_alone(new_run: NewRun) -> None:
@@ -120,8 +120,8 @@ def test_a_promise_of_another_version_is_left_alone(new_run: NewRun) -> None:
 def test_the_fullest_rank_is_found_in_the_ranks_logs(new_run: NewRun) -> None:
     run = new_run(30)
     line = "step {}/30  loss 2.1  gradient norm 0.4  0.720 s  peak memory {} bytes\n"
-    run.log(0).write_text(line.format(10, 400) + line.format(20, 500))
-    run.log(1).write_text(line.format(10, 700) + line.format(20, 900) + "a line of the user's\n")
+    run.rank_log(0).write_text(line.format(10, 400) + line.format(20, 500))
+    run.rank_log(1).write_text(line.format(10, 700) + line.format(20, 900) + "a line of the user's\n")
     assert rank_memory_bytes(run) == {0: 500, 1: 900}
     assert peak_memory_bytes(read_report(run)) == (900, 1)
 
@@ -135,27 +135,27 @@ def with_ranks(run: RunDirectory, device: str) -> RunDirectory:
     run.plan.write_text(json.dumps(planned))
     line = "step 10/30  loss 2.1  gradient norm 0.4  0.720 s  peak memory {} bytes\n"
     for rank, peak in ((0, 900), (1, 1100), (3, 300)):
-        run.log(rank).write_text(line.format(peak))
+        run.rank_log(rank).write_text(line.format(peak))
     return run
 
 
 def test_every_rank_of_a_pipeline_is_set_beside_the_forecast_of_its_stage(new_run: NewRun) -> None:
     report = read_report(with_ranks(new_run(30), "cpu"))
-    found = [(one.name, one.forecast, one.measured) for one in ranks_kept(report)]
+    found = [(one.name, one.forecast, one.measured) for one in rank_memory_comparisons(report)]
     assert found == [
         ("memory of rank 0", 1000, 900),
         ("memory of rank 1", 1000, 1100),
         ("memory of rank 3", 600, 300),
     ]
     told = "  memory by rank, of its forecast: rank 0 900 B of 1000 B (-10 %), rank 1 1.1 KiB of 1000 B"
-    assert told in summary(report)
-    assert '<td>rank 3</td><td class="n">600 B</td><td class="n">300 B</td>' in page(report)
+    assert told in run_summary(report)
+    assert '<td>rank 3</td><td class="n">600 B</td><td class="n">300 B</td>' in render_report_page(report)
 
 
 def test_on_a_gpu_what_torch_allocates_is_set_beside_its_forecast(new_run: NewRun) -> None:
     report = read_report(with_ranks(new_run(30), "cuda"))
-    assert [one.forecast for one in ranks_kept(report)] == [800, 800, 400]
-    (memory,) = (one for one in kept(report) if one.name == "memory")
+    assert [one.forecast for one in rank_memory_comparisons(report)] == [800, 800, 400]
+    (memory,) = (one for one in forecast_comparisons(report) if one.name == "memory")
     assert (memory.forecast, memory.measured) == (800, 1100)
 
 
@@ -163,14 +163,14 @@ def test_without_a_pipeline_every_rank_is_as_full_as_the_fullest(new_run: NewRun
     run = promised(new_run(30), STEP, Plan(dp_replicate=2))
     line = "step 10/30  loss 2.1  gradient norm 0.4  0.720 s  peak memory {} bytes\n"
     for rank in (0, 1):
-        run.log(rank).write_text(line.format(500 << 20))
+        run.rank_log(rank).write_text(line.format(500 << 20))
     report = read_report(run)
-    assert [one.forecast for one in ranks_kept(report)] == [report.forecast["memory_bytes"]] * 2
+    assert [one.forecast for one in rank_memory_comparisons(report)] == [report.forecast["memory_bytes"]] * 2
 
 
 def test_terminal_and_page_show_the_promise(new_run: NewRun) -> None:
     report = read_report(promised(new_run(300)))
-    assert "  promise: step 0.72 s of 0.50 s forecast (+44 %" in summary(report)
-    shown = page(report)
+    assert "  promise: step 0.72 s of 0.50 s forecast (+44 %" in run_summary(report)
+    shown = render_report_page(report)
     assert "A step: forecast and measured" in shown
     assert "<td>forward and backward</td>" in shown

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.sinks.jsonl import JsonLinesSink, append_event
-from wanma.report.report_page import page
+from wanma.observe.sinks.jsonl import JsonLinesSink, append_final_event
+from wanma.report.report_page import render_report_page
 from wanma.report.run_report import read_report
-from wanma.report.terminal import summary
+from wanma.report.terminal import run_summary
 
 NewRun = Callable[..., RunDirectory]
 
@@ -75,12 +75,12 @@ def test_a_failed_run_says_why(new_run: NewRun) -> None:
     run = new_run(5, total=10, finish=None)
     with run.events.open("ab") as file:
         file.write(b'{"kind": "val')  # the recorder was killed
-    append_event(run, "finish", outcome="failed", text="rank 1: out of memory")
+    append_final_event(run, "finish", outcome="failed", text="rank 1: out of memory")
     report = read_report(run)
     assert (report.state, report.failure) == ("failed", "rank 1: out of memory")
     assert report.problems == ()
-    assert "rank 1: out of memory" in summary(report)
-    assert '<p class="problem">rank 1: out of memory</p>' in page(report)
+    assert "rank 1: out of memory" in run_summary(report)
+    assert '<p class="problem">rank 1: out of memory</p>' in render_report_page(report)
 
 
 @pytest.mark.parametrize(("finish", "state"), [("finished", "finished"), ("interrupted", "interrupted")])
@@ -94,25 +94,25 @@ def test_a_start_that_failed_before_it_began_leaves_the_run_as_it_was(
         file.write(json.dumps(late) + "\n")
     report = read_report(run)
     assert (report.state, report.failure) == (state, "")
-    assert (report.seconds, report.last_sign) == (before.seconds, before.last_sign)
-    assert report.refusal == "step-5 is\nfrom <another> model"
+    assert (report.seconds, report.last_activity) == (before.seconds, before.last_activity)
+    assert report.failed_start == "step-5 is\nfrom <another> model"
     note = [
         "  a later start failed before its first step, and left the run as it was:",
         "    step-5 is",
         "    from <another> model",
     ]
-    shown, shown_before = summary(report).splitlines(), summary(before).splitlines()
+    shown, shown_before = run_summary(report).splitlines(), run_summary(before).splitlines()
     assert [line for line in shown if line not in shown_before] == note
-    assert "as it was: step-5 is\nfrom &lt;another&gt; model</p>" in page(report)
+    assert "as it was: step-5 is\nfrom &lt;another&gt; model</p>" in render_report_page(report)
 
-    append_event(run, "start", step=5, steps=9)
-    assert read_report(run).refusal == ""
+    append_final_event(run, "start", step=5, steps=9)
+    assert read_report(run).failed_start == ""
 
 
 def test_a_run_on_another_machine_is_no_livelier_for_a_start_that_failed(new_run: NewRun) -> None:
     run = new_run(0, total=10, finish=None)
     rewrite_start(run, host="elsewhere", time=time.time() - 1000)
-    append_event(run, "start_failed", text="other data")
+    append_final_event(run, "start_failed", text="other data")
     assert read_report(run).state == "died"
 
 
@@ -170,7 +170,7 @@ def test_a_key_that_only_some_steps_have_is_a_column_with_gaps(new_run: NewRun) 
 
 def test_a_brief_report_reads_the_end_only(new_run: NewRun) -> None:
     run = new_run(2000)
-    brief = read_report(run, brief=True)
+    brief = read_report(run, tail_only=True)
     assert brief.last_step == 2000
     assert 100 <= len(brief.steps["step"]) < 2000
     assert brief.last("loss") == read_report(run).last("loss")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from wanma.report.components.gantt_chart import LEFT, MOST_TEXTS, Interval, Row, rows_figure
+from wanma.report.components.gantt_chart import LEFT, MAX_TOOLTIPS, GanttInterval, GanttRow, gantt_figure
 from wanma.report.components.line_chart import FULL_WIDTH, RIGHT
 
 
@@ -16,8 +16,12 @@ def widths(drawing: str) -> list[tuple[float, float]]:
 
 
 def test_an_interval_is_as_long_as_its_time() -> None:
-    rows = [Row("rank 0", [Interval(0.0, 1.0, 1, "forward 0"), Interval(2.0, 2.0, 3, "backward 0")])]
-    drawing = rows_figure("Step", rows, 4.0, [("forward", 1)])
+    rows = [
+        GanttRow(
+            "rank 0", [GanttInterval(0.0, 1.0, 1, "forward 0"), GanttInterval(2.0, 2.0, 3, "backward 0")]
+        )
+    ]
+    drawing = gantt_figure("Step", rows, 4.0, [("forward", 1)])
     whole = FULL_WIDTH - RIGHT - LEFT
     (first, second) = widths(drawing)
     assert first == pytest.approx((LEFT, whole / 4), abs=0.01)
@@ -27,8 +31,8 @@ def test_an_interval_is_as_long_as_its_time() -> None:
 
 
 def test_neighbours_too_narrow_to_see_become_one() -> None:
-    many = [Interval(index / 100_000, 1 / 100_000, 1, f"forward {index}") for index in range(100_000)]
-    drawing = rows_figure("Step", [Row("rank 0", many)], 1.0, [])
+    many = [GanttInterval(index / 100_000, 1 / 100_000, 1, f"forward {index}") for index in range(100_000)]
+    drawing = gantt_figure("Step", [GanttRow("rank 0", many)], 1.0, [])
     found = widths(drawing)
     assert len(found) < 2 * FULL_WIDTH
     assert sum(width for _, width in found) == pytest.approx(FULL_WIDTH - RIGHT - LEFT, rel=0.01)
@@ -36,23 +40,31 @@ def test_neighbours_too_narrow_to_see_become_one() -> None:
 
 
 def test_narrow_intervals_far_apart_stay_apart() -> None:
-    rows = [Row("rank 0", [Interval(0.0, 1e-6, 1, "forward"), Interval(0.5, 1e-6, 1, "forward")])]
-    assert len(widths(rows_figure("Step", rows, 1.0, []))) == 2
+    rows = [
+        GanttRow("rank 0", [GanttInterval(0.0, 1e-6, 1, "forward"), GanttInterval(0.5, 1e-6, 1, "forward")])
+    ]
+    assert len(widths(gantt_figure("Step", rows, 1.0, []))) == 2
 
 
 def test_neighbours_of_unlike_kinds_stay_apart() -> None:
-    rows = [Row("rank 0", [Interval(0.0, 1e-6, 1, "forward"), Interval(1e-6, 1e-6, 3, "backward")])]
-    assert len(widths(rows_figure("Step", rows, 1.0, []))) == 2
+    rows = [
+        GanttRow("rank 0", [GanttInterval(0.0, 1e-6, 1, "forward"), GanttInterval(1e-6, 1e-6, 3, "backward")])
+    ]
+    assert len(widths(gantt_figure("Step", rows, 1.0, []))) == 2
 
 
 def test_names_are_left_out_where_there_are_too_many() -> None:
     rows = [
-        Row(f"rank {rank}", [Interval(index / 300, 1 / 400, 1 + index % 2, "x") for index in range(300)])
-        for rank in range(MOST_TEXTS // 300 + 2)
+        GanttRow(
+            f"rank {rank}", [GanttInterval(index / 300, 1 / 400, 1 + index % 2, "x") for index in range(300)]
+        )
+        for rank in range(MAX_TOOLTIPS // 300 + 2)
     ]
-    assert "<title>" not in rows_figure("Step", rows, 1.0, [])
+    assert "<title>" not in gantt_figure("Step", rows, 1.0, [])
 
 
 def test_names_are_escaped() -> None:
-    drawing = rows_figure("<b>", [Row("<i>", [Interval(0, 1, 1, "<u>")])], 1.0, [("<s>", 1)], "<q>")
+    drawing = gantt_figure(
+        "<b>", [GanttRow("<i>", [GanttInterval(0, 1, 1, "<u>")])], 1.0, [("<s>", 1)], "<q>"
+    )
     assert not re.search(r"<(b>|i>|u>|s>|q>)&|<(i|u|s|q)>", drawing.replace("<figcaption><b>", ""))

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from rich.console import Console
 
 from wanma.job.run.run_directory import RunDirectory
-from wanma.report.report_page import page
+from wanma.report.report_page import render_report_page
 from wanma.report.run_report import read_report
-from wanma.report.terminal import runs_table, summary
+from wanma.report.terminal import run_summary, runs_table
 
 NewRun = Callable[..., RunDirectory]
 
 
 def test_the_summary_tells_the_end_the_numbers_and_the_forecast(new_run: NewRun) -> None:
-    lines = summary(read_report(new_run(300))).splitlines()
+    lines = run_summary(read_report(new_run(300))).splitlines()
     assert lines[0] == "gpt: Finished: 300 of 300 steps."
     assert "  2 ranks (dp_replicate 2), bf16, cpu, 10.2M parameters" in lines
     assert "  best validation   2.202  (perplexity 9.043, step 300)" in lines
@@ -27,9 +27,9 @@ def test_the_summary_tells_the_end_the_numbers_and_the_forecast(new_run: NewRun)
 
 def test_a_run_without_metrics_is_said_to_have_none(new_run: NewRun) -> None:
     run = new_run(0, total=10, finish=None)
-    text = summary(read_report(run))
+    text = run_summary(read_report(run))
     assert "This run has no metrics: no step was finished." in text
-    assert str(run.log(0)) in text
+    assert str(run.rank_log(0)) in text
 
 
 def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
@@ -37,7 +37,7 @@ def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
     with run.events.open("a") as file:
         file.write('{"kind": "message", "time": 1.0, "level": "warning", "text": "disk full"}\n')
     run.environment.unlink()
-    text = summary(read_report(run))
+    text = run_summary(read_report(run))
     assert "  warning: disk full" in text
     assert "  could not be read: environment.json: not there" in text
 
@@ -55,8 +55,8 @@ def test_every_recovery_is_told(new_run: NewRun) -> None:
         "\n\n  recovered from: rank 1 failed: ValueError\n"
         "    carried on with the copy in memory of step 29, no step is repeated; "
         "0.50 s from the failure to the next finished step"
-    ) in summary(report)
-    assert "recovered from: rank 1 failed: ValueError" in page(report)
+    ) in run_summary(report)
+    assert "recovered from: rank 1 failed: ValueError" in render_report_page(report)
 
 
 def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:

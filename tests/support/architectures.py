@@ -33,12 +33,12 @@ from support.ranks import Outcome, run_ranks
 from support.tiny_config import LENGTH, tiny_config
 from wanma.api.checkpoints.export import export
 from wanma.job.errors import WanmaError
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job, ModelSection
-from wanma.models.model_spec import model_spec
+from wanma.models.model_spec import resolve_model_spec
 
 KINDS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 STEPS, SAMPLES, RATE, EPSILON = 3, 4, 1e-2, 1e-3
@@ -130,7 +130,9 @@ def mend(config: dict[str, Any], verdict: Verdict) -> tuple[dict[str, Any], int]
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "config.json").write_text(json.dumps(config))
                 section = ModelSection(huggingface=folder)
-                model_spec(section, vocabulary=257, sequence_length=length, image_shape=None, classes=None)
+                resolve_model_spec(
+                    section, vocabulary_size=257, sequence_length=length, image_shape=None, classes=None
+                )
             return config, length
         except WanmaError as error:
             hint = error.hint or ""
@@ -181,7 +183,7 @@ class _Reference:
         if apart > TOLERANCE * max(1.0, self.losses[0]):
             return f"wrong: losses {self.losses} and {outcome.losses}"
         job = Job.model_validate(json.loads((outcome.directory / "job.json").read_text()))
-        (outcome.directory / "job.toml").write_text(to_toml(job))
+        (outcome.directory / "job.toml").write_text(job_to_toml(job))
         export(RunDirectory(outcome.directory), outcome.directory / "export")
         model = AutoModelForCausalLM.from_pretrained(outcome.directory / "export", dtype=torch.float64)
         weights = model.state_dict()
@@ -276,7 +278,7 @@ def _train_plainly(folder: Path, attention: str, length: int) -> tuple[list[floa
     return losses, model.state_dict()
 
 
-def _train(worker: Worker, runs: list[tuple[Path, int, dict[str, Plan]]]) -> None:
+def _train(worker: WorkerContext, runs: list[tuple[Path, int, dict[str, Plan]]]) -> None:
     """Train every layout in this process, one after the other, and note beside it what went wrong.
 
     Args:
@@ -327,18 +329,21 @@ def _job(source: Path, length: int) -> dict[str, Any]:
     }
 
 
-def _train_layout(worker: Worker, job: dict[str, Any], plan: Plan, length: int) -> str | None:
+def _train_layout(worker: WorkerContext, job: dict[str, Any], plan: Plan, length: int) -> str | None:
     """Train one layout.
 
     Returns:
         what went wrong.
     """
-    from wanma.training.loop.train_worker import Request, train
+    from wanma.training.loop.train_worker import TrainRequest, train
 
     data = (Tokens(length), Tokens(length))
     try:
         train(
-            worker, Request(Job.model_validate(job), replace(plan, precision="fp64"), objects={"data": data})
+            worker,
+            TrainRequest(
+                Job.model_validate(job), replace(plan, precision="fp64"), user_objects={"data": data}
+            ),
         )
     except WanmaError as error:
         return f"refused: {error.message}: {error.hint}"

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from wanma.checkpoint.load.reader import load_full, newest
+from wanma.checkpoint.load.reader import find_newest_valid, load_full_tensors
 from wanma.hardware.native.native_library import library_folder
 
 WANMA = (sys.executable, "-m", "wanma")
@@ -233,9 +233,9 @@ class Training:
     def state(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """All tensors of the checkpoint of `step`, or of the newest whole one."""
         folder = self.path / "checkpoints"
-        path = newest(folder) if step is None else folder / f"step-{step:08d}"
+        path = find_newest_valid(folder) if step is None else folder / f"step-{step:08d}"
         assert path is not None
-        return load_full(path)
+        return load_full_tensors(path)
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         path = self.path / name

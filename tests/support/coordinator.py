@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from wanma.elastic.coordinator.coordinator import Coordinator
-from wanma.elastic.coordinator.coordinator_config import Terms
+from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
 from wanma.elastic.failure import Failure
-from wanma.elastic.protocol.messages import Join, Message
+from wanma.elastic.protocol.messages import JoinRequest, Message
 
-ECHO = Failure("Connection closed by peer", rank=0, consequence=True)
+ECHO = Failure("Connection closed by peer", rank=0, is_secondary=True)
 CAUSE = Failure("ValueError", rank=1)
 
 
@@ -19,14 +19,16 @@ class Table:
     def __init__(self, nodes: int, retries: int = 0) -> None:
         self.said: list[tuple[int, Message]] = []
         self.coordinator = Coordinator(
-            Terms(nodes, "job", "10.0.0.1:1", 300, retries), lambda *word: self.said.append(word), 0
+            CoordinatorConfig(nodes, "job", "10.0.0.1:1", 300, retries),
+            lambda *word: self.said.append(word),
+            0,
         )
 
     def hear(self, peer: int, message: Message, now: float = 1) -> list[tuple[int, Message]]:
         return self.after(lambda: self.coordinator.receive(peer, message, now))
 
     def lose(self, peer: int, now: float = 1) -> list[tuple[int, Message]]:
-        return self.after(lambda: self.coordinator.lost(peer, "gone", now))
+        return self.after(lambda: self.coordinator.handle_member_loss(peer, "gone", now))
 
     def tick(self, now: float) -> list[tuple[int, Message]]:
         return self.after(lambda: self.coordinator.tick(now))
@@ -37,8 +39,8 @@ class Table:
         return list(self.said)
 
 
-def join(number: int | None = None, ranks: int = 2, job: str = "job", host: str = "host") -> Join:
-    return Join(job, ranks, host, f"10.0.0.{ranks}", 4000 + ranks, number)
+def join(number: int | None = None, ranks: int = 2, job: str = "job", host: str = "host") -> JoinRequest:
+    return JoinRequest(job, ranks, host, f"10.0.0.{ranks}", 4000 + ranks, number)
 
 
 def seated(nodes: int = 2, retries: int = 0) -> Table:

@@ -11,7 +11,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from wanma.checkpoint.remote import uploader
-from wanma.job.retry import Patience
+from wanma.job.retry import RetryPolicy
 
 
 class Call(NamedTuple):
@@ -120,7 +120,10 @@ def register() -> type[FailingFileSystem]:
 
 def lose_uploads() -> None:
     """Whatever is sent from this process is lost, and it does not wait long for better times."""
-    uploader.Uploader.__init__.__defaults__ = (None, Patience(tries=2, first_pause_seconds=0.001))
+    uploader.Uploader.__init__.__defaults__ = (
+        None,
+        RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001),
+    )
 
     def fails(call: Call) -> Exception | None:
         return OSError("the bucket is gone") if call.name in ("put_file", "pipe_file") else None

@@ -7,10 +7,10 @@ from dataclasses import replace
 from support.machines import CHIP, machine
 from support.problems import SMALL, job, problem
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.hardware_model.model import Link
-from wanma.planner.heterogeneous.costs import MixedCosts
-from wanma.planner.heterogeneous.node_pools import Fleet, Kind
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.hardware_model.model import LinkLevel
+from wanma.planner.heterogeneous.costs import HeterogeneousCosts
+from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware, NodePool
 
 START = Plan(precision="bf16", device="cuda", sequence_parallel=True)
 SLOW = replace(
@@ -29,18 +29,21 @@ def fleet(
     slow_bytes: float = 40e9,
     outer: float = 10e9,
     across: float = 5e9,
-) -> Fleet:
+) -> HeterogeneousHardware:
     """`fast` test chips and `slow` ones with 0.4 of their rate, in machines of four or fewer."""
     one = machine(max(fast, 1), outer=outer)
     other = replace(machine(max(slow, 1), outer=outer), chip=SLOW)
     kinds = (
-        Kind(one, fast, min(fast, 4), fast_bytes),
-        Kind(other, slow, min(slow, 4), slow_bytes),
+        NodePool(one, fast, min(fast, 4), fast_bytes),
+        NodePool(other, slow, min(slow, 4), slow_bytes),
     )
-    return Fleet(kinds, Link(fast + slow, 10e-6, across))
+    return HeterogeneousHardware(kinds, LinkLevel(fast + slow, 10e-6, across))
 
 
 def costs(
-    of: Fleet | None = None, dimensions: DecoderDimensions = SMALL, batch: int = 16, start: Plan = START
-) -> MixedCosts:
-    return MixedCosts(problem(job(global_batch=batch), dimensions), of or fleet(), start)
+    of: HeterogeneousHardware | None = None,
+    dimensions: DecoderConfig = SMALL,
+    batch: int = 16,
+    start: Plan = START,
+) -> HeterogeneousCosts:
+    return HeterogeneousCosts(problem(job(global_batch=batch), dimensions), of or fleet(), start)

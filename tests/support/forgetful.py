@@ -16,17 +16,17 @@ def errors_are_forgotten() -> None:
 
     def forgetting(self: GradientCompression, **keywords: Any) -> None:
         end_step(self, **keywords)
-        for memory in self._memories.values():
-            if memory.error is not None:
-                memory.error.zero_()
+        for memory in self._error_feedbacks.values():
+            if memory.residual is not None:
+                memory.residual.zero_()
 
     GradientCompression.end_step = forgetting  # type: ignore[method-assign]
 
 
 def gradients_of_step_2_are_not_finite() -> None:
-    factor = Trainer.factor
+    factor = Trainer.loss_multiplier
 
     def broken(self: Trainer, global_batch: int) -> float:
         return torch.nan if self.state.step == 1 else factor(self, global_batch)
 
-    Trainer.factor = broken  # type: ignore[method-assign]
+    Trainer.loss_multiplier = broken  # type: ignore[method-assign]

@@ -14,9 +14,9 @@ def keep_in_fp32() -> None:
 
     def nothing(module: nn.Module, dtype: torch.dtype, fixed: object) -> None: ...
 
-    def everything(self: parallelize.Parallel) -> dict[str, nn.Parameter]:
+    def everything(self: parallelize.ParallelModel) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
 
-    parallelize.round_frozen = nothing
-    parallelize.Parallel.trainable = everything  # type: ignore[method-assign]
-    sharded.held_once = lambda *_: set()
+    parallelize.cast_frozen_weights = nothing
+    parallelize.ParallelModel.trainable_parameters = everything  # type: ignore[method-assign]
+    sharded.find_gather_free_weights = lambda *_: set()

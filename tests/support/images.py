@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from wanma.checkpoint.in_memory.memory_file import Head, read_head
-from wanma.job.run.worker import Images
+from wanma.checkpoint.in_memory.memory_file import MemoryFileHeader, read_header
+from wanma.job.run.worker import MemoryFilePaths
 
 
 class Held:
@@ -19,18 +19,18 @@ class Held:
         for descriptor in (one for pair in self.pairs for one in pair):
             os.close(descriptor)
 
-    def images(self, rank: int, found: Held | None = None, step: int | None = None) -> Images:
+    def images(self, rank: int, found: Held | None = None, step: int | None = None) -> MemoryFilePaths:
         """Instructions of `rank`: to write here, and to take up `step` of the files in `found`."""
         one, other = map(_path, self.pairs[rank])
         if found is None:
-            return Images((one, other))
+            return MemoryFilePaths((one, other))
         paths = {rank: tuple(map(_path, pair)) for rank, pair in enumerate(found.pairs)}
-        return Images((one, other), paths, step)
+        return MemoryFilePaths((one, other), paths, step)
 
-    def heads(self, rank: int) -> list[Head]:
+    def heads(self, rank: int) -> list[MemoryFileHeader]:
         """Complete in-memory checkpoints, newest first."""
-        heads = (read_head(descriptor) for descriptor in self.pairs[rank])
-        return sorted((head for head in heads if head and head.complete), key=lambda head: -head.step)
+        heads = (read_header(descriptor) for descriptor in self.pairs[rank])
+        return sorted((head for head in heads if head and head.is_complete), key=lambda head: -head.step)
 
     def steps(self) -> set[int]:
         """Steps of which every rank has an in-memory checkpoint."""
@@ -40,7 +40,7 @@ class Held:
     def flip(self, rank: int, step: int, offset: int) -> None:
         """Damage one bit of a content."""
         (descriptor,) = (
-            one for one in self.pairs[rank] if (head := read_head(one)) is not None and head.step == step
+            one for one in self.pairs[rank] if (head := read_header(one)) is not None and head.step == step
         )
         byte = os.pread(descriptor, 1, offset)[0]
         os.pwrite(descriptor, bytes([byte ^ 4]), offset)
@@ -48,7 +48,7 @@ class Held:
 
 def workers(held: Held, ranks: Iterable[int], **fields: object) -> dict[int, dict[str, object]]:
     """For `run_job`."""
-    return {rank: {"images": held.images(rank), **fields} for rank in ranks}
+    return {rank: {"memory_files": held.images(rank), **fields} for rank in ranks}
 
 
 def _file() -> int:

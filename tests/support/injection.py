@@ -139,22 +139,22 @@ def install() -> None:
         probe = Probe(Path(order["folder"]), Path(order["trace"]), faults, spec)
         probe.at(0, "born")
 
-        class Probed(worker_process.Supervised):
+        class Probed(worker_process.WorkerSupervisorClient):
             def __init__(self, channel: Any, board: Any, writer: Any) -> None:
                 super().__init__(channel, board, writer)
-                progress, step_done = self.progress, self.step_done
+                progress, finished = self.report_progress, self.report_finished_step
 
                 def told(step: int, phase: str) -> None:
                     progress(step, phase)
                     probe.at(step, phase)
 
                 def done(step: int) -> None:
-                    step_done(step)
+                    finished(step)
                     probe.at(step, "step done")
 
-                self.progress, self.step_done = told, done
+                self.report_progress, self.report_finished_step = told, done
 
-        worker_process.Supervised = Probed  # type: ignore[misc]  # in this rank's own process
+        worker_process.WorkerSupervisorClient = Probed  # type: ignore[misc]  # in this rank's own process
         return run(spec, *rest)
 
     worker_process._run = probed

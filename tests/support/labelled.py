@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wanma.data.batch import IGNORED
+from wanma.data.batch import IGNORE_INDEX
 
 
 class LabelledTokens:
@@ -19,9 +19,9 @@ class LabelledTokens:
         places = torch.arange(sequence)
         self.mask = ((places >= sequence - lengths) if left else (places < lengths)).long()
         prompt = (self.mask.cumsum(1) <= 1) & (torch.arange(size).unsqueeze(1) % 2 == 0)
-        self.labels = self.tokens.masked_fill((self.mask == 0) | prompt, IGNORED)
+        self.labels = self.tokens.masked_fill((self.mask == 0) | prompt, IGNORE_INDEX)
         if left:  # the first token after padding would be predicted from padding
-            self.labels[self.mask.cumsum(1) == 1] = IGNORED
+            self.labels[self.mask.cumsum(1) == 1] = IGNORE_INDEX
 
     def __len__(self) -> int:
         return len(self.tokens)

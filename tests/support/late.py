@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 
 from wanma.parallel import parallelize
-from wanma.parallel.data_parallel.shared_memory_weights import CommonWeights
-from wanma.training.optimizer.named_optimizer import Updater
+from wanma.parallel.data_parallel.shared_memory_weights import SharedMemoryWeights
+from wanma.training.optimizer.named_optimizer import NamedOptimizer
 from wanma.training.step.forward_backward import ForwardBackward
 
 SECONDS = 0.15
 
 
 def with_its_update() -> None:
-    step = Updater.step
+    step = NamedOptimizer.step
 
     def late(self: Any, *arguments: Any) -> None:
         _wait()
         step(self, *arguments)
 
-    Updater.step = late  # type: ignore[method-assign]
+    NamedOptimizer.step = late  # type: ignore[method-assign]
 
 
 def with_an_evaluation() -> None:
@@ -39,16 +39,16 @@ def with_an_evaluation() -> None:
 
 def with_its_update_and_nobody_waits() -> None:
     with_its_update()
-    CommonWeights._meet = lambda _: None  # type: ignore[method-assign]
+    SharedMemoryWeights._barrier = lambda _: None  # type: ignore[method-assign]
 
 
 def with_an_evaluation_and_nobody_waits() -> None:
     with_an_evaluation()
-    CommonWeights._meet = lambda _: None  # type: ignore[method-assign]
+    SharedMemoryWeights._barrier = lambda _: None  # type: ignore[method-assign]
 
 
 def nothing_is_common() -> None:
-    parallelize.share_weights = lambda *_: None
+    parallelize.share_weights_in_memory = lambda *_: None
 
 
 def _wait() -> None:

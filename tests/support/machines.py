@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.hardware_model.model import (
+    AttentionCurve,
+    DeviceModel,
+    HardwareModel,
+    LinkLevel,
+    MatmulCurve,
+)
 
-CHIP = Chip(
+CHIP = DeviceModel(
     name="test chip",
     peak_flops_per_second={"bf16": 100e12, "fp16": 100e12, "fp8": 200e12},
     bandwidth_bytes_per_second=1e12,
     multiprocessors=100,
     products={
-        "bf16": ProductCurve(attainable=0.8, fill=128),
-        "fp16": ProductCurve(attainable=0.8, fill=128),
-        "fp8": ProductCurve(attainable=0.7, fill=256),
+        "bf16": MatmulCurve(attainable=0.8, fill=128),
+        "fp16": MatmulCurve(attainable=0.8, fill=128),
+        "fp8": MatmulCurve(attainable=0.7, fill=256),
     },
     attention=AttentionCurve(attainable=0.5, fill=512, backward=0.8),
     bandwidth_share=0.8,
@@ -22,8 +28,10 @@ CHIP = Chip(
 
 def machine(
     devices: int = 32, *, inner: float = 100e9, outer: float = 10e9, latency: float = 1e-6
-) -> Machine:
+) -> HardwareModel:
     """Nodes of eight."""
-    return Machine(
-        CHIP, (Link(8, latency, inner), Link(max(devices, 16), 5 * latency, outer)), start_seconds=0.0
+    return HardwareModel(
+        CHIP,
+        (LinkLevel(8, latency, inner), LinkLevel(max(devices, 16), 5 * latency, outer)),
+        start_seconds=0.0,
     )

@@ -10,12 +10,12 @@ import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from wanma.job.cluster import Cluster, Node
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job, Precision
 from wanma.job.sections.parallel import ParallelSection
-from wanma.planner.rules.mesh import check_axes, check_micro_batches
+from wanma.planner.rules.mesh import check_mesh, check_micro_batches
 
 GLOBAL_BATCH, LENGTH = 7, 32
 """Samples that no number of ranks divides."""
@@ -143,10 +143,10 @@ class Case:
         plan = Plan(**settings)
         if "experts" in self.variants and plan.dp_replicate * plan.dp_shard * plan.cp == 1:
             plan = replace(plan, dp_replicate=2)
-        stages = plan.stages
+        stages = plan.stage_count
         cuts = tuple(range(4 // stages, 4, 4 // stages)) if stages > 1 else ()
         # A data rank has 7 samples, or 4 and 3: in four micro-batches, which every schedule admits.
-        micro_batch = 1 if plan.data_ranks > 1 else 2
+        micro_batch = 1 if plan.data_parallel_size > 1 else 2
         return replace(plan, stage_cuts=cuts, micro_batch=micro_batch, precision=self.precision)
 
 
@@ -194,7 +194,7 @@ def refusal(variants: tuple[str, ...]) -> str | None:
         }
     )
     try:
-        check_axes(job, plan, Cluster((Node("here", 64, 1 << 40, ()),)))
+        check_mesh(job, plan, Cluster((NodeGroup("here", 64, 1 << 40, ()),)))
         check_micro_batches(job, plan)
     except JobError as error:
         return error.message

@@ -12,24 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 
 
-def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, int]:
+def measure_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> dict[str, int]:
     """Bytes on this rank by kind, each at its peak within the job's steps.
 
     Gradients and gathered parameters are looked at between the operators of each block; what shares
     storage counts once.
     """
     from wanma.collectives.shared_memory.backend import allocated_bytes
-    from wanma.data.opening import open_data
-    from wanma.data.step_loader import Loader
-    from wanma.models.model_spec import model_spec, with_frozen
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.data.opening import open_dataset
+    from wanma.data.step_loader import StepLoader
+    from wanma.models.model_spec import apply_freezing_to_spec, resolve_model_spec
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
-    from wanma.training.loss.loss_functions import classification_loss
-    from wanma.training.optimizer.named_optimizer import build_updater
+    from wanma.training.loss.loss_functions import cross_entropy_loss
+    from wanma.training.optimizer.named_optimizer import build_optimizer
     from wanma.training.step.forward_backward import ForwardBackward
 
     parsed = Job.model_validate(job)
@@ -38,20 +38,20 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
     def note(kind: str, count: int) -> None:
         peaks[kind] = max(peaks.get(kind, 0), count)
 
-    with process_grid(worker, plan, 60, parsed.parallel.collectives) as grid:
-        data = open_data(parsed.data, parsed.train)
-        spec = model_spec(
+    with open_mesh(worker, plan, 60, parsed.parallel.collectives) as grid:
+        data = open_dataset(parsed.data, parsed.train)
+        spec = resolve_model_spec(
             parsed.model,
-            vocabulary=data.vocabulary,
+            vocabulary_size=data.vocabulary_size,
             sequence_length=parsed.data.sequence_length,
             image_shape=data.image_shape,
             classes=data.classes,
         )
-        parallel = parallelize(with_frozen(spec, parsed.train.parameter_groups), plan, grid, 1)
-        parallel.initialize()
+        parallel = parallelize(apply_freezing_to_spec(spec, parsed.train.parameter_groups), plan, grid, 1)
+        parallel.initialize_parameters()
         module = parallel.module
-        updater = build_updater(dict(module.named_parameters()), parsed.train, plan, roles=parallel.roles)
-        run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
+        updater = build_optimizer(dict(module.named_parameters()), parsed.train, plan, roles=parallel.roles)
+        run = ForwardBackward(parallel, parsed, plan, grid, cross_entropy_loss)
         groups = [
             m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)
         ]
@@ -64,8 +64,12 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
             gathered = [p for p in managed if not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")]
             whole = [p._unsharded_param for p in gathered if hasattr(p, "_unsharded_param")]
             # What computes in the state's own memory holds gradients, and nothing else.
-            whole += [p for p in module.parameters() if id(p) not in mine] if plan.computes_with_state else []
-            note("parameters", size([*own, *([] if plan.computes_with_state else whole)]))
+            whole += (
+                [p for p in module.parameters() if id(p) not in mine]
+                if plan.computes_on_master_weights
+                else []
+            )
+            note("parameters", size([*own, *([] if plan.computes_on_master_weights else whole)]))
             note(
                 "gradients",
                 size(
@@ -89,9 +93,9 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
         for inner in module.modules():
             if not list(inner.children()):
                 inner.register_forward_hook(after)
-        with Loader(data, plan, parsed.train, grid.data_rank, 0, 1) as loader:
+        with StepLoader(data, plan, parsed.train, grid.data_rank, 0, 1) as loader:
             for step in loader:
-                run(step.micro_batches, 1.0 / step.global_batch)
+                run(step.micro_batches, 1.0 / step.global_batch_size)
                 look()
                 updater.step(1e-3)
                 updater.zero_gradients()
@@ -104,54 +108,54 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
 
 def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps of the first micro-batch of a job on one process, its loss included."""
-    from wanma.data.opening import open_data
-    from wanma.models.model_spec import build_model, model_spec
-    from wanma.parallel.data_parallel.sharded import DTYPES
-    from wanma.parallel.memory.recompute import recompute
-    from wanma.training.loss.loss_functions import classification_loss
+    from wanma.data.opening import open_dataset
+    from wanma.models.model_spec import build_model, resolve_model_spec
+    from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES
+    from wanma.parallel.memory.recompute import apply_recompute
+    from wanma.training.loss.loss_functions import cross_entropy_loss
 
     parsed = Job.model_validate(job)
-    data = open_data(parsed.data, parsed.train)
-    spec = model_spec(
+    data = open_dataset(parsed.data, parsed.train)
+    spec = resolve_model_spec(
         parsed.model,
-        vocabulary=data.vocabulary,
+        vocabulary_size=data.vocabulary_size,
         sequence_length=parsed.data.sequence_length,
         image_shape=data.image_shape,
         classes=data.classes,
     )
-    model = build_model(spec, 1, DTYPES[plan.precision])
-    assert spec.layout is not None
-    assert spec.layout.blocks is not None
-    recompute(list(model.get_submodule(spec.layout.blocks).children()), plan)
+    model = build_model(spec, 1, PRECISION_DTYPES[plan.precision])
+    assert spec.parallel_spec is not None
+    assert spec.parallel_spec.blocks is not None
+    apply_recompute(list(model.get_submodule(spec.parallel_spec.blocks).children()), plan)
     batch = data.batch(range(plan.micro_batch))
     losses: list[Any] = []
     return held_after(
-        lambda: losses.append(classification_loss(model(*batch.inputs, **batch.keywords), batch))
+        lambda: losses.append(cross_entropy_loss(model(*batch.inputs, **batch.keywords), batch))
     )
 
 
-def kept_by_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> int:
+def kept_by_rank(worker: WorkerContext, job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps on this rank of the first micro-batch, its loss included."""
-    from wanma.data.opening import open_data
-    from wanma.models.model_spec import model_spec, with_frozen
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.data.opening import open_dataset
+    from wanma.models.model_spec import apply_freezing_to_spec, resolve_model_spec
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
-    from wanma.training.loss.loss_functions import classification_loss
+    from wanma.training.loss.loss_functions import cross_entropy_loss
     from wanma.training.step.forward_backward import ForwardBackward
 
     parsed = Job.model_validate(job)
-    with process_grid(worker, plan, 60) as grid:
-        data = open_data(parsed.data, parsed.train)
-        spec = model_spec(
+    with open_mesh(worker, plan, 60) as grid:
+        data = open_dataset(parsed.data, parsed.train)
+        spec = resolve_model_spec(
             parsed.model,
-            vocabulary=data.vocabulary,
+            vocabulary_size=data.vocabulary_size,
             sequence_length=parsed.data.sequence_length,
             image_shape=data.image_shape,
             classes=data.classes,
         )
-        parallel = parallelize(with_frozen(spec, parsed.train.parameter_groups), plan, grid, 1)
-        parallel.initialize()
-        run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
+        parallel = parallelize(apply_freezing_to_spec(spec, parsed.train.parameter_groups), plan, grid, 1)
+        parallel.initialize_parameters()
+        run = ForwardBackward(parallel, parsed, plan, grid, cross_entropy_loss)
         batch = data.batch(range(plan.micro_batch))
         run.losses(batch)  # gathers the weights, which are no activations
         losses: list[Any] = []
@@ -183,9 +187,9 @@ def held_after(run: Callable[[], Any]) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    from wanma.parallel.parameters.initialization import local_part
+    from wanma.checkpoint.format.local_shards import local_tensor
 
-    return local_part(tensor)
+    return local_tensor(tensor)
 
 
 def storage(tensor: Tensor) -> int:

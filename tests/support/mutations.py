@@ -18,9 +18,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wanma.collectives.fsdp import point_to_point_collectives, shared_memory_collectives
-from wanma.collectives.timing.communication_timer import Flight
+from wanma.collectives.timing.communication_timer import AsyncTransfer
 from wanma.models.keyed_random import forward_draws
-from wanma.models.layers.router import Routing
+from wanma.models.layers.router import TopKRouter
 from wanma.parallel import parallelize
 from wanma.parallel.context import all_to_all_attention, ring_attention
 from wanma.parallel.expert import expert_parallel
@@ -55,15 +55,15 @@ def _without_all_reduce(module: Any, unless: Callable[..., bool] = lambda *_, **
 # ---------------------------------------------------------------- tensor and sequence
 
 
-class _UnsummedAxis(tensor_parallel._Axis):
+class _UnsummedTensorGroup(tensor_parallel._TensorGroup):
     def reduce(self, parts: Tensor) -> Tensor:
         return parts
 
 
-def _not_summed(role: str) -> None:
-    split = tensor_parallel._ROLES[role]  # type: ignore[index]  # a literal
-    tensor_parallel._ROLES[role] = lambda module, axis: split(  # type: ignore[index]
-        module, _UnsummedAxis(axis.mesh, axis.residual, axis.layout)
+def _not_summed(style: str) -> None:
+    apply = tensor_parallel._APPLY_STYLE[style]  # type: ignore[index]  # a literal
+    tensor_parallel._APPLY_STYLE[style] = lambda module, group: apply(  # type: ignore[index]
+        module, _UnsummedTensorGroup(group.mesh, group.residual_placement, group.parallel_spec)
     )
 
 
@@ -85,18 +85,20 @@ def tokens_of_other_ranks_are_not_masked() -> None:
 
 
 def gradients_of_gathered_inputs_are_not_summed() -> None:
-    local_parameters._Convert.backward = staticmethod(lambda _, gradient: (gradient, None, None, None, None))  # type: ignore[method-assign]
+    local_parameters._Redistribute.backward = staticmethod(
+        lambda _, gradient: (gradient, None, None, None, None)
+    )  # type: ignore[method-assign]
 
 
 def _move_otherwise(move: Callable[..., Tensor | None]) -> None:
-    """Replace `local._move` where `move` does not give None."""
-    right = local_parameters._move
+    """Replace `_timed_collective` where `move` does not give None."""
+    right = local_parameters._timed_collective
 
     def moved(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
         result = move(right, x, source, target, ranks, group)
         return right(x, source, target, ranks, group) if result is None else result
 
-    local_parameters._move = moved
+    local_parameters._timed_collective = moved
 
 
 def scattered_parts_are_not_summed() -> None:
@@ -120,12 +122,12 @@ def sequence_is_gathered_in_another_order() -> None:
 
 def gradients_of_norms_are_of_a_part_of_the_sequence() -> None:
     """Each rank updates its copy by the gradient of its own tokens."""
-    tensor_parallel.whole_with_partial_gradient = local_parameters.own_shard
+    tensor_parallel.replicated_with_partial_gradient = local_parameters.local_shard
 
 
 def all_look_at_the_first_key_head() -> None:
-    right = tensor_parallel.heads_seen
-    tensor_parallel.heads_seen = lambda *arguments: [0] * len(right(*arguments))
+    right = tensor_parallel.local_kv_heads
+    tensor_parallel.local_kv_heads = lambda *arguments: [0] * len(right(*arguments))
 
 
 # ---------------------------------------------------------------- the loss over a split vocabulary
@@ -139,40 +141,42 @@ def normalizers_are_of_ones_own_classes() -> None:
 
 
 def targets_count_on_every_rank() -> None:
-    right = cross_entropy._columns
+    right = cross_entropy._local_targets
 
     def columns(targets: Tensor, classes: int, group: Any) -> tuple[Tensor, Tensor]:
         column, is_here = right(targets, classes, group)
         return column, torch.ones_like(is_here)
 
-    cross_entropy._columns = columns
+    cross_entropy._local_targets = columns
 
 
 # ---------------------------------------------------------------- context
 
 
 def _see_otherwise(change: Callable[[Any], Any]) -> None:
-    right = ring_attention._block
+    right = ring_attention._visible_block
 
     def block(*arguments: Any) -> Any:
         found = right(*arguments)
-        return replace(found, sight=change(found.sight))
+        return replace(found, visibility=change(found.visibility))
 
-    ring_attention._block = block
+    ring_attention._visible_block = block
 
 
 def ones_own_block_is_not_causal() -> None:
-    _see_otherwise(lambda sight: replace(sight, causal=False))
+    _see_otherwise(lambda visibility: replace(visibility, causal=False))
 
 
 def documents_see_each_other_across_ranks() -> None:
-    _see_otherwise(lambda sight: sight if sight.causal else replace(sight, documents=None))
+    _see_otherwise(
+        lambda visibility: visibility if visibility.causal else replace(visibility, document_ids=None)
+    )
 
 
 def blocks_are_merged_with_equal_weights() -> None:
-    def merge(output: Tensor, log_sum: Tensor, block_output: Tensor, block_log_sum: Tensor) -> None:
+    def merge(output: Tensor, log_sum_exp: Tensor, block_output: Tensor, block_log_sum: Tensor) -> None:
         output.lerp_(block_output.to(output.dtype), 0.5)
-        log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
+        log_sum_exp.copy_(torch.logaddexp(log_sum_exp, block_log_sum))
 
     ring_attention._merge = merge
 
@@ -180,35 +184,35 @@ def blocks_are_merged_with_equal_weights() -> None:
 def log_sums_are_of_ones_own_block() -> None:
     """Only backward uses them, where two ranks make the ring."""
     right = ring_attention._merge
-    ring_attention._merge = lambda output, log_sum, *block: right(output, log_sum.clone(), *block)
+    ring_attention._merge = lambda output, log_sum_exp, *block: right(output, log_sum_exp.clone(), *block)
 
 
 def gradients_of_keys_do_not_travel() -> None:
-    right = ring_attention._Ring.pass_on
+    right = ring_attention._Ring.send_to_next
 
-    def pass_on(self: Any, x: Tensor, tag: int) -> Any:
-        if tag == ring_attention._BACKWARD:
-            return ring_attention._Arrival(x, x, [], Flight("context"))
+    def send_to_next(self: Any, x: Tensor, tag: int) -> Any:
+        if tag == ring_attention._GRADIENT_TAG:
+            return ring_attention._PendingReceive(x, x, [], AsyncTransfer("context"))
         return right(self, x, tag)
 
-    ring_attention._Ring.pass_on = pass_on  # type: ignore[method-assign]
+    ring_attention._Ring.send_to_next = send_to_next  # type: ignore[method-assign]
 
 
 def gradients_of_heads_are_not_exchanged() -> None:
-    all_to_all_attention._Exchange.backward = staticmethod(lambda _, gradient: (gradient, None))  # type: ignore[method-assign]
+    all_to_all_attention._AllToAll.backward = staticmethod(lambda _, gradient: (gradient, None))  # type: ignore[method-assign]
 
 
 def positions_are_those_of_the_front() -> None:
     """Rotary angles of every rank as if its part of the sequence were the first."""
-    right = forward_backward.split_sequence
+    right = forward_backward.shard_sequence
 
-    def split(batch: Any, grid: Any) -> Any:
-        part = right(batch, grid)
+    def shard(batch: Any, parallel_mesh: Any) -> Any:
+        part = right(batch, parallel_mesh)
         local_length = part.targets.shape[1]
         first = batch.keywords["positions"][:, :local_length]
         return replace(part, keywords={**part.keywords, "positions": first})
 
-    forward_backward.split_sequence = split
+    forward_backward.shard_sequence = shard
 
 
 # ---------------------------------------------------------------- dropout
@@ -220,25 +224,25 @@ def dropout_does_not_know_its_positions() -> None:
 
 def dropout_is_keyed_by_row() -> None:
     """Key dropout by the row within the micro-batch instead of the run."""
-    right = forward_draws.keyed_samples
+    right = forward_draws.bind_samples
 
     def keyed(model: Any, seed: int, samples: Tensor, *more: Any) -> Any:
         rows = torch.arange(len(samples))
         return right(model, seed, torch.where(samples >= 0, rows, samples), *more)
 
-    forward_draws.keyed_samples = keyed
+    forward_draws.bind_samples = keyed
 
 
 # ---------------------------------------------------------------- experts
 
 
 def results_return_in_the_order_of_experts() -> None:
-    expert_parallel.collect = lambda rows, *_: rows
+    expert_parallel.unpermute_tokens = lambda rows, *_: rows
 
 
 def weights_stay_in_the_order_of_senders() -> None:
-    right = expert_parallel.spread
-    expert_parallel.spread = lambda x, *order: x if x.shape[-1] == 1 else right(x, *order)
+    right = expert_parallel.permute_tokens
+    expert_parallel.permute_tokens = lambda x, *order: x if x.shape[-1] == 1 else right(x, *order)
 
 
 def gradients_of_experts_stay_with_one_replica() -> None:
@@ -260,11 +264,13 @@ def balance_is_that_of_a_part_of_the_sample() -> None:
 
 def capacity_goes_by_the_order_held() -> None:
     """And not by the order of the sequence: other tokens are dropped."""
-    expert_parallel.SplitSamples._order = lambda self, held, _: torch.arange(held * self._context_ranks)  # type: ignore[method-assign]
+    expert_parallel.ShardedSampleReduction._gathered_positions = lambda self, held, _: torch.arange(
+        held * self._context_ranks
+    )  # type: ignore[method-assign]
 
 
 def balancing_loss_has_no_factor() -> None:
-    Routing.factor = property(lambda _: 1.0, lambda *_: None)  # type: ignore[assignment]
+    TopKRouter.auxiliary_loss_scale = property(lambda _: 1.0, lambda *_: None)  # type: ignore[assignment]
 
 
 # ---------------------------------------------------------------- pipeline
@@ -272,14 +278,14 @@ def balancing_loss_has_no_factor() -> None:
 
 def gradients_are_divided_by_micro_batches() -> None:
     """torch's own default."""
-    right = pipeline_runner.Pipeline._training
+    right = pipeline_runner.PipelineRunner._training_schedule
 
     def training(self: Any, *arguments: Any) -> Any:
         schedule = right(self, *arguments)
         schedule.scale_grads = True
         return schedule
 
-    pipeline_runner.Pipeline._training = training  # type: ignore[method-assign]
+    pipeline_runner.PipelineRunner._training_schedule = training  # type: ignore[method-assign]
 
 
 def tied_gradients_are_not_summed() -> None:
@@ -287,7 +293,7 @@ def tied_gradients_are_not_summed() -> None:
 
 
 def tied_tensors_count_twice_in_the_norm() -> None:
-    named_optimizer.Updater.counted_gradients = named_optimizer.Updater.gradients  # type: ignore[method-assign]
+    named_optimizer.NamedOptimizer.owned_gradients = named_optimizer.NamedOptimizer.gradients  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- data
@@ -295,12 +301,12 @@ def tied_tensors_count_twice_in_the_norm() -> None:
 
 def replicas_are_not_summed() -> None:
     class Nothing:
-        def is_done(self) -> bool:
+        def is_completed(self) -> bool:
             return True
 
         def wait(self) -> None: ...
 
-    reduction_groups.over_group = lambda _: lambda _bucket: Nothing()
+    reduction_groups.make_backend_all_reduce = lambda _: lambda _bucket: Nothing()
 
 
 def replicas_of_shards_are_not_summed() -> None:
@@ -312,15 +318,17 @@ def shards_keep_their_own_gradient() -> None:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
     for scatter in (
-        point_to_point_collectives.GlooReduceScatter,
-        shared_memory_collectives.SharedReduceScatter,
+        point_to_point_collectives.PointToPointReduceScatter,
+        shared_memory_collectives.SharedMemoryReduceScatter,
     ):
         scatter.__call__ = keep  # type: ignore[method-assign]
 
 
 def the_divisor_is_forgotten() -> None:
-    right = parallelize.shard_data
-    parallelize.shard_data = lambda *arguments, **keywords: replace(right(*arguments, **keywords), divisor=1)
+    right = parallelize.apply_data_parallel
+    parallelize.apply_data_parallel = lambda *arguments, **keywords: replace(
+        right(*arguments, **keywords), gradient_divisor=1
+    )
 
 
 # ---------------------------------------------------------------- the end of a step
@@ -331,7 +339,7 @@ def replicated_gradients_count_on_every_rank() -> None:
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return torch.stack([part.double().square().sum() for part in parts]).sum()
 
-    parameter_update.squared_norm_share = share
+    parameter_update.local_squared_norm = share
 
 
 def ranks_do_not_agree_on_the_step() -> None:
@@ -340,11 +348,11 @@ def ranks_do_not_agree_on_the_step() -> None:
 
 def the_mean_is_over_all_targets_that_could_be() -> None:
     """Divide by all targets, those that a mask took away included."""
-    right = trainer.agree
+    right = trainer.reduce_step_totals
 
-    def agree(*arguments: Any, **keywords: Any) -> Any:
-        agreement = right(*arguments, **keywords)
-        norm = agreement.gradient_norm / agreement.correction
-        return replace(agreement, correction=1.0, gradient_norm=norm)
+    def reduce(*arguments: Any, **keywords: Any) -> Any:
+        totals = right(*arguments, **keywords)
+        norm = totals.gradient_norm / totals.gradient_multiplier
+        return replace(totals, gradient_multiplier=1.0, gradient_norm=norm)
 
-    trainer.agree = agree
+    trainer.reduce_step_totals = reduce

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from wanma.collectives.compression.overlap import together
+from wanma.collectives.compression.overlap import run_interleaved
 from wanma.parallel.gradients import gradient_compression
 
 
 def sum_one_by_one() -> None:
-    gradient_compression.together = partial(together, at_once=1)  # type: ignore[assignment]
+    gradient_compression.run_interleaved = partial(run_interleaved, max_in_flight=1)  # type: ignore[assignment]

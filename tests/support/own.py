@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.data.batch import IGNORED
+from wanma.data.batch import IGNORE_INDEX
 
 
 class Numbers:
@@ -37,7 +37,7 @@ class PartlyLabelled(Numbers):
         self.inputs = torch.randint(vocabulary, (size, sequence), generator=generator)
         self.targets = torch.randint(vocabulary, (size, sequence), generator=generator)
         missing = torch.arange(size) % (sequence + 1)
-        self.targets[torch.arange(sequence) < missing.unsqueeze(1)] = IGNORED
+        self.targets[torch.arange(sequence) < missing.unsqueeze(1)] = IGNORE_INDEX
 
 
 class Tagger(nn.Module):
@@ -141,7 +141,7 @@ class Unlabelled(PartlyLabelled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.targets.fill_(IGNORED)
+        self.targets.fill_(IGNORE_INDEX)
 
 
 def save_images(path: Any, size: int, count: int = 48, classes: int = 3) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wanma
 from support.own import Numbers, Plain, seeded
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
+from wanma.job.run.worker import WorkerContext, current_worker_context
 
 
 def session_job(**sections: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def loop(job: dict[str, Any], run_directory: Path | None = None, validates: bool
     return seen
 
 
-def loop_in_rank(worker: Worker, job: dict[str, Any], run_directory: Path, *more: Any) -> list[int]:
+def loop_in_rank(worker: WorkerContext, job: dict[str, Any], run_directory: Path, *more: Any) -> list[int]:
     """`loop` as a process that `wanma launch` started."""
     RunDirectory(run_directory).create()
-    current_worker.set(replace(worker, run_directory=run_directory))
+    current_worker_context.set(replace(worker, run_directory=run_directory))
     return loop(job, None, *more)

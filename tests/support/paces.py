@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wanma.data.sampling.batch_size_schedule import global_batch
-from wanma.training.balancing.share_rebalancer import ShareMoves
+from wanma.data.sampling.batch_size_schedule import global_batch_size
+from wanma.training.balancing.share_rebalancer import ShareRebalancer
 
 
 def last_rank_takes_thrice() -> None:
@@ -30,14 +30,14 @@ def all_take_the_same() -> None:
 
 
 def _tell(row_seconds, step_seconds: float = 1.0) -> None:  # type: ignore[no-untyped-def]  # a lambda
-    worked, step_ended = ShareMoves.worked, ShareMoves.step_ended
+    worked, step_ended = ShareRebalancer.record_compute, ShareRebalancer.record_step
 
-    def told(self: ShareMoves, seconds: float) -> None:  # the clock's own
-        rank, plan, step = self._grid.data_rank, self.plan, self._state.step
-        rows = len(plan.rows(global_batch(self._job.train, step), rank))
-        worked(self, rows * row_seconds(rank, plan.data_ranks, step))
+    def told(self: ShareRebalancer, seconds: float) -> None:  # the clock's own
+        rank, plan, step = self._parallel_mesh.data_rank, self.plan, self._state.step
+        rows = len(plan.batch_rows(global_batch_size(self._job.train, step), rank))
+        worked(self, rows * row_seconds(rank, plan.data_parallel_size, step))
 
-    def ended(self: ShareMoves, phases: Mapping[str, float], seconds: float) -> None:
+    def ended(self: ShareRebalancer, phases: Mapping[str, float], seconds: float) -> None:
         step_ended(self, dict.fromkeys(phases, 0.0), step_seconds)
 
-    ShareMoves.worked, ShareMoves.step_ended = told, ended  # type: ignore[method-assign]  # a test's
+    ShareRebalancer.record_compute, ShareRebalancer.record_step = told, ended  # type: ignore[method-assign]  # a test's

@@ -8,6 +8,6 @@ from functools import partial
 def fp8() -> None:
     """Compute what products in fp8 would give."""
     from wanma.parallel import parallelize
-    from wanma.parallel.precision.float8 import compute_in_fp8
+    from wanma.parallel.precision.float8 import apply_float8
 
-    parallelize.compute_in_fp8 = partial(compute_in_fp8, pretend=True)  # type: ignore[attr-defined]
+    parallelize.apply_float8 = partial(apply_float8, emulate=True)  # type: ignore[attr-defined]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from support.machines import CHIP, machine
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.forecast.problem import Problem
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.forecast.problem import PlanningProblem
 
-SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)
+SMALL = DecoderConfig(4, 512, 8, 8, 2048, 8192)
 SEQUENCE = 512
 
 
@@ -31,21 +31,21 @@ def cluster(devices: int = 8, memory_bytes: int = 80 << 30) -> Cluster:
     """Machines of eight devices, or one smaller one."""
     device = Device("cuda", CHIP.name, memory_bytes, dict(CHIP.peak_flops_per_second))
     within = min(devices, 8)
-    return Cluster((Node("node", 64, 1 << 40, (device,) * within, count=devices // within),))
+    return Cluster((NodeGroup("node", 64, 1 << 40, (device,) * within, count=devices // within),))
 
 
 def problem(
     of: Job | None = None,
-    dimensions: DecoderDimensions = SMALL,
+    dimensions: DecoderConfig = SMALL,
     devices: int = 8,
     memory_bytes: float = 80 << 30,
     **links: float,
-) -> Problem:
+) -> PlanningProblem:
     of = of or job()
-    return Problem(
+    return PlanningProblem(
         of,
         cluster(devices, int(memory_bytes)),
-        decoder_workload(dimensions, of.data.sequence_length),
+        compute_decoder_workload(dimensions, of.data.sequence_length),
         machine(devices, **links),
         memory_bytes,
         dimensions,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from wanma.collectives.shared_memory.errors import SharedMemoryError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 
 _context = multiprocessing.get_context("forkserver")
@@ -58,11 +58,11 @@ class Outcome:
 
     def tensors(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Full tensors of the checkpoint of `step`, by default the newest."""
-        from wanma.checkpoint.load.reader import load_full
+        from wanma.checkpoint.load.reader import load_full_tensors
 
         folders = sorted(self.directory.joinpath("checkpoints").glob("step-*[0-9]"))
         path = folders[-1] if step is None else self.directory / "checkpoints" / f"step-{step:08d}"
-        return load_full(path)
+        return load_full_tensors(path)
 
 
 def run_job(
@@ -78,7 +78,7 @@ def run_job(
 
     Args:
         patch: 'package.module:function' that each rank calls before it trains, to change what it runs.
-        workers: by rank, fields of its `Worker` that are not as usual.
+        workers: by rank, fields of its `WorkerContext` that are not as usual.
     """
     # By value, as `wanma.train` sends them: multiprocessing alone would let ranks share the tensors' memory.
     by_value = cloudpickle.dumps(objects or {})
@@ -88,12 +88,15 @@ def run_job(
 
 def run_here(directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any]) -> Outcome:
     """`run_job` of one rank in this very process, which costs no start of another; raises its error."""
-    from wanma.training.loop.train_request import Request
+    from wanma.training.loop.train_request import TrainRequest
     from wanma.training.loop.train_worker import train
 
     RunDirectory(directory).create()
     given = cloudpickle.loads(cloudpickle.dumps(objects))
-    train(Worker.alone(directory), Request(Job.model_validate(job), plan, objects=given))
+    train(
+        WorkerContext.single_process(directory),
+        TrainRequest(Job.model_validate(job), plan, user_objects=given),
+    )
     return Outcome(directory)
 
 
@@ -175,7 +178,7 @@ def _run_rank(
     arguments: tuple[Any, ...],
     results: Queue[tuple[int, Any, str | None]],
 ) -> None:
-    worker = Worker(rank, rank, world_size, world_size, 0, 1, folder, store_port=port)
+    worker = WorkerContext(rank, rank, world_size, world_size, 0, 1, folder, store_port=port)
     torch.set_num_threads(1)
     try:
         results.put((rank, function(worker, *arguments), None))
@@ -185,7 +188,7 @@ def _run_rank(
 
 
 def _train_rank(
-    worker: Worker,
+    worker: WorkerContext,
     directory: Path,
     job: dict[str, Any],
     plan: Plan,
@@ -196,9 +199,9 @@ def _train_rank(
     from dataclasses import replace
 
     from wanma.job.file.import_path import import_object
-    from wanma.training.loop.train_worker import Request, train
+    from wanma.training.loop.train_worker import TrainRequest, train
 
     if patch is not None:
         import_object(patch, "patch")()
     worker = replace(worker, run_directory=directory, **workers.get(worker.rank, {}))
-    return train(worker, Request(Job.model_validate(job), plan, objects=cloudpickle.loads(objects)))
+    return train(worker, TrainRequest(Job.model_validate(job), plan, user_objects=cloudpickle.loads(objects)))

@@ -52,7 +52,7 @@ def fail(folder: Path, text: dict[str, Any], plan: Plan, held: Held, patch: str)
 def recover(folder: Path, text: dict[str, Any], plan: Plan, held: Held, step: int) -> tuple[Outcome, Held]:
     after = Held(plan.world_size)
     told = {
-        rank: {"images": after.images(rank, held, step), "generation": 2, "restart": RESTART}
+        rank: {"memory_files": after.images(rank, held, step), "generation": 2, "restart": RESTART}
         for rank in range(plan.world_size)
     }
     return run_job(folder, text, plan, workers=told), after

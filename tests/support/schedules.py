@@ -15,14 +15,14 @@ def fake_stages(plan: Plan) -> list[Any]:
     """Return stages of rank 0, with what a schedule reads of them before it runs."""
     return [
         SimpleNamespace(
-            stage_index=number, num_stages=plan.stages, group_size=plan.pp, group_rank=0, submod=None
+            stage_index=number, num_stages=plan.stage_count, group_size=plan.pp, group_rank=0, submod=None
         )
-        for number in plan.stages_of(0)
+        for number in plan.stages_of_pipeline_rank(0)
     ]
 
 
 def rank_of_stage(plan: Plan) -> dict[int, int]:
-    return {stage: rank for rank in range(plan.pp) for stage in plan.stages_of(rank)}
+    return {stage: rank for rank in range(plan.pp) for stage in plan.stages_of_pipeline_rank(rank)}
 
 
 def comes_to_an_end(orders: Orders, plan: Plan) -> bool:
@@ -81,7 +81,7 @@ def step_time(orders: Orders, plan: Plan) -> int:
                 needs = [("F", stage - 1, batch)] if kind == "F" and stage > 0 else []
                 if kind in "IB":
                     needs = [("F", stage, batch)]
-                    needs += [("I", stage + 1, batch)] if stage < plan.stages - 1 else []
+                    needs += [("I", stage + 1, batch)] if stage < plan.stage_count - 1 else []
                 if any(need not in ends for need in needs):
                     break
                 clock[rank] = max([clock[rank], *(ends[need] for need in needs)]) + (2 if kind == "B" else 1)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.own import Tagger, seeded
-from wanma.data.batch import IGNORED
-from wanma.data.opening import open_data
+from wanma.data.batch import IGNORE_INDEX
+from wanma.data.opening import open_dataset
 from wanma.job.sections.job import Job
 
 FRAGMENTS = (("embedding.", "blocks.1."), ("blocks.0.", "head."))
@@ -71,10 +71,10 @@ class Site:
     def backward(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
         """Add the gradient of the summed losses; returns the sum and the number of targets."""
         loss = F.cross_entropy(
-            self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
         loss.backward()
-        return float(loss.detach()), int((targets != IGNORED).sum())
+        return float(loss.detach()), int((targets != IGNORE_INDEX).sum())
 
     def update(self, targets: int) -> None:
         """With the gradient of the mean, clipped."""
@@ -100,7 +100,7 @@ class Reference:
 def rows_of(text: dict[str, Any], step: int, sites: int) -> list[tuple[Tensor, Tensor]]:
     """(inputs, targets) of every site in `step`, counted from 0: contiguous, as even as can be."""
     parsed = Job.model_validate(text)
-    data = open_data(parsed.data, parsed.train)
+    data = open_dataset(parsed.data, parsed.train)
     size = parsed.train.global_batch
     batch = data.batch(range(step * size, (step + 1) * size))
     sizes = [size // sites + (site < size % sites) for site in range(sites)]

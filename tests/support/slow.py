@@ -8,23 +8,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wanma.job.run.worker import Unsupervised
+from wanma.job.run.worker import NullSupervisorClient
 from wanma.models.architectures.decoder import Block
 
 SECONDS = 0.15
 """Delay of the slow rank in every forward of a block."""
 
 
-class Noting(Unsupervised):
+class Noting(NullSupervisorClient):
     """Keeps what a rank says it took for itself in each step: (group, compute seconds)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
 
-    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
         with self._path.open("a") as notes:
-            notes.write(f"{group} {compute_seconds}\n")
+            notes.write(f"{peer_group} {compute_seconds}\n")
 
 
 def noted(path: Path) -> list[tuple[int, float]]:

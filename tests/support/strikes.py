@@ -45,9 +45,9 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
 
             _delay(ForwardBackward, "__call__", float(argument))
         case "slow upload":
-            from wanma.checkpoint.remote.remote_storage import Storage
+            from wanma.checkpoint.remote.remote_storage import RemoteStorage
 
-            _delay(Storage, "put", float(argument))
+            _delay(RemoteStorage, "upload_file", float(argument))
         case "wrong product":
             _spoil_product()
         case "allocate":
@@ -59,14 +59,14 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
         case "flip":
             from support.faults import flip_bit
 
-            flip_bit(next(iter(_trainer().state.weights().values())))
+            flip_bit(next(iter(_trainer().state.weight_tensors().values())))
         case "nan" | "spike":
-            from wanma.checkpoint.format.local_shards import local_part
+            from wanma.checkpoint.format.local_shards import local_tensor
 
-            for gradient in _trainer().state.updater.gradients():
-                local_part(gradient).mul_(float("nan") if what == "nan" else 1e6)
+            for gradient in _trainer().state.named_optimizer.gradients():
+                local_tensor(gradient).mul_(float("nan") if what == "nan" else 1e6)
         case "flip snapshot":
-            _flip_snapshots(spec.images, making - 1)
+            _flip_snapshots(spec.memory_file_paths, making - 1)
         case "flip checkpoint" | "tear checkpoint":
             _damage(checkpoints / f"step-{int(argument):08d}", tear=what == "tear checkpoint")
         case "fill disk":
@@ -94,14 +94,14 @@ def _delay(kind: type, method: str, seconds: float) -> None:
 def _spoil_product() -> None:
     from wanma.hardware.checks import device_check
 
-    right = device_check.product
+    right = device_check.multiply
 
     def wrong(*factors: Any) -> Any:
         found = right(*factors)
         found[5, 77] += 4
         return found
 
-    device_check.product = wrong
+    device_check.multiply = wrong
 
 
 def _eat(group: Path) -> None:
@@ -114,15 +114,15 @@ def _eat(group: Path) -> None:
 
 def _flip_snapshots(paths: tuple[str, ...], step: int) -> None:
     """One bit in each of this rank's copies, as soon as one is of `step`: whichever is taken up is wrong."""
-    from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, read_head
+    from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES, read_header
 
     def is_there() -> bool:
-        heads = [read_head(path) for path in paths]
-        return any(head is not None and head.complete and head.step >= step for head in heads)
+        heads = [read_header(path) for path in paths]
+        return any(head is not None and head.is_complete and head.step >= step for head in heads)
 
     _wait(is_there, f"a copy of step {step}")
     for path in paths:
-        _flip(Path(path), HEAD_BYTES + 100)
+        _flip(Path(path), HEADER_BYTES + 100)
 
 
 def _damage(checkpoint: Path, tear: bool) -> None:

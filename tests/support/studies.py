@@ -6,14 +6,20 @@ from dataclasses import replace
 
 from support.problems import job, problem
 from wanma.job.plan.plan import Plan
-from wanma.planner.explain.comparison import compare
-from wanma.planner.explain.scaling import ScalePoint
-from wanma.planner.explain.timeline import timeline_of
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.job_planner import Planned
-from wanma.planner.presentation.plan_analysis import Answers, Searched, Study, WhatIf, Why
-from wanma.planner.search.result import Candidate, Found, pareto_front
+from wanma.planner.explain.comparison import compare_plans
+from wanma.planner.explain.scaling import ScalingPoint
+from wanma.planner.explain.timeline import plan_timeline
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.job_planner import PlanResult
+from wanma.planner.presentation.plan_analysis import (
+    PlanAnalysis,
+    SearchedPlans,
+    Study,
+    WhatIfAnswer,
+    WhyAnswer,
+)
+from wanma.planner.search.result import Candidate, SearchResult, build_pareto_front
 
 PLANS = (
     Plan(dp_replicate=8, precision="bf16", device="cuda", micro_batch=2),
@@ -24,11 +30,11 @@ PLANS = (
 FP8 = replace(PLANS[0], fp8=True, approximate=("fp8",))
 
 
-def found(given: Problem) -> Found:
-    candidates = [Candidate(plan, forecast(given, plan)) for plan in PLANS]
-    candidates.append(Candidate(FP8, forecast(given, FP8), "fp8 is <not> allowed"))
+def found(given: PlanningProblem) -> SearchResult:
+    candidates = [Candidate(plan, forecast_plan(given, plan)) for plan in PLANS]
+    candidates.append(Candidate(FP8, forecast_plan(given, FP8), "fp8 is <not> allowed"))
     ordered = tuple(sorted(candidates, key=lambda one: one.seconds))
-    return Found(ordered, pareto_front(ordered), None, 1234, {"memory": 7}, 0.25)
+    return SearchResult(ordered, build_pareto_front(ordered), None, 1234, {"memory": 7}, 0.25)
 
 
 def study(chosen: int | None = None, devices: int = 8) -> Study:
@@ -43,16 +49,16 @@ def study(chosen: int | None = None, devices: int = 8) -> Study:
         return Study(
             given.job,
             given.cluster,
-            Planned(best.plan, best.forecast, looked_at),
+            PlanResult(best.plan, best.forecast, looked_at),
             given.workload,
             given.dimensions,
             given,
             None,
-            look=lambda: Searched(looked_at, None),
+            run_search=lambda: SearchedPlans(looked_at, None),
         )
     plan = PLANS[chosen]
-    beside = compare(given, plan, best)
-    planned = Planned(plan, forecast(given, plan))
+    beside = compare_plans(given, plan, best)
+    planned = PlanResult(plan, forecast_plan(given, plan))
     return Study(
         given.job,
         given.cluster,
@@ -61,35 +67,35 @@ def study(chosen: int | None = None, devices: int = 8) -> Study:
         given.dimensions,
         given,
         None,
-        look=lambda: Searched(looked_at, beside),
+        run_search=lambda: SearchedPlans(looked_at, beside),
     )
 
 
-def answers(chosen: int | None = None) -> Answers:
+def answers(chosen: int | None = None) -> PlanAnalysis:
     """With an answer of every kind."""
     one = study(chosen)
     assert one.problem is not None
-    assert one.found is not None
-    told = compare(one.problem, PLANS[2], one.best)
-    tight = replace(one.problem, memory_bytes=0.8 * forecast(one.problem, PLANS[0]).memory_bytes)
-    large = compare(tight, PLANS[0], one.best)
+    assert one.search_result is not None
+    told = compare_plans(one.problem, PLANS[2], one.best)
+    tight = replace(one.problem, memory_limit_bytes=0.8 * forecast_plan(one.problem, PLANS[0]).memory_bytes)
+    large = compare_plans(tight, PLANS[0], one.best)
     bigger = study(devices=16)
     points = (
-        ScalePoint(8, one.best, "", 1.0),
-        ScalePoint(16, bigger.best, "", 0.875),
-        ScalePoint(20, None, "gpus=20: machines have 8 devices each"),
+        ScalingPoint(8, one.best, "", 1.0),
+        ScalingPoint(16, bigger.best, "", 0.875),
+        ScalingPoint(20, None, "gpus=20: machines have 8 devices each"),
     )
-    return Answers(
+    return PlanAnalysis(
         one,
         (
-            Why("tp=2", told, told.sentence),
-            Why("dp_replicate=8", large, large.sentence),
-            Why("tp=3", None, "parallel.tp = 3 does not divide model.heads = 8"),
+            WhyAnswer("tp=2", told, told.sentence),
+            WhyAnswer("dp_replicate=8", large, large.sentence),
+            WhyAnswer("tp=3", None, "parallel.tp = 3 does not divide model.heads = 8"),
         ),
         (
-            WhatIf("gpus=16", bigger.cluster, bigger),
-            WhatIf("memory=1GB", one.cluster, None, "the model fits nowhere"),
+            WhatIfAnswer("gpus=16", bigger.cluster, bigger),
+            WhatIfAnswer("memory=1GB", one.cluster, None, "the model fits nowhere"),
         ),
         points,
-        timeline_of(one.problem, one.planned.plan),
+        plan_timeline(one.problem, one.plan_result.plan),
     )

@@ -14,20 +14,20 @@ from typing import Any
 SUPERVISE = """
 import json, sys
 from pathlib import Path
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.supervisor.supervisor import run_node
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.supervisor.supervisor import run_supervisor
 from wanma.job.errors import WanmaError
 
 changes = json.loads(sys.stdin.readline())
 changes["run_directory"] = Path(changes["run_directory"])
 changes["payload"] = changes.get("payload", "").encode()
-changes["preload"] = tuple(changes.get("preload", ()))
+changes["preload_modules"] = tuple(changes.get("preload_modules", ()))
 try:
-    outcome = run_node(Launch(**changes), lambda event: print(json.dumps(event), flush=True))
+    outcome = run_supervisor(LaunchConfig(**changes), lambda event: print(json.dumps(event), flush=True))
 except WanmaError as error:
     print(json.dumps({"kind": "refused", "message": error.message, "hint": error.hint}))
     sys.exit(9)
-print(json.dumps({"kind": "outcome", "message": outcome.message}))
+print(json.dumps({"kind": "outcome", "message": outcome.failure_text}))
 sys.exit(outcome.exit_code)
 """
 
@@ -51,7 +51,7 @@ class Supervisor:
         )
         order = {"run_directory": str(folder), "entry": f"elastic_entries:{entry}", "nodes": 2, **changes}
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"start_seconds": 60, **order}) + "\n")
+        self.process.stdin.write(json.dumps({"start_timeout_seconds": 60, **order}) + "\n")
         self.process.stdin.flush()
         self.lines: list[dict[str, Any]] = []
 

@@ -23,7 +23,7 @@ LAYOUTS = {
     "tensor": Plan(dp_replicate=2, tp=2, micro_batch=3),
     "four replicas by machines": Plan(dp_replicate=4, micro_batch=2, hierarchical=True),
 }
-BY_MACHINES = {rank: {"ranks_by_node": (2, 2)} for rank in range(4)}
+BY_MACHINES = {rank: {"local_world_sizes": (2, 2)} for rank in range(4)}
 """Nodes of the ranks, as far as plans that sum by nodes know them."""
 
 
@@ -50,7 +50,7 @@ def job(folder: Path, steps: int = 4, **train: Any) -> dict[str, Any]:
 
 
 def compressed(plan: Plan, kind: Compression, **fields: Any) -> Plan:
-    return plan.but(
+    return plan.with_changes(
         **{
             "compression": kind,
             "compression_share": 0.05,

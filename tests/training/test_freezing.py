@@ -17,7 +17,7 @@ from support.own import Numbers, seeded
 from support.ranks import run_job, run_ranks
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
+from wanma.job.run.worker import WorkerContext, current_worker_context
 
 STEPS = 5
 DATA = Numbers(size=ROWS)
@@ -91,10 +91,10 @@ def by_hand(model: Any, step: int) -> None:
         model.last.requires_grad_(False)
 
 
-def loop(worker: Worker, job: dict[str, Any], folder: Path, before_batch: bool) -> dict[str, Any]:
+def loop(worker: WorkerContext, job: dict[str, Any], folder: Path, before_batch: bool) -> dict[str, Any]:
     """`by_hand` in a loop of one's own: before a step's forward, or after the step before."""
     RunDirectory(folder).create()
-    current_worker.set(replace(worker, run_directory=folder))
+    current_worker_context.set(replace(worker, run_directory=folder))
     with wanma.session(job, run_directory=None) as session:
         model = session.prepare(seeded(Body))
         for step, batch in enumerate(session.batches((DATA, DATA))):

@@ -20,9 +20,9 @@ from support.own import seeded
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 
 
 def job(global_batch: int = 7, **parallel: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_a_contrastive_loss_gives_the_numbers_of_a_plain_loop(
     shared = train(
         tmp_path,
         job(collectives=collectives),
-        plan.but(precision="fp64"),
+        plan.with_changes(precision="fp64"),
         contrastive,
         seeded(Towers),
     )
@@ -94,7 +94,11 @@ def test_a_model_may_standardise_over_the_global_batch(tmp_path: Path) -> None:
     plan = Plan(micro_batch=7, precision="fp64")
     alone = train(tmp_path / "1", job(), plan, contrastive, seeded(Standardised))
     two = train(
-        tmp_path / "2", job(), plan.but(dp_shard=2, shard="optimizer"), contrastive, seeded(Standardised)
+        tmp_path / "2",
+        job(),
+        plan.with_changes(dp_shard=2, shard="optimizer"),
+        contrastive,
+        seeded(Standardised),
     )
     same_numbers(alone, two, 1e-10)
 
@@ -102,7 +106,7 @@ def test_a_model_may_standardise_over_the_global_batch(tmp_path: Path) -> None:
 def test_blocks_that_run_again_in_backward_gather_again(tmp_path: Path) -> None:
     plan = Plan(micro_batch=7, precision="fp64")
     alone = train(tmp_path / "1", job(), plan, contrastive, seeded(Deep))
-    two = plan.but(dp_shard=2, shard="parameters", recompute="full")
+    two = plan.with_changes(dp_shard=2, shard="parameters", recompute="full")
     same_numbers(alone, train(tmp_path / "2", job(), two, contrastive, seeded(Deep)), 1e-10)
 
 
@@ -113,9 +117,9 @@ def test_micro_batches_that_come_one_after_the_other_are_refused_with_a_way_out(
     assert "parallel.micro_batch = 4" in str(error.value)
 
 
-def in_a_session(worker: Worker, text: dict[str, Any], folder: Path) -> list[float]:
+def in_a_session(worker: WorkerContext, text: dict[str, Any], folder: Path) -> list[float]:
     RunDirectory(folder).create()
-    current_worker.set(replace(worker, run_directory=folder))
+    current_worker_context.set(replace(worker, run_directory=folder))
     with wanma.session(text) as session:
         model = session.prepare(seeded(Towers))
 
@@ -135,9 +139,9 @@ def test_a_session_gathers_the_global_batch_too(plain: Outcome, tmp_path: Path) 
     assert validations(Outcome(tmp_path / "run")) == pytest.approx(validations(plain), rel=1e-10)
 
 
-def with_pairs(worker: Worker, text: dict[str, Any], folder: Path) -> None:
+def with_pairs(worker: WorkerContext, text: dict[str, Any], folder: Path) -> None:
     RunDirectory(folder).create()
-    current_worker.set(replace(worker, run_directory=folder))
+    current_worker_context.set(replace(worker, run_directory=folder))
     with wanma.session(text) as session:
         model = session.prepare(seeded(WithPairs))
         for batch in session.batches(Pairs()):
@@ -162,14 +166,14 @@ def test_without_a_run_the_batch_is_the_global_batch() -> None:
     assert wanma.global_rows(x).tolist() == [0, 1, 2]
 
 
-def gathered(worker: Worker) -> list[Any]:
+def gathered(worker: WorkerContext) -> list[Any]:
     """Parts of tensors of several kinds for two ranks with three samples."""
     plan = Plan(dp_replicate=2, micro_batch=2)
-    with process_grid(worker, plan, 30.0) as grid:
+    with open_mesh(worker, plan, 30.0) as grid:
         rows = 2 - worker.rank
         first = 2 * worker.rank
         numbers = torch.arange(first, first + rows)
-        with GlobalBatch(grid, 3).announced(plan, 3):
+        with GlobalBatchGatherer(grid, 3).provide(plan, 3):
             whole = [
                 wanma.global_batch(numbers.to(dtype))
                 for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.complex64)

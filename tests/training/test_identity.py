@@ -29,7 +29,7 @@ from wanma.training.checkpointing.run_identity import (
     Identity,
     check_identity,
     identity_of,
-    note_returned,
+    record_returned_weights,
 )
 
 
@@ -93,8 +93,8 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 
 def checked(mine: Identity, saved: Identity, directory: Path, **how: Any) -> tuple[Identity, list[str]]:
-    how = {"is_over": False, "is_retry": False, **how}
-    return check_identity(mine, saved.values(), "step-2", directory, **how)
+    how = {"is_over": False, "is_restart": False, **how}
+    return check_identity(mine, saved.state_values(), "step-2", directory, **how)
 
 
 def test_an_unseeded_model_carries_on_with_a_word_and_a_seeded_one_is_refused(tmp_path: Path) -> None:
@@ -106,12 +106,12 @@ def test_an_unseeded_model_carries_on_with_a_word_and_a_seeded_one_is_refused(tm
         checked(replace(second, seeded=True), replace(first, seeded=True), tmp_path)
     with pytest.raises(WanmaError, match="its run has ended"):
         checked(second, first, tmp_path, is_over=True)
-    assert checked(second, first, tmp_path, is_over=True, is_retry=True)[1] == []
+    assert checked(second, first, tmp_path, is_over=True, is_restart=True)[1] == []
 
 
 def test_weights_that_a_run_has_returned_may_come_back_to_it(tmp_path: Path) -> None:
     began, trained = identity_of(seeded(Plain, 1), seeded=True), seeded(Plain, 2)
-    note_returned(RunDirectory(tmp_path), trained)
+    record_returned_weights(RunDirectory(tmp_path), trained)
     kept, notes = checked(identity_of(trained, seeded=True), began, tmp_path, is_over=True)
     assert (kept.weights, notes) == (began.weights, [])
 
@@ -119,7 +119,7 @@ def test_weights_that_a_run_has_returned_may_come_back_to_it(tmp_path: Path) -> 
 def test_checkpoints_that_keep_no_identity_are_taken(tmp_path: Path) -> None:
     mine = identity_of(seeded(Plain), seeded=True)
     assert check_identity(
-        mine, {"data_fingerprint": ""}, "step-2", tmp_path, is_over=True, is_retry=False
+        mine, {"data_fingerprint": ""}, "step-2", tmp_path, is_over=True, is_restart=False
     ) == (mine, [])
     assert checked(Identity(loss=DEFAULT_LOSS), Identity(loss=""), tmp_path)[1] == []
 
@@ -247,8 +247,8 @@ def test_changes_are_accepted_where_the_job_says_so_until_the_run_is_over(tmp_pa
     before, now = (identity_of(model, seeded=True) for model in models)
     with pytest.raises(WanmaError, match="another model"):
         checked(now, before, tmp_path)
-    kept, notes = checked(now, before, tmp_path, accepts=True)
+    kept, notes = checked(now, before, tmp_path, accepts_changes=True)
     assert kept == now
     assert "another model than this one; carrying on" in notes[0]
     with pytest.raises(WanmaError, match="another model"):
-        checked(now, before, tmp_path, accepts=True, is_over=True)
+        checked(now, before, tmp_path, accepts_changes=True, is_over=True)

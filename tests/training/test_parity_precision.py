@@ -18,7 +18,7 @@ import torch
 
 from support.compare import one_process, same_bits, spread_over
 from support.ranks import Outcome
-from wanma.checkpoint.load.reader import read_state
+from wanma.checkpoint.load.reader import read_training_state
 from wanma.job.plan.plan import Plan
 
 STEPS = 5
@@ -144,7 +144,7 @@ def test_a_loss_scale_that_is_too_large_is_halved_by_all_layouts_alike(
     assert 0 < len(scales) == halvings_of_one < 40
     # Messages show six digits.
     assert scales == pytest.approx([HUGE / 2**halvings for halvings in range(1, len(scales) + 1)], rel=1e-5)
-    state = read_state(tmp_path / "run" / "checkpoints" / "step-00000040")
+    state = read_training_state(tmp_path / "run" / "checkpoints" / "step-00000040")
     assert state["loss_scale"] == HUGE / 2 ** len(scales)
     assert state["updates"] == 40 - len(scales)
     # A step that is not applied still consumes its samples: which come next depends on the step alone.

@@ -133,7 +133,7 @@ CASES = [
     ("model", "plan"), [(model, plan) for model, _, plan in CASES], ids=[f"{m}, {n}" for m, n, _ in CASES]
 )
 def test_unlike_shares_follow_one_process(model: str, plan: Plan, tmp_path: Path, reference: Any) -> None:
-    sizes = plan.sizes(BATCH)
+    sizes = plan.rows_per_data_rank(BATCH)
     assert 3 * min(sizes) == max(sizes)
     run = spread_over(tmp_path / "run", job(MODELS[model], tmp_path), plan)
     same_numbers(reference(model), run, 1e-9)
@@ -141,5 +141,5 @@ def test_unlike_shares_follow_one_process(model: str, plan: Plan, tmp_path: Path
 
 def test_one_rank_in_four_does_all_but_three_samples(tmp_path: Path, reference: Any) -> None:
     plan = Plan(dp_replicate=4, micro_batch=2, batch_shares=(1, 1, 5, 1))
-    assert plan.counts(BATCH) == [1, 1, 3, 1]
+    assert plan.micro_batch_counts(BATCH) == [1, 1, 3, 1]
     same_numbers(reference("dense"), spread_over(tmp_path / "run", job(DENSE, tmp_path), plan), 1e-9)

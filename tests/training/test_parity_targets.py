@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
-from wanma.data.batch import IGNORED
+from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
 
 STEPS = 4
@@ -128,7 +128,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_the_whole_batch(tmp_path: Path
         objects={"model": model, "data": data},
     )
     logits = model(data.inputs)
-    expected = F.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), ignore_index=IGNORED)
+    expected = F.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), ignore_index=IGNORE_INDEX)
     expected.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert run.losses == pytest.approx([expected.item()], rel=1e-12)

@@ -41,15 +41,15 @@ class Nodes:
         """Both by the rank that left the image; rank 1's in `kept` are on node 0."""
 
     def workers(self, found: dict[int, Any] | None = None, step: int | None = None) -> dict[int, Any]:
-        common = {"local_rank": 0, "local_world_size": 1, "ranks_by_node": (1, 1)}
+        common = {"local_rank": 0, "local_world_size": 1, "local_world_sizes": (1, 1)}
         again = {"generation": 2, "restart": RESTART} if found is not None else {}
         return {
             rank: {
                 "node_rank": rank,
-                "images": replace(
+                "memory_files": replace(
                     self.own.images(rank),
-                    guests={1 - rank: self.kept.images(1 - rank).mine},
-                    found=found[rank] if found is not None else {},
+                    backup_paths={1 - rank: self.kept.images(1 - rank).own_paths},
+                    restore_paths=found[rank] if found is not None else {},
                     restore_step=step,
                 ),
                 **common,
@@ -60,7 +60,7 @@ class Nodes:
 
     def without_node_1(self) -> dict[int, Any]:
         """In-memory checkpoints of each node after another machine has taken the place of node 1."""
-        return {0: {0: self.own.images(0).mine, 1: self.kept.images(1).mine}, 1: {}}
+        return {0: {0: self.own.images(0).own_paths, 1: self.kept.images(1).own_paths}, 1: {}}
 
     def steps_without_node_1(self) -> set[int]:
         return {head.step for head in self.own.heads(0)} & {head.step for head in self.kept.heads(1)}
@@ -98,7 +98,7 @@ def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(tmp_path: Pa
     before = fail(tmp_path / "run", text, "rank_1_fails_in_step_4")
     step = before.own.heads(0)[0].step
     after = Nodes()
-    workers = after.workers({0: {0: before.own.images(0).mine}, 1: {}}, step)
+    workers = after.workers({0: {0: before.own.images(0).own_paths}, 1: {}}, step)
     run = run_job(tmp_path / "run", text, PLAN, workers=workers)
     assert f"nobody has rank 1's snapshot of step {step}" in told(run)
     assert '"source": "checkpoint", "step": 2,' in told(run)
@@ -141,5 +141,5 @@ def test_one_node_cannot_have_a_partner(tmp_path: Path) -> None:
             tmp_path,
             job(tmp_path, partner=True),
             Plan(micro_batch=6),
-            workers={0: {"images": held.images(0)}},
+            workers={0: {"memory_files": held.images(0)}},
         )

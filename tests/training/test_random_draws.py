@@ -101,7 +101,7 @@ def trained(model: nn.Module, x: Tensor, sizes: tuple[int, ...], step: int = 3) 
         rows = slice(first, first + size)
         with draws.forward(model, torch.arange(100 + first, 100 + first + size)) as forward:
             output = model(x[rows])
-            forward.end()
+            forward.end_forward()
             output.square().sum().backward()
         outputs.append(output.detach())
         first += size
@@ -210,9 +210,9 @@ def test_a_draw_that_comes_late_is_noticed() -> None:
             if late:
                 F.dropout(output, 0.5)
                 with pytest.raises(WanmaError, match="the first forward that draws"):
-                    forward.end()
+                    forward.end_forward()
             else:
-                forward.end()
+                forward.end_forward()
 
 
 class Noisy(Plain):
@@ -252,10 +252,10 @@ def drawing_loop(worker: Any, run_directory: Path) -> None:
     from dataclasses import replace
 
     from wanma.job.run.run_directory import RunDirectory
-    from wanma.job.run.worker import current_worker
+    from wanma.job.run.worker import current_worker_context
 
     RunDirectory(run_directory).create()
-    current_worker.set(replace(worker, run_directory=run_directory))
+    current_worker_context.set(replace(worker, run_directory=run_directory))
     split = {"micro_batch": 4 if worker.world_size == 1 else 2, "dp_replicate": worker.world_size}
     with wanma.session({**job(), "parallel": split}) as session:
         model = session.prepare(seeded(Plain))

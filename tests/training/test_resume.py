@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from support.own import Numbers
 from support.ranks import Outcome, run_job
-from wanma.checkpoint.conversion.conversion import convert
+from wanma.checkpoint.conversion.conversion import convert_checkpoint
 from wanma.job.plan.plan import Plan
 
 
@@ -178,7 +178,7 @@ def test_weights_of_a_converted_checkpoint_start_a_run_in_their_other_precision(
     plan = Plan(micro_batch=6)
     whole = run_job(tmp_path / "run", job(tmp_path, steps=2, weight_average=0.0), plan)
     path, out = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "out"
-    convert(path, out, {name: "BF16" for name in whole.tensors() if name.startswith("model.")})
+    convert_checkpoint(path, out, {name: "BF16" for name in whole.tensors() if name.startswith("model.")})
     start = job(tmp_path, steps=1, learning_rate=1e-30, weight_decay=0.0)
     start["checkpoint"]["start_from"] = str(out)
     started = run_job(tmp_path / "started", start, plan).tensors()

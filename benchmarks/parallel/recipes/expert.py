@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.parallel.recipes.common import clip, loss_share, shard
 from benchmarks.train.workload import Workload, arguments
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.experts import MixtureOfExperts
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 class PlainMixture(nn.Module):
     """Mixture of experts of torchtitan with the weights of wanma's."""
 
-    def __init__(self, original: MixtureOfExperts, dimensions: DecoderDimensions, mesh: DeviceMesh) -> None:
+    def __init__(self, original: MixtureOfExperts, dimensions: DecoderConfig, mesh: DeviceMesh) -> None:
         super().__init__()
         self.dimensions = dimensions
         self.gate = nn.Linear(dimensions.hidden, dimensions.experts, bias=False)
@@ -78,9 +78,9 @@ class PlainMixture(nn.Module):
         scores = scores.sigmoid() if self.dimensions.router == "sigmoid" else scores.softmax(-1)
         chosen = (scores + bias).topk(choices, dim=-1).indices
         weights = scores.gather(1, chosen)
-        if self.dimensions.normalize_weights:
+        if self.dimensions.normalize_routing_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * self.dimensions.weight_scale
+        weights = weights * self.dimensions.routing_scale
         # torchtitan counts with histc, which has no integers on CPUs.
         counts = torch.bincount(chosen.flatten(), minlength=self.dimensions.experts)
         with torch.no_grad():

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.forecast.problem import equal_machines
+from wanma.planner.forecast.problem import homogeneous_cluster
 from wanma.planner.hardware_model.calibration import Calibration, load_calibration
-from wanma.planner.infeasibility import no_plan
-from wanma.planner.job_planner import plan_for
-from wanma.planner.plan_search import find_plans, run_worlds, why_not_by_time
-from wanma.planner.preparation.job_cluster import here, run_on
+from wanma.planner.infeasibility import no_plan_error
+from wanma.planner.job_planner import plan_for_job
+from wanma.planner.plan_search import run_world_sizes, search_plans, time_search_unavailable_reason
+from wanma.planner.preparation.job_cluster import job_on_cluster, run_cluster
 from wanma.planner.preparation.job_planning import job_dimensions
 from wanma.planner.preparation.job_workload import read_model
-from wanma.planner.search.space import usable_devices
+from wanma.planner.search.space import candidate_world_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,38 +69,41 @@ def plan(
     if keep < 1:
         raise JobError(f"keep={keep}: wanma.plan returns at least one plan", "give keep=1 or more")
     module = _module(model_or_job)
-    job = _job(model_or_job, module, overrides)
+    job = _job_with_open_layout(model_or_job, module, overrides)
     if cluster is None:
-        machines, calibration = here(job), calibration or load_calibration()
-        worlds = run_worlds(job, machines)
+        machines, calibration = run_cluster(job), calibration or load_calibration()
+        worlds = run_world_sizes(job, machines)
     else:
         machines = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))
-        job = run_on(job, machines)
-        worlds = usable_devices(equal_machines(job, machines))
+        job = job_on_cluster(job, machines)
+        worlds = candidate_world_sizes(homogeneous_cluster(job, machines))
     workload = _workload(job, module, example, targets_per_sample)
     dimensions = None if module is not None else job_dimensions(job)
-    if why_not_by_time(job, machines, workload, dimensions, calibration) is not None:
-        planned = plan_for(job, machines, workload, dimensions, calibration)
+    if time_search_unavailable_reason(job, machines, workload, dimensions, calibration) is not None:
+        planned = plan_for_job(job, machines, workload, dimensions, calibration)
         assert planned.forecast is not None, "there is a workload"
         return [(planned.plan, planned.forecast)]
-    found = find_plans(job, machines, workload, dimensions, calibration, worlds=worlds, keep=keep)
+    found = search_plans(job, machines, workload, dimensions, calibration, world_sizes=worlds, keep=keep)
     if not found.candidates:
-        raise no_plan(job, machines, workload, dimensions, found, worlds)
-    return [(one.plan, _told(one.forecast, one.forecast_only)) for one in found.candidates]
+        raise no_plan_error(job, machines, workload, dimensions, found, worlds)
+    return [
+        (one.plan, _with_forecast_only_reason(one.forecast, one.unsupported_reason))
+        for one in found.candidates
+    ]
 
 
-def _module(given: Any) -> nn.Module | None:
-    """Return `given` if it is a module, else None; a program that has a module has imported torch."""
+def _module(value: Any) -> nn.Module | None:
+    """Return `value` if it is a module, else None; a program that has a module has imported torch."""
     torch = sys.modules.get("torch")
-    return given if torch is not None and isinstance(given, torch.nn.Module) else None
+    return value if torch is not None and isinstance(value, torch.nn.Module) else None
 
 
-def _job(given: Any, module: nn.Module | None, overrides: Sequence[str]) -> Job:
+def _job_with_open_layout(model_or_job: Any, module: nn.Module | None, overrides: Sequence[str]) -> Job:
     """Return the job with its layout left open, except for the keys that it sets."""
     if module is not None:
         kind = type(module)
-        given = {"model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
-    return job_from(given, [*overrides, "parallel=auto"], "overrides of wanma.plan")
+        model_or_job = {"model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
+    return to_job(model_or_job, [*overrides, "parallel=auto"], "overrides of wanma.plan")
 
 
 def _workload(
@@ -114,15 +117,15 @@ def _workload(
                 "torch.empty(1, 3, 224, 224, device='meta')",
             )
         from wanma.models.structure.parameter_roles import is_frozen
-        from wanma.models.workload.model_workload import module_workload
+        from wanma.models.workload.model_workload import trace_module_workload
 
-        return module_workload(
+        return trace_module_workload(
             module,
             tuple(example),
             targets_per_sample,
             precision=job.train.precision,
             autocast=True,
-            frozen=partial(is_frozen, groups=job.train.parameter_groups),
+            is_frozen=partial(is_frozen, groups=job.train.parameter_groups),
         )
     if example is not None:
         raise JobError("example= describes the inputs of a module, and a job was given", "leave example= out")
@@ -135,7 +138,7 @@ def _workload(
     return workload
 
 
-def _told(forecast: Forecast, forecast_only: str | None) -> Forecast:
+def _with_forecast_only_reason(forecast: Forecast, forecast_only: str | None) -> Forecast:
     if forecast_only is None:
         return forecast
     return replace(forecast, reasons=(*forecast.reasons, f"a forecast only: {forecast_only}"))

@@ -9,25 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from wanma.api.checkpoints.generation import Sampling, continuation
+from wanma.api.checkpoints.generation import SamplingRule, generate_continuation
 from wanma.checkpoint.format.manifest import Box
-from wanma.checkpoint.load.reader import Saved, read_state
-from wanma.checkpoint.load.verification import find_whole
+from wanma.checkpoint.load.reader import CheckpointReader, read_training_state
+from wanma.checkpoint.load.verification import find_valid
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job, ModelSection
-from wanma.models.config.resolution import model_kind
+from wanma.models.config.resolution import input_kind
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from wanma.api.checkpoints.unrounded_weights import Unrounded
+    from wanma.api.checkpoints.unrounded_weights import UnroundedWeights
     from wanma.models.model_spec import ModelSpec
 
-_NAMED = 4
+_MAX_NAMED = 4
 """Maximum tensors named in one message."""
 
 
@@ -82,22 +82,22 @@ class Loaded:
         prompt: str | list[str] | tuple[str, ...],
         tokens: int = 200,
         *,
-        temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k,
-        top_p: float = Sampling.top_p,
-        seed: int = Sampling.seed,
+        temperature: float = SamplingRule.temperature,
+        top_k: int = SamplingRule.top_k,
+        top_p: float = SamplingRule.top_p,
+        seed: int = SamplingRule.seed,
     ) -> str | list[str]:
         """Generate the continuation of a prompt, or of each of several, without the prompt itself.
 
         Args:
             prompt: one prompt, or several; number n (from 0) of several draws by `seed` + n.
             tokens: maximum tokens to generate; fewer if the model ends its document.
-            temperature, top_k, top_p, seed: as in `Sampling`.
+            temperature, top_k, top_p, seed: as in `SamplingRule`.
 
         Raises:
             WanmaError: the model writes no text.
         """
-        rule = Sampling(temperature, top_k, top_p, seed)
+        rule = SamplingRule(temperature, top_k, top_p, seed)
         if isinstance(prompt, str):
             return "".join(self._stream(prompt, tokens, rule))
         rules = (replace(rule, seed=seed + number) for number in range(len(prompt)))
@@ -108,19 +108,19 @@ class Loaded:
         prompt: str,
         tokens: int = 200,
         *,
-        temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k,
-        top_p: float = Sampling.top_p,
-        seed: int = Sampling.seed,
+        temperature: float = SamplingRule.temperature,
+        top_k: int = SamplingRule.top_k,
+        top_p: float = SamplingRule.top_p,
+        seed: int = SamplingRule.seed,
     ) -> Iterator[str]:
         """Yield pieces of `sample`'s text as they are generated.
 
         Raises:
             WanmaError: as in `sample`.
         """
-        return self._stream(prompt, tokens, Sampling(temperature, top_k, top_p, seed))
+        return self._stream(prompt, tokens, SamplingRule(temperature, top_k, top_p, seed))
 
-    def _stream(self, prompt: str, tokens: int, rule: Sampling) -> Iterator[str]:
+    def _stream(self, prompt: str, tokens: int, rule: SamplingRule) -> Iterator[str]:
         if self.tokenizer is None:
             raise WanmaError(
                 f"{self.checkpoint.parent.parent} trained {type(self.model).__name__} on no text, so that "
@@ -128,7 +128,7 @@ class Loaded:
                 "sample from a text model",
             )
         length = self.config.data.sequence_length
-        return continuation(self.model, self.tokenizer, length, prompt, tokens, rule)
+        return generate_continuation(self.model, self.tokenizer, length, prompt, tokens, rule)
 
 
 def load(
@@ -158,11 +158,11 @@ def load(
     if not run.job.is_file():
         raise WanmaError(f"there is no run in {run.path}", "`wanma runs` lists those there are", EXIT_USAGE)
     job = load_recorded_job(run.job)
-    path = find_whole(run.checkpoints, step, on_message)
-    saved, state = Saved(path), read_state(path)
+    path = find_valid(run.checkpoints, step, on_message)
+    saved, state = CheckpointReader(path), read_training_state(path)
     tokenizer = _tokenizer(run, job)
-    made = model if model is not None else _model(job, run, saved, state, tokenizer)
-    weights = _Weights(saved, averaged, job)
+    made = model if model is not None else _build_model(job, run, saved, state, tokenizer)
+    weights = _CheckpointWeights(saved, averaged, job)
     weights.fill(made, run)
     made.eval()
     return Loaded(made.to(device), tokenizer, job, int(state["step"]), path, weights.averaged)
@@ -176,29 +176,35 @@ def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
     return load_tokenizer(job.data.tokenizer) if job.data.text or job.data.sources else None
 
 
-def _model(
-    job: Job, run: RunDirectory, saved: Saved, state: Mapping[str, Any], tokenizer: Tokenizer | None
+def _build_model(
+    job: Job,
+    run: RunDirectory,
+    reader: CheckpointReader,
+    state: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
 ) -> nn.Module:
     """Build the job's model, without any parallelism."""
-    from wanma.models.model_spec import build_model, empty_model, model_spec
+    from wanma.models.model_spec import build_model, build_uninitialized_model, resolve_model_spec
 
     section = job.model.model_copy(update={"lora_rank": 0})  # adapters are merged into the weights
-    kind = model_kind(section)
+    kind = input_kind(section)
     if kind == "custom":
-        return _own_model(job, run, state)
-    shapes = {name: entry.shape for name, entry in saved.tensors.items()}
+        return _custom_model(job, run, state)
+    shapes = {name: entry.shape for name, entry in reader.tensors.items()}
     image_shape, classes = _image_sizes(section, shapes) if kind == "images" else (None, None)
-    spec: ModelSpec = model_spec(
+    spec: ModelSpec = resolve_model_spec(
         section,
-        vocabulary=tokenizer.vocabulary if tokenizer is not None else None,
+        vocabulary_size=tokenizer.vocabulary_size if tokenizer is not None else None,
         sequence_length=job.data.sequence_length,
         image_shape=image_shape,
         classes=classes,
     )
-    return build_model(spec, job.train.seed) if spec.own_initialization else empty_model(spec)
+    return (
+        build_model(spec, job.train.seed) if spec.has_own_initialization else build_uninitialized_model(spec)
+    )
 
 
-def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Module:
+def _custom_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Module:
     """Build the model of `model.factory`, whose arguments must be known.
 
     A class of an object that was passed to `wanma.train` is only accepted if it takes no arguments: with
@@ -208,7 +214,7 @@ def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Modu
         WanmaError: the model cannot be built so.
     """
     from wanma.job.file.import_path import import_object
-    from wanma.models.model_spec import build_plain
+    from wanma.models.model_spec import build_user_model
 
     factory = job.model.factory
     assert factory is not None
@@ -220,36 +226,34 @@ def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Modu
             maker = import_object(factory, "model.factory")
         except JobError as error:
             raise WanmaError(f"the run's model was a Python object: {error.message}", way_out) from error
-        takes = _parameters(maker)
+        takes = _parameter_names(maker)
         if takes or takes is None:
             raise WanmaError(
                 f"the run's model was a Python object of {factory}, and with which arguments it was "
                 "made is not known",
                 way_out,
             )
-    made = build_plain(job.model, job.train.seed)
+    made = build_user_model(job.model, job.train.seed)
     if was_object:
-        _refuse_other_code(made, run, state, way_out)
+        _require_same_code(made, run, state, way_out)
     return made
 
 
-def _parameters(maker: Any) -> list[str] | None:
+def _parameter_names(factory: Any) -> list[str] | None:
     """Return the names of a callable's parameters; None if they cannot be read."""
     try:
-        return list(inspect.signature(maker).parameters)
+        return list(inspect.signature(factory).parameters)
     except (TypeError, ValueError):
         return None
 
 
-def _refuse_other_code(model: nn.Module, run: RunDirectory, state: Mapping[str, Any], way_out: str) -> None:
+def _require_same_code(model: nn.Module, run: RunDirectory, state: Mapping[str, Any], hint: str) -> None:
     from wanma.training.checkpointing.code_fingerprint import same_code
     from wanma.training.checkpointing.run_identity import identity_of
 
     before = state["identity"].get("model", "")
     if before and not same_code(before, identity_of(model, seeded=False).model):
-        raise WanmaError(
-            f"the code of {type(model).__name__} has changed since {run.path} was trained", way_out
-        )
+        raise WanmaError(f"the code of {type(model).__name__} has changed since {run.path} was trained", hint)
 
 
 def _image_sizes(
@@ -271,19 +275,19 @@ def _image_sizes(
     ][0]
 
 
-class _Weights:
+class _CheckpointWeights:
     """Weights of a checkpoint by the model's own names, averaged ones preferred, adapters merged."""
 
-    def __init__(self, saved: Saved, averaged: bool, job: Job) -> None:
-        self._saved, self._start = saved, job.checkpoint.start_from
+    def __init__(self, reader: CheckpointReader, averaged: bool, job: Job) -> None:
+        self._reader, self._start_from = reader, job.checkpoint.start_from
         self._alpha = job.model.lora_alpha if job.model.lora_rank > 0 else None
-        self.averaged = averaged and any(name.startswith("average.") for name in saved.tensors)
+        self.averaged = averaged and any(name.startswith("average.") for name in reader.tensors)
         self._names = {
-            name.removeprefix("model."): name for name in saved.tensors if name.startswith("model.")
+            name.removeprefix("model."): name for name in reader.tensors if name.startswith("model.")
         }
         if self.averaged:
             self._names |= {
-                name.removeprefix("average."): name for name in saved.tensors if name.startswith("average.")
+                name.removeprefix("average."): name for name in reader.tensors if name.startswith("average.")
             }
 
     def fill(self, model: nn.Module, run: RunDirectory) -> None:
@@ -294,33 +298,33 @@ class _Weights:
         """
         import torch
 
-        from wanma.api.checkpoints.unrounded_weights import open_start
-        from wanma.models.layers.lora import is_adapter
+        from wanma.api.checkpoints.unrounded_weights import open_start_weights
+        from wanma.models.layers.lora import is_lora_parameter
 
         persistent = model.state_dict(keep_vars=True)
         held: dict[str, Tensor] = dict(model.named_parameters())
         held |= {name: tensor for name, tensor in model.named_buffers() if name in persistent}
-        added = {n for n in self._names if self._alpha is not None and is_adapter(n) and n not in held}
+        added = {n for n in self._names if self._alpha is not None and is_lora_parameter(n) and n not in held}
         differences = [f"{name}: not in the checkpoint" for name in held if name not in self._names]
         differences += [
             f"{name}: only in the checkpoint" for name in self._names if name not in {*held, *added}
         ]
         for name, tensor in held.items():
-            saved = self._saved.tensors.get(self._names.get(name, ""))
+            saved = self._reader.tensors.get(self._names.get(name, ""))
             if saved is not None and isinstance(tensor, torch.nn.Parameter) and saved.shape != tensor.shape:
                 differences.append(
                     f"{name}: shape {tuple(tensor.shape)} here, {saved.shape} in the checkpoint"
                 )
         if differences:
-            more = [f"and {len(differences) - _NAMED} more"] if len(differences) > _NAMED else []
+            more = [f"and {len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
             raise WanmaError(
-                f"{self._saved.name} is of another model than this one; first differences:\n    "
-                + "\n    ".join([*differences[:_NAMED], *more]),
+                f"{self._reader.name} is of another model than this one; first differences:\n    "
+                + "\n    ".join([*differences[:_MAX_NAMED], *more]),
                 f"put back the {run.job} that the run was trained with, or give its module (model=)",
             )
         # A user's own module has no mapping to the names of published weights.
-        start = self._start if hasattr(model, "published") else None
-        with torch.no_grad(), open_start(model, start) as unrounded:
+        start = self._start_from if hasattr(model, "tensor_mappings") else None
+        with torch.no_grad(), open_start_weights(model, start) as unrounded:
             for name, tensor in held.items():
                 value = self._read(name, added, tensor.dtype, unrounded)
                 if tensor.shape == value.shape and tensor.dtype == value.dtype:
@@ -328,7 +332,9 @@ class _Weights:
                 else:  # another precision than torch's default, or a buffer that a forward replaced
                     tensor.data = value
 
-    def _read(self, name: str, added: set[str], dtype: torch.dtype, unrounded: Unrounded) -> Tensor:
+    def _read(
+        self, name: str, pending_adapters: set[str], dtype: torch.dtype, unrounded: UnroundedWeights
+    ) -> Tensor:
         """Read one tensor; a weight with the adapter of its layer, if that is to be merged.
 
         Args:
@@ -337,16 +343,16 @@ class _Weights:
         """
         import torch
 
-        weight = self._saved.read(self._names[name])
+        weight = self._reader.read(self._names[name])
         if weight.is_floating_point() and torch.promote_types(weight.dtype, dtype) != weight.dtype:
             whole = Box((0,) * weight.ndim, tuple(weight.shape))
-            weight = unrounded.part(name, weight, whole, tuple(weight.shape))
+            weight = unrounded.read_unrounded(name, weight, whole, tuple(weight.shape))
             weight = weight.to(torch.promote_types(weight.dtype, dtype))
         layer, dot, kind = name.rpartition(".")
         halves = {part: f"{layer}{dot}{part}" for part in ("lora_a", "lora_b")}
-        if self._alpha is None or kind != "weight" or not added.issuperset(halves.values()):
+        if self._alpha is None or kind != "weight" or not pending_adapters.issuperset(halves.values()):
             return weight
-        from wanma.models.layers.lora import merge
+        from wanma.models.layers.lora import merge_lora
 
-        adapter = {part: self._saved.read(self._names[half]) for part, half in halves.items()}
-        return merge({"weight": weight, **adapter}, self._alpha)["weight"]
+        adapter = {part: self._reader.read(self._names[half]) for part, half in halves.items()}
+        return merge_lora({"weight": weight, **adapter}, self._alpha)["weight"]

@@ -12,46 +12,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import check_callbacks
-from wanma.api.run.model_override import name_own_model
-from wanma.api.run.replanning import refuse_elastic
+from wanma.api.run.model_override import override_model_name
+from wanma.api.run.replanning import require_fixed_nodes
 from wanma.api.run.run_records import (
-    changes,
-    events_so_far,
-    only_one,
-    record_end,
-    run_directory_of,
-    write_down,
-    write_down_accepted,
+    count_events,
+    job_change_notes,
+    lock_run,
+    record_run_end,
+    resolve_run_directory,
+    update_run_files,
+    write_run_files,
 )
-from wanma.api.run.session_callbacks import calling
-from wanma.api.run.user_update import check_update
-from wanma.elastic.workers.signal_dispositions import deaf
-from wanma.elastic.workers.torchrun_variables import Place, place_among
+from wanma.api.run.session_callbacks import with_callbacks
+from wanma.api.run.user_update import check_user_optimizer
+from wanma.elastic.workers.signal_dispositions import stop_signals_ignored
+from wanma.elastic.workers.torchrun_variables import TorchrunProcess, read_torchrun_variables
 from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Workload
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import OUTSIDE, Unsupervised, Worker, current_worker, in_session, launched_cluster
+from wanma.job.run.worker import (
+    OUTSIDE_SESSION_PHASE,
+    NullSupervisorClient,
+    WorkerContext,
+    current_worker_context,
+    in_session,
+    launch_cluster_section,
+)
 from wanma.job.sections.job import ClusterSection, Job
-from wanma.models.config.resolution import model_kind
+from wanma.models.config.resolution import input_kind
 from wanma.observe.console.opening import open_console
 from wanma.planner.preparation.job_planning import (
-    Prepared,
-    finish,
-    first_layout,
-    notes,
+    PreparedJob,
+    complete_run_plan,
+    initial_layout,
     peak_flops_per_second,
+    plan_notes,
 )
 
 if TYPE_CHECKING:
     from wanma.training.loop.session import Session
 
-OWN_MODEL = "__main__:own_loop"
+SCRIPT_MODEL = "__main__:own_loop"
 """Placeholder in `[model]` for a module that the user's program makes."""
-SESSION = "session"
+SESSION_EVENT = "session"
 """Kind of the event by which a launched script sends its job's settings to the command's console."""
-STARTERS = (
+LAUNCH_KEYS = (
     "nodes",
     "node_rank",
     "rendezvous",
@@ -101,54 +108,63 @@ def session(
             "leave init_process_group to wanma.session, and open one session after the other",
         )
     callbacks = check_callbacks(callbacks)
-    job = job_from(job, name_own_model(job, overrides, OWN_MODEL))
-    objects = check_update(job, optimizer, schedule)
-    model_kind(job.model)  # refuses a preset that does not exist
-    refuse_elastic(job, "a training loop of one's own")
-    worker, given = current_worker.get(), launched_cluster.get()
+    job = to_job(job, override_model_name(job, overrides, SCRIPT_MODEL))
+    objects = check_user_optimizer(job, optimizer, schedule)
+    input_kind(job.model)  # refuses a preset that does not exist
+    require_fixed_nodes(job, "a training loop of one's own")
+    worker, given = current_worker_context.get(), launch_cluster_section.get()
     launched = ClusterSection(**given) if given is not None else None
     late: list[str] = []
     if worker is not None:
-        late = _too_late(job, launched, run_directory, worker)
+        late = _ignored_setting_warnings(job, launched, run_directory, worker)
     if launched is not None:
-        job = _placed(job, launched)
-    start = first_layout(job, own_model=True)
-    planned = finish(job, start, None)
-    prepared = Prepared(start.cluster, planned, None, peak_flops_per_second(planned.plan, start.cluster))
-    place = place_among() if worker is None else None
+        job = _with_launch_keys(job, launched)
+    start = initial_layout(job, custom_model=True)
+    planned = complete_run_plan(job, start, None)
+    prepared = PreparedJob(start.cluster, planned, None, peak_flops_per_second(planned.plan, start.cluster))
+    place = read_torchrun_variables() if worker is None else None
     if place is not None:
-        job = _placed_among(job, place)
-    with _inside(worker) if worker is not None else _alone(job, run_directory, place) as rank:
+        job = _with_launcher_nodes(job, place)
+    with (
+        _enter_supervised_session(worker)
+        if worker is not None
+        else _open_unsupervised(job, run_directory, place) as rank
+    ):
         if launched is not None and rank.rank == 0:
-            told = {"kind": SESSION, "steps": job.train.steps, "observe": job.observe.model_dump()}
-            rank.control.event(told)
+            told = {"kind": SESSION_EVENT, "steps": job.train.steps, "observe": job.observe.model_dump()}
+            rank.supervisor_client.send_event(told)
         for text in late:
-            _tell(rank, text, "warning")
-        with calling(callbacks, job, rank) as heard, _joined(job, prepared, heard, objects) as made:
+            _send_message(rank, text, "warning")
+        with (
+            with_callbacks(callbacks, job, rank) as heard,
+            _open_session(job, prepared, heard, objects) as made,
+        ):
             yield made
 
 
 @contextmanager
-def _inside(worker: Worker) -> Iterator[Worker]:
+def _enter_supervised_session(worker: WorkerContext) -> Iterator[WorkerContext]:
     """Enter the session of a supervised rank: its supervisor checks its steps, and can drain it."""
     in_session.set(True)
-    worker.control.progress(0, "joining the other ranks")
+    worker.supervisor_client.report_progress(0, "joining the other ranks")
     try:
-        with deaf():
+        with stop_signals_ignored():
             yield worker
             # Only a session left without an exception counts as an orderly stop.
             in_session.set(False)
     finally:
-        worker.control.progress(0, OUTSIDE)
+        worker.supervisor_client.report_progress(0, OUTSIDE_SESSION_PHASE)
 
 
 @contextmanager
-def _joined(job: Job, prepared: Prepared, worker: Worker, objects: Mapping[str, Any]) -> Iterator[Session]:
+def _open_session(
+    job: Job, prepared: PreparedJob, worker: WorkerContext, objects: Mapping[str, Any]
+) -> Iterator[Session]:
     """Open the session of one rank, in the run's process group."""
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.training.loop.session import Session
-    from wanma.training.loop.train_worker import longest_silence
-    from wanma.training.run.numerics import set_numerics
+    from wanma.training.loop.train_worker import hang_timeout_seconds
+    from wanma.training.run.numerics import configure_numerics
 
     run, plan = RunDirectory(worker.run_directory), prepared.plan
     reads_text = bool(job.data.text or job.data.sources)
@@ -156,91 +172,108 @@ def _joined(job: Job, prepared: Prepared, worker: Worker, objects: Mapping[str, 
     def on_start(workload: Workload | None) -> None:
         if worker.rank == 0:
             known = replace(prepared, workload=workload)
-            write_down_accepted(run, job, known, sys.argv, worker.control.event, reads_text=reads_text)
+            update_run_files(
+                run, job, known, sys.argv, worker.supervisor_client.send_event, reads_text=reads_text
+            )
 
-    set_numerics(job, plan)
-    with process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid:
+    configure_numerics(job, plan)
+    with open_mesh(worker, plan, hang_timeout_seconds(job), job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
         made = Session(
-            job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start, objects=objects
+            job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start, user_objects=objects
         )
         if worker.rank == 0:
-            for note in [*changes(run, job), *notes(job, prepared.planned)]:
-                _tell(worker, note, "info")
+            for note in [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]:
+                _send_message(worker, note, "info")
             if not run.job.exists():
-                write_down(run, job, prepared, sys.argv, reads_text=reads_text)
+                write_run_files(run, job, prepared, sys.argv, reads_text=reads_text)
         with made:
             yield made
 
 
 @contextmanager
-def _alone(job: Job, run_directory: Path | str | None, place: Place | None) -> Iterator[Worker]:
+def _open_unsupervised(
+    job: Job, run_directory: Path | str | None, launcher_rank: TorchrunProcess | None
+) -> Iterator[WorkerContext]:
     """Yield a rank without a supervisor; rank 0 opens the run directory and console itself.
 
     Args:
-        place: place among the ranks of another launcher; None: this is the only rank.
+        launcher_rank: place among the ranks of another launcher; None: this is the only rank.
     """
-    run = run_directory_of(job, run_directory)
+    run = resolve_run_directory(job, run_directory)
     run.create()
-    if place is not None and place.rank > 0:
-        yield _among(place, run, Unsupervised())
+    if launcher_rank is not None and launcher_rank.rank > 0:
+        yield _torchrun_worker_context(launcher_rank, run, NullSupervisorClient())
         return
-    with only_one(run), open_console(run, job.observe, job.train.steps) as console:
-        earlier = events_so_far(run)
+    with lock_run(run), open_console(run, job.observe, job.train.steps) as console:
+        earlier = count_events(run)
         failure: str | None = None
         try:
-            control = Unsupervised(console.write)
-            yield _among(place, run, control) if place else Worker.alone(run.path.absolute(), control)
+            control = NullSupervisorClient(console.write)
+            yield (
+                _torchrun_worker_context(launcher_rank, run, control)
+                if launcher_rank
+                else WorkerContext.single_process(run.path.absolute(), control)
+            )
         except BaseException as error:
             plain = traceback.format_exception_only(error)[-1].strip()
             failure = str(error) if isinstance(error, WanmaError) else plain
             raise
         finally:
-            record_end(run, failure, console.write, earlier)
+            record_run_end(run, failure, console.write, earlier)
 
 
-def _among(place: Place, run: RunDirectory, control: Unsupervised) -> Worker:
+def _torchrun_worker_context(
+    launcher_rank: TorchrunProcess, run: RunDirectory, supervisor_client: NullSupervisorClient
+) -> WorkerContext:
     """Return the worker context of a rank that another launcher, such as torchrun, has started."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
-    given = TCPStore(place.store_host, place.store_port, is_master=place.serves_store, multi_tenant=True)
-    opened = given.add(f"wanma/{place.restarts}/opened/{place.rank}", 1)
-    store = PrefixStore(f"wanma/{place.restarts}/{opened}", given)
-    if place.rank == 0:
+    given = TCPStore(
+        launcher_rank.store_host,
+        launcher_rank.store_port,
+        is_master=launcher_rank.serves_store,
+        multi_tenant=True,
+    )
+    opened = given.add(f"wanma/{launcher_rank.restart_count}/opened/{launcher_rank.rank}", 1)
+    store = PrefixStore(f"wanma/{launcher_rank.restart_count}/{opened}", given)
+    if launcher_rank.rank == 0:
         store.set("generation", str(os.getpid()))
         text = (
-            f"another launcher has started these {place.world_size} ranks: nobody watches them for hangs, "
-            f"and a start after a failure takes the newest checkpoint; `{place.command}` watches and recovers"
+            f"another launcher has started these {launcher_rank.world_size} ranks: nobody watches them for "
+            "hangs, "
+            f"and a start after a failure takes the newest checkpoint; `{launcher_rank.wanma_command}` "
+            "watches and recovers"
         )
-        control.event({"kind": "message", "level": "info", "text": text})
-    return Worker(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        world_size=place.world_size,
-        local_world_size=place.local_world_size,
-        node_rank=place.node_rank,
+        supervisor_client.send_event({"kind": "message", "level": "info", "text": text})
+    return WorkerContext(
+        rank=launcher_rank.rank,
+        local_rank=launcher_rank.local_rank,
+        world_size=launcher_rank.world_size,
+        local_world_size=launcher_rank.local_world_size,
+        node_rank=launcher_rank.node_rank,
         generation=int(store.get("generation")),
         run_directory=run.path.absolute(),
         store=store,
-        control=control,
-        ranks_by_node=place.ranks_by_node,
+        supervisor_client=supervisor_client,
+        local_world_sizes=launcher_rank.local_world_sizes,
     )
 
 
-def _placed_among(job: Job, place: Place) -> Job:
+def _with_launcher_nodes(job: Job, launcher_rank: TorchrunProcess) -> Job:
     """Return `job` with the number of nodes on which another launcher has started ranks."""
-    nodes = {"nodes": len(place.ranks_by_node)}
+    nodes = {"nodes": len(launcher_rank.local_world_sizes)}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=nodes)})
 
 
-def _placed(job: Job, launched: ClusterSection) -> Job:
+def _with_launch_keys(job: Job, launched: ClusterSection) -> Job:
     """Return `job` with the cluster keys of `wanma launch`."""
-    given = {key: getattr(launched, key) for key in {*STARTERS, *launched.model_fields_set}}
+    given = {key: getattr(launched, key) for key in {*LAUNCH_KEYS, *launched.model_fields_set}}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=given)})
 
 
-def _too_late(
-    job: Job, launched: ClusterSection | None, run_directory: Path | str | None, worker: Worker
+def _ignored_setting_warnings(
+    job: Job, launched: ClusterSection | None, run_directory: Path | str | None, worker: WorkerContext
 ) -> list[str]:
     """Return texts on settings of the script that only the command that started it could have applied."""
     told = []
@@ -249,7 +282,7 @@ def _too_late(
             f"run_directory = '{run_directory}' is not used: this run goes to {worker.run_directory}, "
             "which wanma launch --run-dir DIR chooses"
         )
-    for key in sorted(job.cluster.model_fields_set & set(STARTERS)) if launched is not None else ():
+    for key in sorted(job.cluster.model_fields_set & set(LAUNCH_KEYS)) if launched is not None else ():
         if (wanted := getattr(job.cluster, key)) != getattr(launched, key):
             told.append(
                 f"cluster.{key} = {wanted!r} of the script comes too late, its ranks are running: "
@@ -258,6 +291,6 @@ def _too_late(
     return told
 
 
-def _tell(worker: Worker, text: str, level: str) -> None:
+def _send_message(worker: WorkerContext, text: str, level: str) -> None:
     if worker.rank == 0:
-        worker.control.event({"kind": "message", "level": level, "text": text})
+        worker.supervisor_client.send_event({"kind": "message", "level": level, "text": text})

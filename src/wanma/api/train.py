@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import check_callbacks
 from wanma.api.run.job_run import train_job
-from wanma.api.run.model_override import name_own_model
-from wanma.api.run.run_records import run_directory_of
-from wanma.api.run.user_update import check_update
-from wanma.elastic.workers.torchrun_variables import place_among
+from wanma.api.run.model_override import override_model_name
+from wanma.api.run.run_records import resolve_run_directory
+from wanma.api.run.user_update import check_user_optimizer
+from wanma.elastic.workers.torchrun_variables import read_torchrun_variables
 from wanma.job.callbacks import Callback
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import current_worker
+from wanma.job.run.worker import current_worker_context
 from wanma.job.sections.job import Job
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ class Result:
         Raises:
             WanmaError: there is no complete checkpoint.
         """
-        from wanma.checkpoint.load.reader import load_full
-        from wanma.checkpoint.load.verification import find_whole
+        from wanma.checkpoint.load.reader import load_full_tensors
+        from wanma.checkpoint.load.verification import find_valid
 
-        path = find_whole(self.run.checkpoints, None, warnings.warn)
+        path = find_valid(self.run.checkpoints, None, warnings.warn)
         return {
             name.removeprefix("model."): tensor
-            for name, tensor in load_full(path).items()
+            for name, tensor in load_full_tensors(path).items()
             if name.startswith("model.")
         }
 
@@ -93,27 +93,27 @@ def train(
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
-    _refuse_ranks()
+    _require_no_rank()
     _check_objects(model, data, loss, metrics)
     callbacks = check_callbacks(callbacks)
     if model is not None:
         kind = type(model)
-        overrides = name_own_model(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
-    job = job_from(job, overrides)
-    run = run_directory_of(job, run_directory)
+        overrides = override_model_name(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
+    job = to_job(job, overrides)
+    run = resolve_run_directory(job, run_directory)
     objects = {
         "model": model,
         "data": data,
         "loss": loss,
         "metrics": metrics,
-        **check_update(job, optimizer, schedule),
+        **check_user_optimizer(job, optimizer, schedule),
     }
     failures: list[str] = []
     exit_code = train_job(
         job,
         run_directory=run.path,
         command_line=sys.argv,
-        objects={name: value for name, value in objects.items() if value is not None},
+        user_objects={name: value for name, value in objects.items() if value is not None},
         callbacks=callbacks,
         on_failure=failures.append,
     )
@@ -121,16 +121,16 @@ def train(
         raise WanmaError(failures[0], exit_code=exit_code)
     result = Result(run, exit_code)
     if model is not None:
-        from wanma.training.checkpointing.run_identity import note_returned
+        from wanma.training.checkpointing.run_identity import record_returned_weights
 
-        _take_weights(model, result.weights())
-        note_returned(run, model)
+        _copy_weights(model, result.weights())
+        record_returned_weights(run, model)
     return result
 
 
-def _refuse_ranks() -> None:
+def _require_no_rank() -> None:
     """Refuse a process that is a rank: each would start ranks, and all would train in one run directory."""
-    worker, place = current_worker.get(), place_among()
+    worker, place = current_worker_context.get(), read_torchrun_variables()
     known = worker or place
     if known is not None:
         starter = "`wanma launch`" if worker is not None else "torchrun, or a launcher like it,"
@@ -145,9 +145,9 @@ def _refuse_ranks() -> None:
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:
     """Refuse, before anything starts, objects that cannot be a model, a dataset, a loss or metrics."""
     if model is not None:
-        from wanma.models.user_modules.validation import check_ready
+        from wanma.models.user_modules.validation import validate_module
 
-        check_ready(model)
+        validate_module(model)
     if data is not None:
         from wanma.data.datasets.map_dataset import check_dataset
 
@@ -162,7 +162,7 @@ def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:
         check_metrics(metrics)
 
 
-def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def _copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy the trained weights into the user's module, in place; of tied ones only the first name was saved.
 
     `load_state_dict` is not used: it needs the other state of a module (`get_extra_state`), and a module may

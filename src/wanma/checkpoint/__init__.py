@@ -3,7 +3,7 @@
     save.checkpointer.Checkpointer  saves in the background; the step waits only for a copy in host memory
     load.verification.newest        the newest valid checkpoint; damaged ones are skipped with a message
     load.reader.load                fills this rank's tensors from any saved layout
-    load.reader.load_full           full tensors in one process, for sampling and export
+    load.reader.load_full_tensors           full tensors in one process, for sampling and export
 
 The format is tensors as safetensors and everything else as JSON (docs/checkpoints.md); nothing here
 ever unpickles. `training/` decides what belongs into a checkpoint and when to save.

@@ -13,32 +13,32 @@ from wanma.job.run.run_directory import RunDirectory, is_run, list_runs
 Completer = Callable[..., Iterable[str]]
 
 
-def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_job_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Add the arguments JOB and KEY=VALUE.
 
     Args:
-        required: False if an option may replace JOB.
+        is_required: False if an option may replace JOB.
     """
     job = parser.add_argument(
-        "job", metavar="JOB", type=Path, nargs=None if required else "?", help="job file, .toml or .yaml"
+        "job", metavar="JOB", type=Path, nargs=None if is_required else "?", help="job file, .toml or .yaml"
     )
     overrides = parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. train.steps=500"
     )
-    complete_with(job, job_files)
-    complete_with(overrides, override_texts)
+    set_completer(job, complete_job_files)
+    set_completer(overrides, complete_overrides)
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the argument RUN and its folder option; `chosen_run` reads them."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the argument RUN and its folder option; `resolve_run` reads them."""
     run = parser.add_argument(
         "run_name", metavar="RUN", nargs="?", help="a run's name or folder; default: the newest"
     )
-    complete_with(run, run_names)
-    add_runs_folder(parser)
+    set_completer(run, complete_run_names)
+    add_runs_folder_option(parser)
 
 
-def add_step(parser: argparse.ArgumentParser) -> None:
+def add_step_option(parser: argparse.ArgumentParser) -> None:
     """Add the option --step, which selects one checkpoint of the run."""
     parser.add_argument(
         "--step",
@@ -48,27 +48,27 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_runs_folder(parser: argparse.ArgumentParser) -> None:
+def add_runs_folder_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", metavar="DIR", type=Path, default=Path("runs"), help="folder of runs; default: runs"
     )
 
 
-def chosen_run(arguments: argparse.Namespace, *, scripts: bool = False) -> RunDirectory:
+def resolve_run(arguments: argparse.Namespace, *, allow_scripts: bool = False) -> RunDirectory:
     """Return the run of RUN: a folder, a name below `--runs`, or the newest.
 
     Args:
-        scripts: include scripts without a session, of which only the end is recorded.
+        allow_scripts: include scripts without a session, of which only the end is recorded.
 
     Raises:
         WanmaError: there is none.
     """
-    return run_called(arguments.run_name, arguments.runs, scripts=scripts)
+    return find_run(arguments.run_name, arguments.runs, allow_scripts=allow_scripts)
 
 
-def run_called(name: str | None, folder: Path, *, scripts: bool = False) -> RunDirectory:
-    """Return the run with this name, as in `chosen_run`."""
-    runs = [run for run in list_runs(folder) if scripts or run.job.is_file()]
+def find_run(name: str | None, folder: Path, *, allow_scripts: bool = False) -> RunDirectory:
+    """Return the run with this name, as in `resolve_run`."""
+    runs = [run for run in list_runs(folder) if allow_scripts or run.job.is_file()]
     if name is None:
         if not runs:
             raise WanmaError(
@@ -78,7 +78,7 @@ def run_called(name: str | None, folder: Path, *, scripts: bool = False) -> RunD
             )
         return runs[0]
     for path in (Path(name), folder / name):
-        if (path / "job.toml").is_file() or (scripts and is_run(path)):
+        if (path / "job.toml").is_file() or (allow_scripts and is_run(path)):
             return RunDirectory(path)
         if is_run(path):
             raise WanmaError(
@@ -95,7 +95,7 @@ def run_called(name: str | None, folder: Path, *, scripts: bool = False) -> RunD
     )
 
 
-def chosen_place(name: str | None, runs: Path) -> str:
+def resolve_checkpoint_location(name: str | None, runs: Path) -> str:
     """Return the place of the checkpoints of `name`: a URL, a folder with checkpoints, or that of a run.
 
     Raises:
@@ -113,10 +113,10 @@ def chosen_place(name: str | None, runs: Path) -> str:
                 "name a run, a checkpoint's folder, or a folder of them",
                 EXIT_USAGE,
             )
-    return str(run_called(name, runs).checkpoints)
+    return str(find_run(name, runs).checkpoints)
 
 
-def run_at(path: Path) -> RunDirectory:
+def open_run(path: Path) -> RunDirectory:
     """Return the run in folder `path`.
 
     Raises:
@@ -127,7 +127,7 @@ def run_at(path: Path) -> RunDirectory:
     return RunDirectory(path)
 
 
-def numbers(text: str) -> list[int]:
+def parse_integers(text: str) -> list[int]:
     """Parse a list of numbers such as '1,2,4', for argparse."""
     try:
         return [int(part) for part in text.split(",")]
@@ -135,23 +135,23 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers, such as 1,2,4") from None
 
 
-def complete_with(action: argparse.Action, completer: Completer) -> None:
+def set_completer(action: argparse.Action, completer: Completer) -> None:
     """Set the completer of an argument, for argcomplete."""
     action.completer = completer  # type: ignore[attr-defined]  # argcomplete looks for it there
 
 
-def job_files(prefix: str, **_: Any) -> list[str]:
+def complete_job_files(prefix: str, **_: Any) -> list[str]:
     from argcomplete.completers import FilesCompleter
 
     return list(FilesCompleter(("toml", "yaml", "yml"))(prefix))
 
 
-def override_texts(prefix: str, **_: Any) -> list[str]:
+def complete_overrides(prefix: str, **_: Any) -> list[str]:
     """Complete keys, as in 'train.st', then the values of an enumeration, as in 'train.precision='."""
-    from wanma.job.file.schema import tables
+    from wanma.job.file.schema import schema_tables
 
     name, chosen, _value = prefix.partition("=")
-    keys = {key.path: key for table in tables() if not table.repeated for key in table.keys}
+    keys = {key.path: key for table in schema_tables() if not table.is_repeated for key in table.keys}
     if not chosen:
         return [f"{path}=" for path in keys if path.startswith(prefix)]
     if name == "parallel":
@@ -159,11 +159,11 @@ def override_texts(prefix: str, **_: Any) -> list[str]:
     return [f"{name}={value}" for value in (keys[name].choices if name in keys else ())]
 
 
-def checkpoint_places(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+def complete_checkpoint_locations(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     from argcomplete.completers import DirectoriesCompleter
 
-    return [*run_names(prefix, parsed_args), *DirectoriesCompleter()(prefix)]
+    return [*complete_run_names(prefix, parsed_args), *DirectoriesCompleter()(prefix)]
 
 
-def run_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+def complete_run_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     return [run.name for run in list_runs(parsed_args.runs) if run.name.startswith(prefix)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or quota."""
 EXIT_BROKEN_PIPE = 141
 """Exit code that a shell reports for a program ended by SIGPIPE, as in `wanma runs | head -1`."""
@@ -24,21 +24,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except WanmaError as error:
-        _complain(error.message, error.hint)
+        _print_error(error.message, error.hint)
         return error.exit_code
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             where = error.filename or "where the output of this command goes"
-            _complain(f"{error.strerror}: {where}", "free some space there")
+            _print_error(f"{error.strerror}: {where}", "free some space there")
             return EXIT_FAILED
         traceback.print_exc()
-        _complain(
+        _print_error(
             f"this is a bug in wanma ({type(error).__name__}), not in your job",
             "please report it with the lines above, the command and the output of `wanma version`",
         )
@@ -57,23 +57,23 @@ def _run(arguments: list[str]) -> int:
     return int(parsed.run(parsed))
 
 
-def _drop_output() -> None:
+def _discard_output() -> None:
     """Discard buffered output that has no reader or no room; Python would fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
-def _complain(message: str, hint: str) -> None:
-    red, plain = ("\x1b[1;31m", "\x1b[0m") if _colours() else ("", "")
+def _print_error(message: str, hint: str) -> None:
+    red, plain = ("\x1b[1;31m", "\x1b[0m") if _uses_color() else ("", "")
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_output()
+        _discard_output()
     print(f"{red}error:{plain} {message}" + (f"\n  {hint}" if hint else ""), file=sys.stderr)
 
 
-def _colours() -> bool:
+def _uses_color() -> bool:
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -44,7 +44,7 @@ COMMANDS = (
     version,
 )
 
-_OVERVIEW = """\
+_DESCRIPTION = """\
 Distributed AI training: plan, launch, train, heal, measure and explain.
 
 start here:
@@ -72,11 +72,11 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Return the parser of all commands."""
-    parser = Parser(prog="wanma", description=_OVERVIEW)
+    parser = Parser(prog="wanma", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"wanma {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in COMMANDS:
-        module.add(commands)
+        module.add_parser(commands)
 
     def overview(_: argparse.Namespace) -> int:
         parser.print_help()

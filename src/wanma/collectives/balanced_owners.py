@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def shared_out(lengths: Sequence[int], ranks: int) -> list[int]:
+def assign_balanced_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """Assign each item to a rank and return the owners: longest item first, to the rank that holds least.
 
     Args:
-        lengths: size of each item, in any unit.
+        sizes: size of each item, in any unit.
         ranks: number of ranks.
     """
     held = [0] * ranks
-    owners = [0] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = held.index(min(held))
-        held[owners[index]] += lengths[index]
+        held[owners[index]] += sizes[index]
     return owners

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.library import Library
 
-from wanma.collectives.shared_memory.process_group import SharedGroup
+from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 
 
 @cache
-def mend_all_gather() -> Library:
+def patch_functional_all_gather() -> Library:
     """Route `_c10d_functional.all_gather_into_tensor` of CPU tensors through Gloo's plain all-gather.
 
     Torch takes Gloo's coalesced all-gather instead. In torch 2.13 some hundred thousand calls of it on two
@@ -45,11 +45,11 @@ def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
 def _is_shared(group: Any) -> bool:
     """Return True if a group, or a group by its name, shares memory; operators are given either."""
     if isinstance(group, str):
-        group = _by_name(group)
+        group = _group_by_name(group)
     elif isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
-    return isinstance(group, SharedGroup)
+    return isinstance(group, SharedMemoryProcessGroup)
 
 
-_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+_group_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 """Process group of a name; torch has no public function for it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Integer target that every loss ignores."""
 
 
@@ -18,7 +18,7 @@ class Batch:
     """Micro-batch: `rows` samples of one data rank.
 
     A rank whose share of a micro-batch is empty gets one padding row (`real` false, integer targets
-    `IGNORED`), because collectives inside the model need every rank to take part.
+    `IGNORE_INDEX`), because collectives inside the model need every rank to take part.
     """
 
     inputs: tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class Batch:
     named_targets: dict[str, Tensor] | None = None
     """Targets by name, of samples whose target is a dict; `targets` is then the first of them."""
     class_range: tuple[int, int] | None = None
-    """Minimum and maximum target other than `IGNORED`, for integer targets; None: unknown, or no targets.
+    """Minimum and maximum integer target other than `IGNORE_INDEX`; None: unknown, or no targets.
 
     Stored on the host, so that a loss can check it without waiting for a device.
     """
@@ -64,7 +64,7 @@ class Batch:
         )
 
 
-def not_finite(batch: Batch) -> list[int]:
+def find_nonfinite_samples(batch: Batch) -> list[int]:
     """Return the indices of the real samples with a NaN or infinity among their inputs or targets."""
     wrong = torch.zeros(batch.rows, dtype=torch.bool, device=batch.samples.device)
     named = batch.named_targets or {}
@@ -74,8 +74,8 @@ def not_finite(batch: Batch) -> list[int]:
     return [int(number) for number in batch.samples[wrong & batch.real]]
 
 
-def stack_rows(batches: list[Batch], rows: int) -> Batch:
-    """Join `batches`, each padded to `rows` rows, for schedules that require equal sizes.
+def concatenate_padded(batches: list[Batch], row_count: int) -> Batch:
+    """Join `batches`, each padded to `row_count` rows, for schedules that require equal sizes.
 
     Only for batches with integer targets.
 
@@ -87,7 +87,7 @@ def stack_rows(batches: list[Batch], rows: int) -> Batch:
             "data: the samples' target is a dict, and a pipeline computes the loss of one target",
             "give one target, or set parallel.pp = 1 and give a loss",
         )
-    filled = [_fill(batch, rows) for batch in batches]
+    filled = [_pad_rows(batch, row_count) for batch in batches]
     return Batch(
         keywords={name: torch.cat([batch.keywords[name] for batch in filled]) for name in filled[0].keywords},
         inputs=tuple(torch.cat(tensors) for tensors in zip(*(batch.inputs for batch in filled), strict=True)),
@@ -97,8 +97,8 @@ def stack_rows(batches: list[Batch], rows: int) -> Batch:
     )
 
 
-def _fill(batch: Batch, rows: int) -> Batch:
-    missing = rows - batch.rows
+def _pad_rows(batch: Batch, row_count: int) -> Batch:
+    missing = row_count - batch.rows
     if missing == 0:
         return batch
 
@@ -111,7 +111,7 @@ def _fill(batch: Batch, rows: int) -> Batch:
     return replace(
         batch,
         inputs=tuple(repeat(tensor) for tensor in batch.inputs),
-        targets=constant(batch.targets, IGNORED),
+        targets=constant(batch.targets, IGNORE_INDEX),
         samples=constant(batch.samples, -1),
         real=constant(batch.real, 0),
         keywords={name: repeat(tensor) for name, tensor in batch.keywords.items()},

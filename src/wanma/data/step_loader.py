@@ -15,21 +15,21 @@ from types import TracebackType
 from torch import Tensor
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import Data
-from wanma.data.sampling.batch_size_schedule import global_batch, samples_before
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import TrainSection
 
 
 @dataclass(frozen=True)
-class Step:
+class StepBatches:
     """Data of one optimizer step on one data rank."""
 
     step: int
     """Number of optimizer steps before it."""
-    samples_before: int
+    samples_consumed_before: int
     """Samples consumed by the steps before it, over all ranks."""
-    global_batch: int
+    global_batch_size: int
     micro_batches: list[Batch]
     """Micro-batches in order.
 
@@ -38,15 +38,15 @@ class Step:
     """
 
 
-class Loader:
+class StepLoader:
     """Iterator over the steps from `start_step` to the end of the job, and its own context manager."""
 
     def __init__(
         self,
-        data: Data,
+        dataset: BatchedDataset,
         plan: Plan,
         train: TrainSection,
-        data_rank: int,
+        data_parallel_rank: int,
         start_step: int,
         prefetch: int,
         threads: int = 1,
@@ -55,43 +55,43 @@ class Loader:
         """Start the threads.
 
         Args:
-            data: the data set.
+            dataset: the data set.
             plan: the plan that divides the global batch.
             train: the job's `[train]`.
-            data_rank: index of this rank among those that read different samples.
+            data_parallel_rank: index of this rank among those that read different samples.
             start_step: the first step to yield.
             prefetch: maximum number of steps in memory ahead of the loop.
             threads: number of steps loaded at once; more than 1 calls a user's dataset concurrently.
             pin_memory: page-locked tensors, which copy to a CUDA device without blocking.
         """
-        self._data = data
+        self._dataset = dataset
         self._plan = plan
         self._train = train
-        self._data_rank = data_rank
-        self._next = start_step
+        self._data_parallel_rank = data_parallel_rank
+        self._next_step = start_step
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._ahead: deque[Future[Step]] = deque()
+        self._prefetched: deque[Future[StepBatches]] = deque()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="wanma-loader")
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[StepBatches]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> StepBatches:
         """Return the next step.
 
         Raises:
             StopIteration: the job's last step has been returned.
             Exception: whatever loading the step raised, with the traceback of the thread.
         """
-        self._fill()
-        if not self._ahead:
+        self._prefetch_steps()
+        if not self._prefetched:
             raise StopIteration
-        step = self._ahead.popleft().result()
-        self._fill()
+        step = self._prefetched.popleft().result()
+        self._prefetch_steps()
         return step
 
-    def follow(self, plan: Plan) -> None:
+    def switch_plan(self, plan: Plan) -> None:
         """Switch to another plan for the steps to come.
 
         Steps that were loaded ahead by the last one are dropped, and loaded again.
@@ -99,30 +99,30 @@ class Loader:
         if plan is self._plan:
             return
         self._plan = plan
-        self._next -= len(self._ahead)
-        for ahead in self._ahead:
+        self._next_step -= len(self._prefetched)
+        for ahead in self._prefetched:
             ahead.cancel()
-        self._ahead.clear()
+        self._prefetched.clear()
 
-    def load(self, step: int) -> Step:
+    def load(self, step: int) -> StepBatches:
         """Load one step in the calling thread: a pure function of the step's number."""
-        size = global_batch(self._train, step)
-        before = samples_before(self._train, step)
+        size = global_batch_size(self._train, step)
+        before = samples_consumed_before(self._train, step)
         micro_batches = [
-            self._data.batch(range(before + rows.start, before + rows.stop))
-            for rows in self._plan.micro_batches(size, self._data_rank)
+            self._dataset.batch(range(before + rows.start, before + rows.stop))
+            for rows in self._plan.micro_batches(size, self._data_parallel_rank)
         ]
         if self._pin_memory:
-            micro_batches = [_pinned(batch) for batch in micro_batches]
-        return Step(step, before, size, micro_batches)
+            micro_batches = [_pin_batch(batch) for batch in micro_batches]
+        return StepBatches(step, before, size, micro_batches)
 
     def close(self) -> None:
         """Stop loading and wait for the threads; steps that were loaded are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._ahead.clear()
-        self._next = self._train.steps
+        self._prefetched.clear()
+        self._next_step = self._train.steps
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> StepLoader:
         return self
 
     def __exit__(
@@ -130,13 +130,13 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _fill(self) -> None:
-        while len(self._ahead) < self._prefetch and self._next < self._train.steps:
-            self._ahead.append(self._pool.submit(self.load, self._next))
-            self._next += 1
+    def _prefetch_steps(self) -> None:
+        while len(self._prefetched) < self._prefetch and self._next_step < self._train.steps:
+            self._prefetched.append(self._pool.submit(self.load, self._next_step))
+            self._next_step += 1
 
 
-def _pinned(batch: Batch) -> Batch:
+def _pin_batch(batch: Batch) -> Batch:
     def pin(tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from wanma.elastic.failure import Failure
-from wanma.elastic.recovery.replan import Decision, Situation
+from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import Event
 
@@ -20,21 +20,21 @@ OnEvent = Callable[[Event], str | None]
 class Replanner(Protocol):
     """Planner interface of a run whose number of nodes may change; it can be pickled."""
 
-    def decide(self, situation: Situation) -> Decision:
+    def replan(self, request: ReplanRequest) -> ReplanDecision:
         """Return the plan to continue with; it runs in a thread beside the supervisor's loop.
 
-        It is the plan of `running` on as many nodes if nothing is to change.
+        It is the plan of `current` on as many nodes if nothing is to change.
         """
 
-    def launch(self, before: Launch, plan: Plan, nodes: int) -> Launch:
+    def make_launch_config(self, current: LaunchConfig, plan: Plan, nodes: int) -> LaunchConfig:
         """Return the launch configuration of this node for its part of `plan` on `nodes` nodes."""
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """Launch configuration of a run, as one node's supervisor gets it.
 
-    It is the same on every node, but for `node_rank`, `interface` and `position`.
+    It is the same on every node, but for `node_rank`, `network_interface` and `topology_address`.
     """
 
     run_directory: Path
@@ -42,7 +42,7 @@ class Launch:
     """Entry function 'package.module:function', called in every rank as `function(worker, payload)`."""
     payload: bytes = b""
     """Argument of the entry function, passed to every local rank in inherited memory; never in a file."""
-    preload: tuple[str, ...] = ("torch",)
+    preload_modules: tuple[str, ...] = ("torch",)
     """Modules that the fork server imports once, before it forks the ranks."""
     ranks_per_node: int = 1
     threads_per_rank: int = 1
@@ -50,21 +50,21 @@ class Launch:
     node_rank: int | None = None
     rendezvous: str | None = None
     """Endpoint HOST:PORT where the supervisors meet; needed if `nodes` > 1."""
-    interface: str | None = None
+    network_interface: str | None = None
     """Network interface of the collectives; None: loopback on one node, else by route to the rendezvous."""
-    position: str = ""
+    topology_address: str = ""
     """Topology address of this node, e.g. `rack-3/switch-1`; empty if unknown."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    worker_environment: Mapping[str, str] = field(default_factory=dict)
     """Additions to the environment of the fork server and the ranks; see `environment.worker_environment`."""
-    start_seconds: float = 300.0
+    start_timeout_seconds: float = 300.0
     """Longest silence of all ranks, in seconds, before the first step; nodes also wait so long."""
-    hang_seconds: float = 300.0
+    hang_timeout_seconds: float = 300.0
     """Longest silence, in seconds, after the first step."""
-    lost_seconds: float = 20.0
+    heartbeat_timeout_seconds: float = 20.0
     """Time, in seconds, without a heartbeat after which a node counts as lost."""
     job_hash: str = ""
     """Hash of the job; nodes whose jobs differ refuse to work together."""
-    retries: int = 0
+    max_restarts: int = 0
     """Most restarts of the ranks after failures without a new step between; 0: none."""
     is_script: bool = False
     """True if the ranks run a user's script, which may never report to the supervisor.
@@ -72,50 +72,50 @@ class Launch:
     Hangs are then not judged by steps; the script finds its peers by torchrun's variables, and its output is
     shown.
     """
-    silent_retries: int = 0
-    """Most restarts of ranks that have never finished a step; at most `retries`."""
+    max_restarts_before_first_step: int = 0
+    """Most restarts of ranks that have never finished a step; at most `max_restarts`."""
     replanner: Replanner | None = None
     """Planner for the nodes present, from `min_nodes` to `nodes`; None: the run always has `nodes`."""
     min_nodes: int = 0
-    join_seconds: float = 30.0
+    last_call_seconds: float = 30.0
     """Last call: time, in seconds, that the first start waits for more than `min_nodes` nodes."""
     grace_seconds: float = 30.0
     """Grace period, in seconds, from a SIGTERM to the SIGKILL that follows it."""
-    requeue_code: int = 143
+    requeue_exit_code: int = 143
     """Exit code of a run that SIGTERM, SIGUSR1 or SIGHUP stopped."""
-    slow_factor: float = 1.5
+    straggler_factor: float = 1.5
     """Ratio to its peers' work time from which a rank counts as a straggler."""
-    upload: str | None = None
+    checkpoint_upload_url: str | None = None
     """URL that a copy of each checkpoint is uploaded to; None: no upload."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
             raise ValueError("ranks_per_node, nodes and threads_per_rank are at least 1")
-        if self.retries < 0:
-            raise ValueError(f"retries is at least 0 (given: {self.retries})")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is at least 0 (given: {self.max_restarts})")
         if ":" not in self.entry:
             raise ValueError(f"entry is 'package.module:function' (given: {self.entry!r})")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """End of the run on this node."""
 
     exit_code: int
     """Exit code of the run.
 
-    0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM, SIGUSR1 or
+    0: every rank of every node finished; 130: stopped by SIGINT; `requeue_exit_code`: by SIGTERM, SIGUSR1 or
     SIGHUP; else a failure's.
     """
     failure: Failure | None = None
     """Cause, the same on every node; None if nothing failed."""
 
     @property
-    def message(self) -> str:
+    def failure_text(self) -> str:
         """Message for the user; empty if nothing failed."""
         return self.failure.text() if self.failure is not None else ""
 
 
-def host_name() -> str:
+def get_hostname() -> str:
     """Return this node's name as messages show it."""
     return socket.gethostname()

@@ -39,7 +39,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Level:
+class InterconnectLevel:
     """Interconnect level: domains of `size` members that reach each other at one bandwidth and latency."""
 
     name: str
@@ -52,7 +52,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeGroup:
     """Node group: one node, or `count` equal nodes."""
 
     name: str
@@ -61,9 +61,9 @@ class Node:
     devices: tuple[Device, ...]
     """Accelerators of one node; empty if it has only CPUs."""
     count: int = 1
-    inside: tuple[Level, ...] = ()
+    inside: tuple[InterconnectLevel, ...] = ()
     """Interconnect levels between the devices of one node, nearest first; empty when unknown."""
-    network: tuple[Level, ...] = ()
+    network: tuple[InterconnectLevel, ...] = ()
     """Interconnect levels between these nodes, nearest first; empty when unknown."""
     nics: int = 0
     """Network cards of one node that the run may use; 0 when unknown."""
@@ -100,13 +100,13 @@ class Node:
         """Accelerators of all `count` nodes."""
         return self.count * len(self.devices)
 
-    def level_inside(self, devices: int) -> Level | None:
+    def intra_node_level(self, devices: int) -> InterconnectLevel | None:
         """Return the level that connects `devices` neighbours in one node; None when unknown."""
-        return _reaching(self.inside, devices)
+        return _smallest_level(self.inside, devices)
 
-    def level_between(self, nodes: int) -> Level | None:
+    def inter_node_level(self, nodes: int) -> InterconnectLevel | None:
         """Return the level that connects `nodes` neighbouring nodes; None when unknown."""
-        return _reaching(self.network, nodes)
+        return _smallest_level(self.network, nodes)
 
     def __str__(self) -> str:
         machines = "1 node" if self.count == 1 else f"{self.count} nodes"
@@ -129,9 +129,9 @@ class Node:
 class Cluster:
     """Cluster of a run: all node groups and the link between them."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeGroup, ...]
     """Node groups; each holds the `count` of its equal nodes."""
-    between: Level | None = None
+    between: InterconnectLevel | None = None
     """Level between nodes of different groups; None: as fast as the slower of the two."""
 
     def __post_init__(self) -> None:
@@ -147,14 +147,14 @@ class Cluster:
         """Accelerators of all nodes."""
         return sum(node.device_count for node in self.nodes)
 
-    def level_across(self) -> Level | None:
+    def inter_group_level(self) -> InterconnectLevel | None:
         """Return the level between nodes of different groups; None when unknown."""
         outermost = [node.network[-1] for node in self.nodes if node.network]
         if self.between is not None or len(outermost) < len(self.nodes):
             return self.between
         slowest = min(outermost, key=lambda level: level.bandwidth_bytes_per_second)
         farthest = max(level.latency_seconds for level in outermost)
-        return Level(slowest.name, slowest.bandwidth_bytes_per_second, farthest)
+        return InterconnectLevel(slowest.name, slowest.bandwidth_bytes_per_second, farthest)
 
     def __str__(self) -> str:
         """Return a text such as '8 nodes of 8 × H100 SXM + 16 nodes of 8 × A100 SXM 40 GB, 4 × 100G'."""
@@ -175,30 +175,34 @@ class Cluster:
         Raises:
             ValueError: an unknown key.
         """
-        given = _known(cls, value)
-        nodes = tuple(_node(node) for node in given["nodes"])
-        return cls(nodes, _optional(Level, given.get("between")))
+        given = _checked_fields(cls, value, "cluster")
+        nodes = tuple(_node_group(node) for node in given["nodes"])
+        return cls(nodes, _optional_level(given.get("between")))
 
 
-def _reaching(levels: tuple[Level, ...], members: int) -> Level | None:
+def _smallest_level(levels: tuple[InterconnectLevel, ...], members: int) -> InterconnectLevel | None:
     return next((level for level in levels if level.size is None or level.size >= members), None)
 
 
-def _node(value: Mapping[str, Any]) -> Node:
-    given = _known(Node, value)
-    given["devices"] = tuple(_optional(Device, device) for device in given["devices"])
-    given["cpu"] = _optional(Device, given.get("cpu"))
+def _node_group(value: Mapping[str, Any]) -> NodeGroup:
+    given = _checked_fields(NodeGroup, value, "node")
+    given["devices"] = tuple(_optional_device(device) for device in given["devices"])
+    given["cpu"] = _optional_device(given.get("cpu"))
     given["hosts"] = tuple(given.get("hosts", ()))
     for levels in ("inside", "network"):
-        given[levels] = tuple(_optional(Level, level) for level in given.get(levels, ()))
-    return Node(**given)
+        given[levels] = tuple(_optional_level(level) for level in given.get(levels, ()))
+    return NodeGroup(**given)
 
 
-def _optional(kind: type[Any], value: Mapping[str, Any] | None) -> Any:
-    return None if value is None else kind(**_known(kind, value))
+def _optional_device(value: Mapping[str, Any] | None) -> Any:
+    return None if value is None else Device(**_checked_fields(Device, value, "device"))
 
 
-def _known(kind: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def _optional_level(value: Mapping[str, Any] | None) -> Any:
+    return None if value is None else InterconnectLevel(**_checked_fields(InterconnectLevel, value, "level"))
+
+
+def _checked_fields(kind: type[Any], value: Mapping[str, Any], noun: str) -> dict[str, Any]:
     if unknown := set(value) - {one.name for one in fields(kind)}:
-        raise ValueError(f"unknown {kind.__name__.lower()} fields {sorted(unknown)}")
+        raise ValueError(f"unknown {noun} fields {sorted(unknown)}")
     return dict(value)

@@ -41,41 +41,49 @@ class WanmaError(Exception):
         return type(self), (self.message, self.hint, self.exit_code)
 
 
-class AgreedError(WanmaError):
+class AllRanksError(WanmaError):
     """Error on which all ranks have agreed: each raises the same, so no single rank is blamed.
 
     Args:
         retry_step: optimizer step, counted from 1, that is to be repeated; None: no particular one.
-        odd: ranks that differ from all others, in texts such as 'rank 1 (HOST)'.
+        outlier_ranks: ranks that differ from all others, in texts such as 'rank 1 (HOST)'.
     """
 
     def __init__(
-        self, message: str, hint: str = "", *, retry_step: int | None = None, odd: tuple[str, ...] = ()
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        retry_step: int | None = None,
+        outlier_ranks: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message, hint)
         self.retry_step = retry_step
-        self.odd = odd
+        self.outlier_ranks = outlier_ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), retry_step=self.retry_step, odd=self.odd), (self.message, self.hint)
+        return partial(type(self), retry_step=self.retry_step, outlier_ranks=self.outlier_ranks), (
+            self.message,
+            self.hint,
+        )
 
 
 class ScriptExitError(WanmaError):
     """Exit of a user's script with a code other than 0.
 
     Args:
-        left_with: exit code of the script; not 0.
+        script_exit_code: exit code of the script; not 0.
     """
 
-    def __init__(self, message: str, left_with: int) -> None:
+    def __init__(self, message: str, script_exit_code: int) -> None:
         super().__init__(message)
-        self.left_with = left_with
+        self.script_exit_code = script_exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.left_with)
+        return type(self), (self.message, self.script_exit_code)
 
 
-class UnfitError(WanmaError):
+class HealthCheckError(WanmaError):
     """Failed health check of this node: the run continues without the node if others can carry it."""
 
 
@@ -86,7 +94,7 @@ class JobError(WanmaError):
         super().__init__(message, hint, exit_code)
 
 
-def missing_extra(package: str, extra: str, purpose: str) -> WanmaError:
+def missing_extra_error(package: str, extra: str, purpose: str) -> WanmaError:
     """Return the error for an optional dependency that is not installed."""
     return WanmaError(
         f"{purpose} needs the package `{package}`, which is not installed.",

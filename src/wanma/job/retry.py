@@ -34,27 +34,27 @@ _PERMANENT = (
     ValueError,
     WanmaError,
 )
-_PERMANENT_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG)
+_PERMANENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Retry policy: number of tries, deadline and pauses."""
 
-    tries: int = 6
+    max_attempts: int = 6
     deadline_seconds: float = 120.0
     """Seconds from the first try; no later try begins after them."""
-    first_pause_seconds: float = 0.5
-    longest_pause_seconds: float = 20.0
+    initial_backoff_seconds: float = 0.5
+    max_backoff_seconds: float = 20.0
 
 
-PATIENCE = Patience()
+STORAGE_RETRY_POLICY = RetryPolicy()
 """Retry policy for storage that training can do without for a while."""
 
 
 def retry(
     operation: Callable[[], Result],
-    patience: Patience = PATIENCE,
+    policy: RetryPolicy = STORAGE_RETRY_POLICY,
     *,
     stop: threading.Event | None = None,
 ) -> Result:
@@ -67,19 +67,19 @@ def retry(
         Exception: the error of the last try, with a note of the number of tries.
     """
     began = time.monotonic()
-    for number, pause in enumerate(pauses(patience, random.SystemRandom()), 1):
+    for number, pause in enumerate(backoff_delays(policy, random.SystemRandom()), 1):
         try:
             return operation()
         except Exception as error:
-            late = time.monotonic() - began + (pause or 0.0) > patience.deadline_seconds
-            if pause is None or late or is_permanent(error) or _stopped_in(pause, stop):
+            late = time.monotonic() - began + (pause or 0.0) > policy.deadline_seconds
+            if pause is None or late or is_permanent(error) or _wait_for_stop(pause, stop):
                 if number > 1:
                     error.add_note(f"after {number} tries in {time.monotonic() - began:.1f} s")
                 raise
-    raise ValueError(f"{patience.tries} tries: at least one is needed")
+    raise ValueError(f"{policy.max_attempts} tries: at least one is needed")
 
 
-class RetriedFile:
+class RetryingFile:
     """Readable file that is reopened after a passing failure, and continued at its position.
 
     As a context manager it closes the open file.
@@ -95,26 +95,26 @@ class RetriedFile:
     def __init__(
         self,
         open_file: Callable[[], IO[bytes]],
-        patience: Patience = PATIENCE,
+        policy: RetryPolicy = STORAGE_RETRY_POLICY,
         *,
         stop: threading.Event | None = None,
     ) -> None:
-        self._open_file, self._patience, self._stop = open_file, patience, stop
+        self._open_file, self._policy, self._stop = open_file, policy, stop
         self._file: IO[bytes] | None = None
         self._position = 0
-        retry(self._opened, patience, stop=stop)
+        retry(self._open_at_position, policy, stop=stop)
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes; fewer, or none, at the end."""
 
         def once() -> bytes:
             try:
-                return self._opened().read(size)
+                return self._open_at_position().read(size)
             except BaseException:
                 self.close()
                 raise
 
-        block = retry(once, self._patience, stop=self._stop)
+        block = retry(once, self._policy, stop=self._stop)
         self._position += len(block)
         return block
 
@@ -123,14 +123,14 @@ class RetriedFile:
         if file is not None:
             file.close()
 
-    def _opened(self) -> IO[bytes]:
+    def _open_at_position(self) -> IO[bytes]:
         if self._file is None:
             self._file = self._open_file()
             if self._position:
                 self._file.seek(self._position)
         return self._file
 
-    def __enter__(self) -> RetriedFile:
+    def __enter__(self) -> RetryingFile:
         return self
 
     def __exit__(
@@ -139,7 +139,7 @@ class RetriedFile:
         self.close()
 
 
-def _stopped_in(seconds: float, stop: threading.Event | None) -> bool:
+def _wait_for_stop(seconds: float, stop: threading.Event | None) -> bool:
     """Pause for `seconds` or until `stop` is set; return True if it was set."""
     if stop is None:
         time.sleep(seconds)
@@ -149,21 +149,21 @@ def _stopped_in(seconds: float, stop: threading.Event | None) -> bool:
 
 def is_permanent(error: Exception) -> bool:
     """Return True if a retry would fail in the same way: missing or forbidden files, a full disk, a bug."""
-    return isinstance(error, _PERMANENT) or getattr(error, "errno", None) in _PERMANENT_NUMBERS
+    return isinstance(error, _PERMANENT) or getattr(error, "errno", None) in _PERMANENT_ERRNOS
 
 
-def pauses(patience: Patience, draw: random.Random) -> Iterator[float | None]:
+def backoff_delays(policy: RetryPolicy, generator: random.Random) -> Iterator[float | None]:
     """Yield the seconds to wait after each try, and None after the last one.
 
     Pauses double, and each is drawn between half of its value and all of it, so that many clients that failed
     together do not return together (Brooker 2015, "Exponential backoff and jitter").
 
     Args:
-        draw: random generator; not the process's own, whose state belongs to the user's training.
+        generator: random generator; not the process's own, whose state belongs to the user's training.
     """
-    pause = patience.first_pause_seconds
-    for _ in range(patience.tries - 1):
-        yield draw.uniform(pause / 2, pause)
-        pause = min(2 * pause, patience.longest_pause_seconds)
-    if patience.tries > 0:
+    pause = policy.initial_backoff_seconds
+    for _ in range(policy.max_attempts - 1):
+        yield generator.uniform(pause / 2, pause)
+        pause = min(2 * pause, policy.max_backoff_seconds)
+    if policy.max_attempts > 0:
         yield None

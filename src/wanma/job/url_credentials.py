@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-WHERE_CREDENTIALS_GO = (
+CREDENTIALS_HINT = (
     "leave credentials to the storage library: its environment variables (AWS_PROFILE, "
     "GOOGLE_APPLICATION_CREDENTIALS ...), its own files, or ~/.config/fsspec"
 )
@@ -15,9 +15,9 @@ _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 
 def has_credentials(url: str) -> bool:
     """Return True if `url`, which is stored and displayed, may hold a password or a signature."""
-    return without_credentials(url) != url
+    return redact_credentials(url) != url
 
 
-def without_credentials(text: str) -> str:
+def redact_credentials(text: str) -> str:
     """Return `text`, such as the message of a storage library, with the secrets in its URLs redacted."""
     return _QUERY.sub(r"\1?***", _USER.sub(r"\1***@", text))

@@ -6,27 +6,29 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_OURS = Path(__file__).parents[1]
-_INSTALLED = ("site-packages", "dist-packages")
+_PACKAGE_FOLDER = Path(__file__).parents[1]
+_SITE_FOLDERS = ("site-packages", "dist-packages")
 
 
-def users_line(error: BaseException, *, or_library: bool = True) -> str:
+def user_frame_text(error: BaseException, *, allow_library: bool = True) -> str:
     """Return 'FILE:LINE in FUNCTION: SOURCE' of the innermost frame outside wanma and libraries.
 
     If every frame is a library's (a factory may be an installed package's), it is the outermost of those: the
-    called function; not so without `or_library`. Empty if there is no such Python frame.
+    called function; not so without `allow_library`. Empty if there is no such Python frame.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not _is_wanma_file(frame.filename)
+    ]
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
-    if not frames or not (theirs or or_library):
+    if not frames or not (theirs or allow_library):
         return ""
     frame = theirs[-1] if theirs else frames[0]
     source = f": {frame.line}" if frame.line else ""
     return f"{frame.filename}:{frame.lineno} in {frame.name}{source}"
 
 
-def _is_ours(file: str) -> bool:
-    return Path(file).is_relative_to(_OURS)
+def _is_wanma_file(file: str) -> bool:
+    return Path(file).is_relative_to(_PACKAGE_FOLDER)
 
 
 def _is_library(file: str) -> bool:
@@ -35,16 +37,16 @@ def _is_library(file: str) -> bool:
     The last kind has names such as '<frozen importlib>'.
     """
     path = Path(file)
-    installed = any(name in path.parts for name in _INSTALLED)
+    installed = any(name in path.parts for name in _SITE_FOLDERS)
     return installed or file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
-def calling_line() -> str:
+def calling_frame_text() -> str:
     """Return 'FILE:LINE in FUNCTION: SOURCE' of the innermost stack frame outside wanma and libraries.
 
     Empty if there is none.
     """
-    frames = [frame for frame in traceback.extract_stack() if not _is_ours(frame.filename)]
+    frames = [frame for frame in traceback.extract_stack() if not _is_wanma_file(frame.filename)]
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
     if not theirs:
         return ""

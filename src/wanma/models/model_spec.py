@@ -18,24 +18,24 @@ from torch import nn
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.sections.job import ModelSection, ParameterGroupSection
-from wanma.job.user_frames import users_line
-from wanma.models.architectures.decoder import Decoder, decoder_layout
-from wanma.models.architectures.image_classifiers import VISION_LAYOUT, build_vision
-from wanma.models.config.huggingface_config import read_config
+from wanma.job.user_frames import user_frame_text
+from wanma.models.architectures.decoder import Decoder, decoder_parallel_spec
+from wanma.models.architectures.image_classifiers import VISION_PARALLEL_SPEC, build_image_classifier
+from wanma.models.config.huggingface_config import read_section_config
 from wanma.models.config.resolution import (
-    decoder_dimensions,
-    model_kind,
-    reject_dimension_keys,
-    vision_dimensions,
+    input_kind,
+    reject_architecture_keys,
+    resolve_decoder_config,
+    resolve_vision_config,
 )
 from wanma.models.layers.batch_norm import convert_batch_norm
-from wanma.models.layers.lora import add_adapters, is_adapter
-from wanma.models.structure.parallel_spec import Layout, tie_parameters
-from wanma.models.structure.parameter_initialization import initial_value
+from wanma.models.layers.lora import apply_lora, is_lora_parameter
+from wanma.models.structure.parallel_spec import ParallelSpec, tie_parameters
+from wanma.models.structure.parameter_initialization import draw_initial_value
 from wanma.models.structure.parameter_roles import is_frozen
-from wanma.models.user_modules.validation import check_ready
+from wanma.models.user_modules.validation import validate_module
 
-Kind = Literal["tokens", "images", "custom"]
+InputKind = Literal["tokens", "images", "custom"]
 
 
 @dataclass(frozen=True)
@@ -43,37 +43,37 @@ class ModelSpec:
     """Specification of a model: its construction and its parallel spec."""
 
     name: str
-    kind: Kind
-    make: Callable[[], nn.Module]
+    input_kind: InputKind
+    build_module: Callable[[], nn.Module]
     """Builder of the module.
 
-    Ours also work inside `torch.device("meta")`, and then need `initial_value` for each parameter.
+    Ours also work inside `torch.device("meta")`, and then need `draw_initial_value` for each parameter.
     """
-    layout: Layout | None
+    parallel_spec: ParallelSpec | None
     """Parallel spec; None for users' modules, which declare none."""
-    own_initialization: bool
+    has_own_initialization: bool
     """True if the constructor initializes the weights: users' modules, built on CPU under the job's seed."""
-    frozen: Callable[[str], bool] = lambda _: False
+    is_frozen: Callable[[str], bool] = lambda _: False
     """Predicate of a parameter's name: True if the job freezes it, whatever the model says."""
 
-    def require_layout(self, key: str) -> Layout:
-        """Return the parallel spec, which job key `key` requires.
+    def require_parallel_spec(self, job_key: str) -> ParallelSpec:
+        """Return the parallel spec, which job key `job_key` requires.
 
         Raises:
             JobError: the model declares none.
         """
-        if self.layout is None:
+        if self.parallel_spec is None:
             raise JobError(
-                f"{key}: {self.name} does not declare what may be split of it",
-                f"set {key} = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+                f"{job_key}: {self.name} does not declare what may be split of it",
+                f"set {job_key} = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
             )
-        return self.layout
+        return self.parallel_spec
 
 
-def model_spec(
+def resolve_model_spec(
     section: ModelSection,
     *,
-    vocabulary: int | None,
+    vocabulary_size: int | None,
     sequence_length: int | None,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
@@ -82,7 +82,7 @@ def model_spec(
 
     Args:
         section: the job's `[model]`.
-        vocabulary: number of tokens of the tokenizer; None without one.
+        vocabulary_size: number of tokens of the tokenizer; None without one.
         sequence_length: of the data; only some Hugging Face models have a maximum.
         image_shape: (channels, height, width); None without images.
         classes: number of classes of labelled data; None without labels.
@@ -93,52 +93,53 @@ def model_spec(
     """
     if section.lora_rank > 0:
         plain = section.model_copy(update={"lora_rank": 0})
-        spec = model_spec(
+        spec = resolve_model_spec(
             plain,
-            vocabulary=vocabulary,
+            vocabulary_size=vocabulary_size,
             sequence_length=sequence_length,
             image_shape=image_shape,
             classes=classes,
         )
-        return with_adapters(spec, section)
-    kind = model_kind(section)
+        return apply_lora_to_spec(spec, section)
+    kind = input_kind(section)
     name = section.preset or section.family or section.factory or section.huggingface or ""
     if kind == "custom":
-        return ModelSpec(name, kind, _factory(section), None, True)
+        return ModelSpec(name, kind, _user_factory(section), None, True)
     if kind == "tokens" and image_shape is not None:
         raise JobError(f"model '{name}' reads tokens, but the data are images", "name a vision preset")
     if section.huggingface is not None:
-        return _huggingface(section, vocabulary, sequence_length)
+        return _transformers_spec(section, vocabulary_size, sequence_length)
     if section.arguments:
         raise JobError(
             "model.arguments are for model.factory and model.huggingface only", "remove model.arguments"
         )
     if kind == "tokens":
-        decoder = decoder_dimensions(section, vocabulary)
-        return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_layout(decoder), False)
-    if image_shape is None and vocabulary is not None:
+        decoder = resolve_decoder_config(section, vocabulary_size)
+        return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_parallel_spec(decoder), False)
+    if image_shape is None and vocabulary_size is not None:
         raise JobError(f"model '{name}' reads images, but the data are tokens", "name a decoder preset")
-    vision = vision_dimensions(section, image_shape, classes)
-    return ModelSpec(name, kind, lambda: build_vision(vision), VISION_LAYOUT, False)
+    vision = resolve_vision_config(section, image_shape, classes)
+    return ModelSpec(name, kind, lambda: build_image_classifier(vision), VISION_PARALLEL_SPEC, False)
 
 
-def with_frozen(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:
+def apply_freezing_to_spec(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:
     """Return `spec` of a model with the parameters frozen that `train.parameter_groups` freezes."""
-    return replace(spec, frozen=lambda name: spec.frozen(name) or is_frozen(name, groups))
+    return replace(spec, is_frozen=lambda name: spec.is_frozen(name) or is_frozen(name, groups))
 
 
-def custom_spec(model: nn.Module, batch_norm_group: int | None = None) -> ModelSpec:
-    """Return the specification of a module that the user built; `make` returns that very module.
+def wrap_module(model: nn.Module, batch_norm_group: int | None = None) -> ModelSpec:
+    """Return the specification of a module that the user built; `build_module` returns that very module.
 
     Args:
         model: the module.
         batch_norm_group: converts its batch normalization to groups of that many samples, in place.
-            Without it, `couples_samples` names what a plan of more than one micro-batch must refuse.
+            Without it, `find_sample_coupling_modules` names what a plan of more than one micro-batch must
+            refuse.
 
     Raises:
-        JobError: as of `check_ready`.
+        JobError: as of `validate_module`.
     """
-    check_ready(model)
+    validate_module(model)
     if batch_norm_group is not None:
         model = convert_batch_norm(model, batch_norm_group)
     config: Any = getattr(model, "config", None)
@@ -154,24 +155,24 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
     Raises:
         JobError: the user's factory failed, or returned no module.
     """
-    if spec.own_initialization:
+    if spec.has_own_initialization:
         with seeded_generators(seed), torch.device("cpu"):
-            return spec.make().to(dtype)
-    model = empty_model(spec, dtype)
+            return spec.build_module().to(dtype)
+    model = build_uninitialized_model(spec, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(model, name, parameter.shape, parameter.dtype, seed))
+            parameter.copy_(draw_initial_value(model, name, parameter.shape, parameter.dtype, seed))
     return model
 
 
-def build_plain(section: ModelSection, seed: int) -> nn.Module:
+def build_user_model(section: ModelSection, seed: int) -> nn.Module:
     """Build the model of `model.factory` unchanged, on CPU.
 
     Raises:
         JobError: it cannot be imported, failed, or returned no module.
     """
     with seeded_generators(seed), torch.device("cpu"):
-        return _factory(section).make_plain()
+        return _user_factory(section).build_unconverted()
 
 
 @contextmanager
@@ -189,13 +190,13 @@ def seeded_generators(seed: int) -> Iterator[None]:
             random.setstate(of_python)
 
 
-def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_uninitialized_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Build one of our models in full on CPU, with uninitialized parameters for a checkpoint's."""
     with torch.device("meta"):
-        model = spec.make().to(dtype)
+        model = spec.build_module().to(dtype)
     model.to_empty(device="cpu")
-    if spec.layout is not None:
-        tie_parameters(model, spec.layout.tied)
+    if spec.parallel_spec is not None:
+        tie_parameters(model, spec.parallel_spec.tied_parameters)
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
@@ -203,22 +204,24 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Modul
     return model
 
 
-def _huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> ModelSpec:
-    given = read_config(section)  # also checks that transformers is installed
-    from wanma.models.huggingface.causal_model import build_huggingface, huggingface_config
-    from wanma.models.huggingface.validation import longest_positions
+def _transformers_spec(
+    section: ModelSection, vocabulary_size: int | None, sequence_length: int | None
+) -> ModelSpec:
+    given = read_section_config(section)  # also checks that transformers is installed
+    from wanma.models.huggingface.causal_model import build_causal_model, build_transformers_config
+    from wanma.models.huggingface.validation import max_position_embeddings
 
-    config = huggingface_config(given, vocabulary, sequence_length)
-    length = sequence_length or longest_positions(config) or 2048
+    config = build_transformers_config(given, vocabulary_size, sequence_length)
+    length = sequence_length or max_position_embeddings(config) or 2048
     with torch.device("meta"):
-        model = build_huggingface(config, length)
-    make = partial(build_huggingface, config, length, model.findings)
-    return ModelSpec(type(model).__name__, "tokens", make, model.layout, False)
+        model = build_causal_model(config, length)
+    make = partial(build_causal_model, config, length, model.probe_result)
+    return ModelSpec(type(model).__name__, "tokens", make, model.parallel_spec, False)
 
 
-def _factory(section: ModelSection) -> _Factory:
+def _user_factory(section: ModelSection) -> _UserFactory:
     assert section.factory is not None
-    reject_dimension_keys(section)
+    reject_architecture_keys(section)
     function = import_object(section.factory, "model.factory")
     if not callable(function):
         raise JobError(
@@ -232,11 +235,11 @@ def _factory(section: ModelSection) -> _Factory:
             f"model.factory = '{section.factory}' does not take what model.arguments gives: {error}",
             f"its signature is {inspect.signature(function)}",
         ) from error
-    return _Factory(section.factory, function, section.arguments, section.batch_norm_group)
+    return _UserFactory(section.factory, function, section.arguments, section.batch_norm_group)
 
 
 @dataclass(frozen=True)
-class _Factory:
+class _UserFactory:
     """Builder of the user's module, with batch normalization converted: torch's would follow the layout."""
 
     path: str
@@ -245,9 +248,9 @@ class _Factory:
     batch_norm_group: int
 
     def __call__(self) -> nn.Module:
-        return convert_batch_norm(self.make_plain(), self.batch_norm_group)
+        return convert_batch_norm(self.build_unconverted(), self.batch_norm_group)
 
-    def make_plain(self) -> nn.Module:
+    def build_unconverted(self) -> nn.Module:
         """Build the module as the user's function returns it."""
         try:
             made = self.function(**self.arguments)
@@ -255,7 +258,7 @@ class _Factory:
             raise
         except Exception as error:  # whatever the user's code raises
             told = f"model.factory = '{self.path}' failed: {type(error).__name__}: {error}"
-            line = users_line(error)
+            line = user_frame_text(error)
             raise JobError(
                 f"{told}\n    {line}" if line else told,
                 f"mend it there, or give it other model.arguments; see it whole with: {self._command()}",
@@ -265,7 +268,7 @@ class _Factory:
                 f"model.factory = '{self.path}' returned {type(made).__name__}, not an nn.Module",
                 "return the module itself",
             )
-        check_ready(made)
+        validate_module(made)
         return made
 
     def _command(self) -> str:
@@ -276,10 +279,12 @@ class _Factory:
         return f"python -c {shlex.quote(code)}"
 
 
-def with_adapters(spec: ModelSpec, section: ModelSection) -> ModelSpec:
+def apply_lora_to_spec(spec: ModelSpec, section: ModelSection) -> ModelSpec:
     """Return `spec` of a model with the adapters of `section`, if any."""
     if section.lora_rank == 0:
         return spec
     return replace(
-        spec, make=lambda: add_adapters(spec.make(), section), frozen=lambda name: not is_adapter(name)
+        spec,
+        build_module=lambda: apply_lora(spec.build_module(), section),
+        is_frozen=lambda name: not is_lora_parameter(name),
     )

@@ -35,7 +35,7 @@ STEP_KEYS = (
 class Sink(Protocol):
     """Destination of the event stream."""
 
-    name: str
+    output_name: str
     """Name in messages: the data that the user loses when this sink fails."""
 
     def open(self, run: RunDirectory, first_step: int) -> None:
@@ -63,11 +63,11 @@ class Recorder:
         run: run directory of the files.
         sinks: sinks, opened here and closed by `close`.
         first_step: number of the first step to be recorded: 1, or the one after the checkpoint.
-        still_mine: called before each record; raises if another process records the run now.
+        check_fence: called before each record; raises if another process records the run now.
 
     Raises:
         WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened); also,
-            from every method, the error of `still_mine`.
+            from every method, the error of `check_fence`.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Recorder:
         run: RunDirectory,
         sinks: Sequence[Sink],
         first_step: int,
-        still_mine: Callable[[], None] = lambda: None,
+        check_fence: Callable[[], None] = lambda: None,
     ) -> None:
-        self._still_mine = still_mine
-        still_mine()
+        self._check_fence = check_fence
+        check_fence()
         self._sinks: list[Sink] = []
-        self._lost: dict[str, int] = {}
+        self._lost_events: dict[str, int] = {}
         """Events lost since a sink began to fail, by the name of the sink."""
         try:
             for sink in sinks:
@@ -113,25 +113,29 @@ class Recorder:
             try:
                 sink.close()
             except OSError as error:
-                self._tell(self._sinks, f"{sink.name} may be cut short: {_reason(error)}", "warning")
+                self._broadcast_message(
+                    self._sinks, f"{sink.output_name} may be cut short: {_error_text(error)}", "warning"
+                )
 
     def _write(self, event: Event) -> None:
         for sink in self._sinks:
             try:
-                self._still_mine()  # where that cannot be told, the record is lost like any other
+                self._check_fence()  # where that cannot be told, the record is lost like any other
                 sink.write(event)
             except OSError as error:
-                self._lost[sink.name] = self._lost.get(sink.name, 0) + 1
-                if self._lost[sink.name] == 1:
-                    text = f"{sink.name} cannot be written: {_reason(error)}; training goes on"
-                    self._tell([other for other in self._sinks if other is not sink], text, "warning")
+                self._lost_events[sink.output_name] = self._lost_events.get(sink.output_name, 0) + 1
+                if self._lost_events[sink.output_name] == 1:
+                    text = f"{sink.output_name} cannot be written: {_error_text(error)}; training goes on"
+                    self._broadcast_message(
+                        [other for other in self._sinks if other is not sink], text, "warning"
+                    )
             else:
-                if lost := self._lost.pop(sink.name, 0):
-                    text = f"{sink.name} can be written again; missing: {count_text(lost, 'record')}"
-                    self._tell(self._sinks, text, "info")
+                if lost := self._lost_events.pop(sink.output_name, 0):
+                    text = f"{sink.output_name} can be written again; missing: {count_text(lost, 'record')}"
+                    self._broadcast_message(self._sinks, text, "info")
 
     @staticmethod
-    def _tell(sinks: Sequence[Sink], text: str, level: str) -> None:
+    def _broadcast_message(sinks: Sequence[Sink], text: str, level: str) -> None:
         message = {"kind": "message", "time": time.time(), "level": level, "text": text}
         for sink in sinks:
             # A sink that fails here as well is reported when the next event reaches it.
@@ -139,5 +143,5 @@ class Recorder:
                 sink.write(message)
 
 
-def _reason(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-NONE = "–"
+MISSING_TEXT = "–"
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_text(value: float | None) -> str:
     """Return a number of bytes as text, such as '1.5 GiB'."""
     if value is None or not math.isfinite(value):
-        return NONE
+        return MISSING_TEXT
     exponent = 0
     while abs(value) >= 1024 and exponent < len(BYTE_UNITS) - 1:
         value /= 1024
@@ -24,7 +24,7 @@ def bytes_text(value: float | None) -> str:
 def duration_text(seconds: float | None) -> str:
     """Return a duration as text: '12 ms', '0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
     if seconds is None or not math.isfinite(seconds):
-        return NONE
+        return MISSING_TEXT
     if seconds < 0.1:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
@@ -42,7 +42,7 @@ def duration_text(seconds: float | None) -> str:
 def number_text(value: float | None) -> str:
     """Return a number with four significant digits: '6,844', '2.345', '1.2e-05'."""
     if value is None or not math.isfinite(value):
-        return NONE
+        return MISSING_TEXT
     if value == 0:
         return "0"
     size = abs(value)
@@ -53,9 +53,9 @@ def number_text(value: float | None) -> str:
     return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}"
 
 
-def share_text(value: float | None) -> str:
+def percent_text(value: float | None) -> str:
     """Return a share of one as text, such as '48.3 %'."""
-    return NONE if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+    return MISSING_TEXT if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def count_text(number: int, noun: str) -> str:

@@ -9,213 +9,234 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from wanma.collectives.timing.communication_timer import Stopwatch
-from wanma.collectives.timing.functional_wait_time import Waits, waits
+from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.collectives.timing.functional_wait_time import FunctionalWaitTime, get_functional_wait_time
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.models.keyed_random.dropout import replace_dropout, unkeyed_randomness
+from wanma.models.keyed_random.dropout import find_unkeyed_random_modules, replace_dropout
 from wanma.models.keyed_random.forward_draws import RandomDraws
-from wanma.models.layers.batch_norm import NotesStatistics, couples_samples, keeps_statistics, noting_modules
+from wanma.models.layers.batch_norm import (
+    StepStatistics,
+    find_instance_norm_statistics,
+    find_sample_coupling_modules,
+    find_step_statistics_modules,
+)
 from wanma.models.model_spec import ModelSpec, seeded_generators
-from wanma.models.structure.parallel_spec import Layout
-from wanma.models.structure.parameter_roles import Role, parameter_roles
-from wanma.models.structure.repeated_blocks import repeated_blocks
-from wanma.models.user_modules.overlapping_parameters import refuse_shared_memory
-from wanma.parallel.context.context_parallel import split_context
-from wanma.parallel.data_parallel.gather_order_check import watch_gathers
-from wanma.parallel.data_parallel.replicated import Whole
-from wanma.parallel.data_parallel.sharded import DTYPES, Sharded, shard_data
-from wanma.parallel.data_parallel.shared_memory_weights import share_weights
-from wanma.parallel.expert.expert_parallel import split_experts
-from wanma.parallel.gradients.gradient_compression import GradientCompression, open_compression
+from wanma.models.structure.parallel_spec import ParallelSpec
+from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_roles
+from wanma.models.structure.repeated_blocks import find_repeated_blocks
+from wanma.models.user_modules.overlapping_parameters import reject_overlapping_parameters
+from wanma.parallel.context.context_parallel import apply_context_parallel
+from wanma.parallel.data_parallel.gather_order_check import install_gather_order_check
+from wanma.parallel.data_parallel.replicated import Replicated
+from wanma.parallel.data_parallel.sharded import PRECISION_DTYPES, Sharded, apply_data_parallel
+from wanma.parallel.data_parallel.shared_memory_weights import share_weights_in_memory
+from wanma.parallel.expert.expert_parallel import apply_expert_parallel
+from wanma.parallel.gradients.gradient_compression import GradientCompression, build_compression
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
-from wanma.parallel.memory.disk_pool import Scratch
-from wanma.parallel.memory.offload import offload_activations, offload_parameters, parameters_device
-from wanma.parallel.memory.recompute import recompute
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parameters.freezing import Flags, frozen_for_good
-from wanma.parallel.parameters.frozen_weights import round_frozen
-from wanma.parallel.parameters.initialization import allocate, draw
-from wanma.parallel.parameters.stale_parameters import Strays
-from wanma.parallel.pipeline.pipeline_runner import Pipeline
-from wanma.parallel.pipeline.stage_partition import keep_stage, stage_layout
-from wanma.parallel.pipeline.tied_weights import Ties, between_ends, tie_stages
-from wanma.parallel.precision.autocast import autocast_forward
-from wanma.parallel.precision.float8 import compute_in_fp8
-from wanma.parallel.profiling.compute_timer import WorkClock
-from wanma.parallel.tensor.tensor_parallel import split_tensors
+from wanma.parallel.memory.disk_pool import DiskPool
+from wanma.parallel.memory.offload import (
+    apply_activation_offload,
+    apply_parameter_offload,
+    parameter_storage_device,
+)
+from wanma.parallel.memory.recompute import apply_recompute
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parameters.freezing import RequiresGradSync, freeze_permanently
+from wanma.parallel.parameters.frozen_weights import cast_frozen_weights
+from wanma.parallel.parameters.initialization import initialize_parameters, materialize_parameters
+from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
+from wanma.parallel.pipeline.pipeline_runner import PipelineRunner
+from wanma.parallel.pipeline.stage_partition import extract_stage, pipeline_parallel_spec
+from wanma.parallel.pipeline.tied_weights import TiedWeights, find_tied_weights, tied_names_between_ends
+from wanma.parallel.precision.autocast import apply_autocast
+from wanma.parallel.precision.float8 import apply_float8
+from wanma.parallel.profiling.compute_timer import ComputeTimer
+from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelModel:
     """One rank's part of a model under a plan, ready to train."""
 
-    parts: tuple[nn.Module, ...]
+    model_parts: tuple[nn.Module, ...]
     """Pipeline stages that this rank holds, in the model's order; the one module without a pipeline.
 
     Their parameters have the names of the full model, and no name comes twice.
     """
-    pipeline: Pipeline | None
-    data_parallel: tuple[Sharded | Whole, ...]
+    pipeline: PipelineRunner | None
+    data_parallel: tuple[Sharded | Replicated, ...]
     """Data parallelism of each model part."""
-    ties: Ties
+    tied_weights: TiedWeights
     """Tied weights that two stages hold."""
     parameter_names: tuple[str, ...]
     """Names of the full model's parameters, whatever part of it this rank holds."""
     trainable_names: tuple[str, ...]
     """Names of the parameters that are trained, or may be later: not frozen for good."""
-    roles: Mapping[str, Role]
+    roles: Mapping[str, ParameterRole]
     """Roles of the full model's parameters, by name."""
-    noting: Mapping[str, NotesStatistics]
+    statistics_modules: Mapping[str, StepStatistics]
     """Modules of the full model that note statistics of a step; those of other stages without memory."""
-    hooks: GradientHooks
+    gradient_hooks: GradientHooks
     """Users' hooks on parameters."""
-    clock: WorkClock
+    compute_timer: ComputeTimer
     """Timer of this rank's compute, without its waits for other ranks."""
-    draws: RandomDraws
+    random_draws: RandomDraws
     """Random draws of the model's forward and of its loss."""
-    seed: int | None
+    initialization_seed: int | None
     """Seed of the initial values that are still to be drawn; None where the constructor has drawn them."""
-    scratch: Scratch | None = None
+    disk_pool: DiskPool | None = None
     """Disk pool of this rank; None where the plan offloads nothing to disk."""
     compression: GradientCompression | None = None
     """Compressed exchanges of gradients; None where the plan compresses none."""
 
-    def initialize(self, but: Container[str] = ()) -> None:
+    def initialize_parameters(self, exclude: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
 
         Args:
-            but: names of parameters that are filled otherwise.
+            exclude: names of parameters that are filled otherwise.
         """
-        if self.seed is not None:
-            for part in self.parts:
-                draw(part, self.seed, but)
-        self.ties.copy_first(dict(self.named_parameters()))
-        if self.scratch is not None:
-            self.scratch.rest()
+        if self.initialization_seed is not None:
+            for part in self.model_parts:
+                initialize_parameters(part, self.initialization_seed, exclude)
+        self.tied_weights.broadcast_values(dict(self.named_parameters()))
+        if self.disk_pool is not None:
+            self.disk_pool.release_pages()
 
     @property
     def module(self) -> nn.Module:
         """Module of the complete model, where no pipeline has cut it."""
-        (part,) = self.parts
+        (part,) = self.model_parts
         return part
 
     @property
-    def divisor(self) -> int:
+    def gradient_divisor(self) -> int:
         """Number by which communication divides summed gradients; the loss is multiplied by it beforehand."""
-        return self.data_parallel[0].divisor
+        return self.data_parallel[0].gradient_divisor
 
     @property
-    def communication(self) -> Stopwatch:
+    def communication_timer(self) -> CommunicationTimer:
         """Timer of this rank's communication."""
-        return self.data_parallel[0].communication
+        return self.data_parallel[0].communication_timer
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, is_last: bool) -> None:
         """Begin a micro-batch, before each forward that a backward follows, where no pipeline drives them."""
         for part in self.data_parallel:
-            part.begin_micro_batch(last)
+            part.begin_micro_batch(is_last)
 
-    def end_backward(self) -> None:
+    def finalize_gradients(self) -> None:
         """Complete the gradients after the last backward of a step, where no pipeline drives them."""
         for part in self.data_parallel:
-            part.end_backward()
+            part.finalize_gradients()
 
-    def settle(self) -> None:
+    def wait_until_weights_unused(self) -> None:
         """Wait until no rank computes with the weights, after an evaluation; all ranks call it."""
         for part in self.data_parallel:
-            part.settle()
+            part.wait_until_weights_unused()
 
-    def meet(self) -> None:
+    def synchronize_gathers(self) -> None:
         """Wait for the ranks that gather from each other, before other communication. All ranks call it."""
         for part in self.data_parallel:
-            part.meet()
+            part.synchronize_gathers()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Make the state the parameters again, after a forward without backward."""
         for part in self.data_parallel:
-            part.rest()
+            part.reshard()
 
-    def begin_steps(self) -> None:
+    def reset_step_count(self) -> None:
         """Begin counting steps anew, after forwards that belonged to no step."""
         for part in self.data_parallel:
-            part.begin_steps()
+            part.reset_step_count()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for part in self.parts:
+        for part in self.model_parts:
             yield from part.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for part in self.parts:
+        for part in self.model_parts:
             yield from part.named_buffers()
 
-    def computing(self) -> Iterator[Tensor]:
+    def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors that are or were the model's parameters in forward passes."""
-        yield from (parameter for part in self.parts for parameter in part.parameters())
+        yield from (parameter for part in self.model_parts for parameter in part.parameters())
         for held in self.data_parallel:
-            yield from held.computing()
+            yield from held.forward_parameters()
 
-    def trainable(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters that are trained, or may be later, by name; tied copies included."""
-        copies, names = self.ties.names, set(self.trainable_names)
+        copies, names = self.tied_weights.saved_names, set(self.trainable_names)
         return {name: one for name, one in self.named_parameters() if copies.get(name, name) in names}
 
     def modules(self) -> Iterator[nn.Module]:
-        for part in self.parts:
+        for part in self.model_parts:
             yield from part.modules()
 
 
 def parallelize(
-    spec: ModelSpec, plan: Plan, grid: Grid, seed: int, scratch: Scratch | None = None
-) -> Parallel:
+    spec: ModelSpec, plan: Plan, parallel_mesh: ParallelMesh, seed: int, disk_pool: DiskPool | None = None
+) -> ParallelModel:
     """Build the model of `spec` and apply `plan` to it.
 
     wanma's own models are built on the meta device and each rank allocates only its part, whose values
-    `initialize` or a checkpoint then gives. A user's module is built in full on the CPU by its own
-    constructor, seeded alike on every rank.
+    `initialize_parameters` or a checkpoint then gives. A user's module is built in full on the CPU by its
+    own constructor, seeded alike on every rank.
 
     Args:
         spec: constructor of the model and what it declares.
         plan: plan of the run.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
         seed: seed of the job.
-        scratch: disk pool of this rank, for plans that offload to disk.
+        disk_pool: disk pool of this rank, for plans that offload to disk.
 
     Raises:
         JobError: the plan asks for a split that this model does not declare.
     """
-    whole = _make(spec, plan, seed)
-    refuse_shared_memory(whole)
-    fixed = frozen_for_good(whole, spec.frozen)
-    _refuse_low_weights(whole, spec)
-    _refuse_sparse_gradients(whole, spec)
-    _refuse_what_depends_on_the_layout(whole, spec, plan)
-    _store_row_by_row(whole)
+    whole = _build_module(spec, plan, seed)
+    reject_overlapping_parameters(whole)
+    fixed = freeze_permanently(whole, spec.is_frozen)
+    _require_fp32_weights(whole, spec)
+    _require_dense_gradients(whole, spec)
+    _require_layout_independence(whole, spec, plan)
+    _make_contiguous(whole)
     names = tuple(name for name, _ in whole.named_parameters())
     trainable = tuple(name for name in names if name not in fixed)
-    roles = parameter_roles(whole)
-    noting = noting_modules(whole)
+    roles = find_parameter_roles(whole)
+    noting = find_step_statistics_modules(whole)
     hooks = GradientHooks(whole, plan)
-    numbers = plan.stages_of(grid.at("pp"))
+    numbers = plan.stages_of_pipeline_rank(parallel_mesh.coordinate("pp"))
     parts = [whole]
     if plan.pp > 1:
-        layout = stage_layout(whole, spec.layout, plan)
-        parts = [keep_stage(whole, layout, plan, number) for number in numbers]
-    compression = open_compression(grid, seed)
+        parallel_spec = pipeline_parallel_spec(whole, spec.parallel_spec, plan)
+        parts = [extract_stage(whole, parallel_spec, plan, number) for number in numbers]
+    compression = build_compression(parallel_mesh, seed)
     data_parallel = tuple(
-        _apply(part, spec, plan, grid, grid.communication, scratch, compression, fixed) for part in parts
+        _parallelize_part(
+            part, spec, plan, parallel_mesh, parallel_mesh.communication_timer, disk_pool, compression, fixed
+        )
+        for part in parts
     )
-    ties = tie_stages(parts, between_ends(spec.layout) if spec.layout is not None else (), plan, grid)
+    ties = find_tied_weights(
+        parts,
+        tied_names_between_ends(spec.parallel_spec) if spec.parallel_spec is not None else (),
+        plan,
+        parallel_mesh,
+    )
     # Waits of the process for other tensor, context and expert ranks.
-    within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Waits()
-    clock = WorkClock(
-        grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
+    within = get_functional_wait_time() if max(plan.tp, plan.cp, plan.ep) > 1 else FunctionalWaitTime()
+    clock = ComputeTimer(
+        parallel_mesh.device.type,
+        lambda: parallel_mesh.communication_timer.exposed_seconds + within.seconds,
+        per_micro_batch=plan.pp > 1,
     )
-    draws = _random_draws(spec, whole, plan, seed)
+    draws = _build_random_draws(spec, whole, plan, seed)
     pipeline = None
     if plan.pp > 1:
-        pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock, draws, Strays(whole))
-    to_draw = None if spec.own_initialization else seed
-    return Parallel(
+        pipeline = PipelineRunner(
+            parts, numbers, plan, parallel_mesh, data_parallel, clock, draws, StaleParameterCheck(whole)
+        )
+    to_draw = None if spec.has_own_initialization else seed
+    return ParallelModel(
         tuple(parts),
         pipeline,
         data_parallel,
@@ -228,18 +249,18 @@ def parallelize(
         clock,
         draws,
         to_draw,
-        scratch,
+        disk_pool,
         compression,
     )
 
 
-def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
-    if spec.own_initialization:
+def _build_module(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
+    if spec.has_own_initialization:
         with seeded_generators(seed):
-            module = spec.make()
+            module = spec.build_module()
     else:
         with torch.device("meta"):
-            module = spec.make()
+            module = spec.build_module()
     if not module.training:  # as `from_pretrained` leaves it. Parts alone in evaluation mode stay there.
         module.train()
     if plan.precision == "fp64":
@@ -249,7 +270,7 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     return module
 
 
-def _store_row_by_row(module: nn.Module) -> None:
+def _make_contiguous(module: nn.Module) -> None:
     """Make parameters contiguous that have another memory order, such as `channels_last`; values stay.
 
     Summed gradients are contiguous. Fused optimizers go through both as if they were laid out alike, and
@@ -260,7 +281,7 @@ def _store_row_by_row(module: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def _splits(plan: Plan) -> str | None:
+def _setting_against_keyed_draws(plan: Plan) -> str | None:
     """Return the setting of a plan that keeps a forward's own draws from being keyed by sample, if any."""
     sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "pp": plan.pp}
     if plan.compile:
@@ -268,75 +289,81 @@ def _splits(plan: Plan) -> str | None:
     return next((f"parallel.{axis} = {size}" for axis, size in sizes.items() if size > 1), None)
 
 
-def _random_draws(spec: ModelSpec, whole: nn.Module, plan: Plan, seed: int) -> RandomDraws:
+def _build_random_draws(spec: ModelSpec, model: nn.Module, plan: Plan, seed: int) -> RandomDraws:
     # Models of wanma's own draw by keyed modules alone.
-    ours = not spec.own_initialization and all(
-        type(module).__module__.startswith(("wanma.", "torch.nn.")) for module in whole.modules()
+    ours = not spec.has_own_initialization and all(
+        type(module).__module__.startswith(("wanma.", "torch.nn.")) for module in model.modules()
     )
     return RandomDraws(
         seed,
-        unable=_splits(plan),
-        unable_single=f"parallel.pp = {plan.pp}" if plan.pp > 1 else None,
+        per_sample_obstacle=_setting_against_keyed_draws(plan),
+        per_step_obstacle=f"parallel.pp = {plan.pp}" if plan.pp > 1 else None,
         sees_operators=not plan.compile and not ours,
     )
 
 
-def _apply(
+def _parallelize_part(
     part: nn.Module,
     spec: ModelSpec,
     plan: Plan,
-    grid: Grid,
-    stopwatch: Stopwatch,
-    scratch: Scratch | None,
+    parallel_mesh: ParallelMesh,
+    communication_timer: CommunicationTimer,
+    disk_pool: DiskPool | None,
     compression: GradientCompression | None,
-    fixed: frozenset[str],
-) -> Sharded | Whole:
+    permanently_frozen: frozenset[str],
+) -> Sharded | Replicated:
     """Apply the plan to one stage, in the order in which its splits can see through each other."""
     if plan.fp8:
-        compute_in_fp8(_blocks(part, spec.layout), plan)
-    if not spec.own_initialization:  # users' weights would come back rounded
-        round_frozen(part, DTYPES[plan.precision], fixed)
-    if plan.ep > 1 or (spec.layout is not None and spec.layout.experts is not None):
-        split_experts(part, spec.require_layout("parallel.ep"), grid)
+        apply_float8(_blocks(part, spec.parallel_spec), plan)
+    if not spec.has_own_initialization:  # users' weights would come back rounded
+        cast_frozen_weights(part, PRECISION_DTYPES[plan.precision], permanently_frozen)
+    if plan.ep > 1 or (spec.parallel_spec is not None and spec.parallel_spec.expert_modules is not None):
+        apply_expert_parallel(part, spec.require_parallel_spec("parallel.ep"), parallel_mesh)
     if plan.tp > 1:
-        split_tensors(part, spec.require_layout("parallel.tp"), grid)
+        apply_tensor_parallel(part, spec.require_parallel_spec("parallel.tp"), parallel_mesh)
     if plan.cp > 1:
-        split_context(part, spec.require_layout("parallel.cp"), grid)
-    blocks = _blocks(part, spec.layout)
-    recompute(blocks, plan)  # before compile, so that compile sees it
+        apply_context_parallel(part, spec.require_parallel_spec("parallel.cp"), parallel_mesh)
+    blocks = _blocks(part, spec.parallel_spec)
+    apply_recompute(blocks, plan)  # before compile, so that compile sees it
     if plan.compile:
         for block in blocks or [part]:
             block.compile()
-    offload_activations(blocks, plan, scratch)
+    apply_activation_offload(blocks, plan, disk_pool)
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    data_parallel = shard_data(
+    data_parallel = apply_data_parallel(
         part,
         blocks,
-        _experts(part, spec.layout),
+        _expert_modules(part, spec.parallel_spec),
         plan,
-        grid,
-        stopwatch,
-        full_precision_output=spec.kind == "custom",
+        parallel_mesh,
+        communication_timer,
+        full_precision_output=spec.input_kind == "custom",
         compression=compression,
-        fixed=fixed,
+        permanently_frozen=permanently_frozen,
     )
-    if spec.own_initialization and isinstance(data_parallel, Sharded):
-        data_parallel = replace(data_parallel, flags=Flags(part, fixed))
-    if not spec.own_initialization:
-        allocate(part, parameters_device(plan, grid.device), grid.device)
+    if spec.has_own_initialization and isinstance(data_parallel, Sharded):
+        data_parallel = replace(data_parallel, requires_grad_sync=RequiresGradSync(part, permanently_frozen))
+    if not spec.has_own_initialization:
+        materialize_parameters(
+            part, parameter_storage_device(plan, parallel_mesh.device), parallel_mesh.device
+        )
     elif plan.offload_parameters == "none":  # else FSDP2 has put everything where it belongs
-        part.to(grid.device)
-    offload_parameters(part, blocks, plan, scratch)
+        part.to(parallel_mesh.device)
+    apply_parameter_offload(part, blocks, plan, disk_pool)
     if isinstance(data_parallel, Sharded):
-        data_parallel = replace(data_parallel, weights=share_weights(part, plan, stopwatch))
-        data_parallel.stay_whole_if_shared()
-        data_parallel.order.watch = watch_gathers(part, plan, stays_whole=not data_parallel.order.reshards)
-    if spec.own_initialization and plan.precision in ("bf16", "fp16"):
-        autocast_forward(part, DTYPES[plan.precision], grid.device)
+        data_parallel = replace(
+            data_parallel, shared_memory_weights=share_weights_in_memory(part, plan, communication_timer)
+        )
+        data_parallel.keep_unsharded_if_shared()
+        data_parallel.unit_reducer.gather_order_check = install_gather_order_check(
+            part, plan, stays_unsharded=not data_parallel.unit_reducer.reshards
+        )
+    if spec.has_own_initialization and plan.precision in ("bf16", "fp16"):
+        apply_autocast(part, PRECISION_DTYPES[plan.precision], parallel_mesh.device)
     return data_parallel
 
 
-def _refuse_low_weights(module: nn.Module, spec: ModelSpec) -> None:
+def _require_fp32_weights(module: nn.Module, spec: ModelSpec) -> None:
     """Refuse trained weights of low precision: they are kept in fp32, so that small updates are not lost.
 
     `train.precision` says in which precision they compute.
@@ -350,7 +377,7 @@ def _refuse_low_weights(module: nn.Module, spec: ModelSpec) -> None:
             )
 
 
-def _refuse_sparse_gradients(module: nn.Module, spec: ModelSpec) -> None:
+def _require_dense_gradients(module: nn.Module, spec: ModelSpec) -> None:
     for name, table in module.named_modules():
         if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.sparse and table.weight.requires_grad:
             raise JobError(
@@ -360,40 +387,40 @@ def _refuse_sparse_gradients(module: nn.Module, spec: ModelSpec) -> None:
             )
 
 
-def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
+def _require_layout_independence(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
     """Refuse modules that cannot give the same numbers on several ranks."""
-    if (drawing := unkeyed_randomness(module)) and (splits := _splits(plan)):
+    if (drawing := find_unkeyed_random_modules(module)) and (splits := _setting_against_keyed_draws(plan)):
         raise JobError(
             f"{spec.name}: {drawing[0]} draws random numbers, which cannot be keyed by sample under {splits}",
             "use nn.Dropout modules, or data-parallel axes alone (dp_replicate, dp_shard) without compile",
         )
-    if plan.data_ranks == 1:
+    if plan.data_parallel_size == 1:
         return
-    if coupled := couples_samples(module):
+    if coupled := find_sample_coupling_modules(module):
         raise JobError(
             f"{spec.name}: {coupled[0]} computes statistics over whatever samples share a micro-batch, so "
-            f"{plan.data_ranks} data ranks would train another model than one",
+            f"{plan.data_parallel_size} data ranks would train another model than one",
             "let its forward call super().forward, or one of torch's batch normalisations: wanma makes their "
             "statistics those of model.batch_norm_group samples",
         )
-    if keeping := keeps_statistics(module):
+    if keeping := find_instance_norm_statistics(module):
         raise JobError(
             f"{spec.name}: the running statistics of {keeping[0]} are of the samples that a rank sees, so "
-            f"{plan.data_ranks} data ranks would evaluate another model than one",
+            f"{plan.data_parallel_size} data ranks would evaluate another model than one",
             "let it keep none: track_running_stats=False",
         )
 
 
-def _blocks(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
+def _blocks(module: nn.Module, parallel_spec: ParallelSpec | None) -> list[nn.Module]:
     """Return the repeated blocks of this stage: declared, or found by structure."""
-    if layout is None:
-        return repeated_blocks(module)
-    if layout.blocks is None:
+    if parallel_spec is None:
+        return find_repeated_blocks(module)
+    if parallel_spec.blocks is None:
         return []
-    blocks = module.get_submodule(layout.blocks).children()
+    blocks = module.get_submodule(parallel_spec.blocks).children()
     return [block for block in blocks if any(True for _ in block.parameters())]
 
 
-def _experts(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
-    pattern = layout.experts if layout is not None else None
+def _expert_modules(module: nn.Module, parallel_spec: ParallelSpec | None) -> list[nn.Module]:
+    pattern = parallel_spec.expert_modules if parallel_spec is not None else None
     return [m for name, m in module.named_modules() if pattern is not None and fnmatchcase(name, pattern)]

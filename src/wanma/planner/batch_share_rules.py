@@ -5,17 +5,17 @@ The rules run before anything starts; each error names the keys, the cause and t
 
 from __future__ import annotations
 
-from wanma.data.sampling.batch_size_schedule import global_batch
+from wanma.data.sampling.batch_size_schedule import global_batch_size
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import count_text
 from wanma.planner.rules.mesh import check_micro_batches
-from wanma.planner.sample_groups import Group
+from wanma.planner.sample_groups import SampleGroup
 
 
-def check_batch_shares(job: Job) -> None:
-    """Check `batch_shares`, `batch_share_schedule` and load balancing against the data-parallel sizes.
+def check_job_shares(job: Job) -> None:
+    """Check a job's `batch_shares` and `batch_share_schedule` against its data-parallel sizes and balancing.
 
     Raises:
         JobError: names the keys.
@@ -46,7 +46,7 @@ def check_batch_shares(job: Job) -> None:
     _check_balance(job, ranks)
 
 
-def check_shares(job: Job, plan: Plan, group: Group) -> None:
+def check_plan_shares(job: Job, plan: Plan, group: SampleGroup) -> None:
     """Check the shares of a plan, and those that the job moves to, against every global batch they apply to.
 
     Raises:
@@ -54,43 +54,51 @@ def check_shares(job: Job, plan: Plan, group: Group) -> None:
     """
     for step, shares in [(0, list(plan.batch_shares)), *job.parallel.batch_share_schedule]:
         if shares:
-            _check_one(job, plan.but(batch_shares=tuple(shares)), group, step)
+            _check_shares_from_step(job, plan.with_changes(batch_shares=tuple(shares)), group, step)
 
 
-def wrong_shares(job: Job, plan: Plan, shares: tuple[int, ...], group: int, step: int) -> str | None:
+def invalid_shares_reason(
+    job: Job, plan: Plan, shares: tuple[int, ...], group_size: int, step: int
+) -> str | None:
     """Return the reason why a run cannot continue with `shares` from step `step` on, or None.
 
     Args:
-        group: samples that must be computed in one micro-batch.
+        group_size: samples that must be computed in one micro-batch.
     """
     try:
-        _check_one(job, plan.but(batch_shares=shares), Group(group, "the group", "a statistic"), step)
+        _check_shares_from_step(
+            job,
+            plan.with_changes(batch_shares=shares),
+            SampleGroup(group_size, "the group", "a statistic"),
+            step,
+        )
     except JobError as error:
         return error.message
     return None
 
 
-def _check_one(job: Job, plan: Plan, group: Group, step: int) -> None:
+def _check_shares_from_step(job: Job, plan: Plan, group: SampleGroup, step: int) -> None:
     shares = list(plan.batch_shares)
     for batch in _batches_from(job, step):
-        sizes = plan.sizes(batch)
+        sizes = plan.rows_per_data_rank(batch)
         if 0 in sizes:
             rank = sizes.index(0)
             raise JobError(
-                f"shares {_shown(shares)} of train.global_batch = {batch} give data rank {rank} no sample: "
+                f"shares {_abbreviated(shares)} of train.global_batch = {batch} give data rank {rank} no "
+                "sample: "
                 f"its share is {shares[rank]} of {sum(shares)}",
                 f"raise train.global_batch to {sum(shares)}, where each rank has as many samples as its "
                 "number says, or give the smallest share more (parallel.batch_shares)",
             )
-    if group.size > 1 and not group.are_whole(job, plan):
-        raise group.refusal(job, plan)
+    if group.size > 1 and not group.is_kept_by(job, plan):
+        raise group.split_error(job, plan)
     check_micro_batches(job, plan)
 
 
 def _batches_from(job: Job, step: int) -> list[int]:
     """Return the distinct global batch sizes of the steps from `step` on, in samples, in rising order."""
     later = [first for first, _ in job.train.batch_ramp if step < first < job.train.steps]
-    return sorted({global_batch(job.train, first) for first in (step, *later)})
+    return sorted({global_batch_size(job.train, first) for first in (step, *later)})
 
 
 def _check_balance(job: Job, ranks: int) -> None:
@@ -118,6 +126,6 @@ def _check_balance(job: Job, ranks: int) -> None:
         )
 
 
-def _shown(shares: list[int]) -> str:
+def _abbreviated(shares: list[int]) -> str:
     """Return the shares as text, shortened after the first 16."""
     return str(shares) if len(shares) <= 16 else f"{str(shares[:16])[:-1]}, ...]"

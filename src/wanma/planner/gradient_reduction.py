@@ -10,69 +10,69 @@ from collections import Counter
 from dataclasses import replace
 
 from wanma.job.errors import JobError
-from wanma.job.plan.plan import LEAST_TOGETHER_BYTES, REDUCED_TOGETHER_BYTES, Plan
+from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, MIN_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.cost.gradient_collectives import Summing
-from wanma.planner.hardware_model.collective_time import Algorithm, Group, all_reduce_seconds
-from wanma.planner.hardware_model.model import Machine
+from wanma.planner.cost.gradient_collectives import GradientCollectives
+from wanma.planner.hardware_model.collective_time import Algorithm, RankGroup, all_reduce_seconds
+from wanma.planner.hardware_model.model import HardwareModel
 
 _GRADIENT_BYTES = 4.0
 """Bytes of one gradient element that is all-reduced uncompressed."""
 
-FULL_SHARE = 0.9
+SATURATION_SHARE = 0.9
 """Share of the largest messages' rate from which a message counts as filling the network."""
 
 
-def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
+def with_gradient_reduction(job: Job, plan: Plan, hardware: HardwareModel | None) -> Plan:
     """Return `plan` with its bucket size and hierarchical all-reduce chosen where the job leaves them open.
 
     Args:
-        machine: rates of devices and links; None, or one without rates: the links are unknown.
+        hardware: rates of devices and links; None, or one without rates: the links are unknown.
 
     Raises:
         JobError: a setting of the job makes no sense in this plan; names the key.
     """
     parallel, nodes = job.parallel, job.cluster.nodes
-    if machine is not None and machine.unknown:
-        machine = None
-    why_not = why_not_hierarchical(plan, nodes)
+    if hardware is not None and hardware.unknown:
+        hardware = None
+    why_not = hierarchical_unavailable_reason(plan, nodes)
     if parallel.hierarchical is True and why_not is not None:
         raise JobError(
             f"parallel.hierarchical = true: {why_not}", "leave parallel.hierarchical out, or set it to 'auto'"
         )
     hierarchical = why_not is None and parallel.hierarchical is not False
     plan = replace(plan, hierarchical=hierarchical)
-    if hierarchical and parallel.hierarchical == "auto" and machine is not None:
-        by_machines, at_once = _both_ways(plan, machine)
+    if hierarchical and parallel.hierarchical == "auto" and hardware is not None:
+        by_machines, at_once = _hierarchical_and_ring_seconds(plan, hardware)
         plan = replace(plan, hierarchical=by_machines < at_once)
-    return replace(plan, bucket_bytes=bucket_of(job, plan, machine))
+    return replace(plan, bucket_bytes=choose_bucket_bytes(job, plan, hardware))
 
 
-def bucket_of(job: Job, plan: Plan, machine: Machine | None) -> int:
+def choose_bucket_bytes(job: Job, plan: Plan, hardware: HardwareModel | None) -> int:
     """Return the bucket size of the plan's gradient all-reduce, in bytes.
 
-    Arguments as in `with_exchange`. Compressed gradients keep the plan's size: they are reduced after the end
-    of backward, so smaller buckets would begin no sooner.
+    Arguments as in `with_gradient_reduction`. Compressed gradients keep the plan's size: they are reduced
+    after the end of backward, so smaller buckets would begin no sooner.
     """
     if (
         job.parallel.bucket_bytes is None
-        and machine is not None
-        and not machine.unknown
-        and has_buckets(plan)
-        and not plan.compressions
+        and hardware is not None
+        and not hardware.unknown
+        and uses_buckets(plan)
+        and not plan.compression_methods
     ):
-        return fewest_bytes(plan, machine)
+        return saturating_bucket_bytes(plan, hardware)
     return plan.bucket_bytes
 
 
-def exchange_reasons(plan: Plan, machine: Machine) -> list[str]:
+def gradient_reduction_reasons(plan: Plan, hardware: HardwareModel) -> list[str]:
     """Return sentences that explain the choice of hierarchical all-reduce; empty where there is no choice."""
-    if not plan.hierarchical or machine.unknown:
+    if not plan.hierarchical or hardware.unknown:
         return []
-    by_machines, at_once = map(duration_text, _both_ways(plan, machine))
-    size = bytes_text(REDUCED_TOGETHER_BYTES)
-    other = "among all replicas at once" if plan.compressions else "in a ring"
+    by_machines, at_once = map(duration_text, _hierarchical_and_ring_seconds(plan, hardware))
+    size = bytes_text(DEFAULT_BUCKET_BYTES)
+    other = "among all replicas at once" if plan.compression_methods else "in a ring"
     return [
         f"gradients are summed within machines first: {size} in {by_machines} instead of {at_once} {other}"
     ]
@@ -84,32 +84,32 @@ def check_buckets(job: Job, plan: Plan) -> None:
     Raises:
         JobError: names the key.
     """
-    exchanges = plan.data_ranks * plan.cp > 1
-    if job.parallel.bucket_bytes is not None and exchanges and not has_buckets(plan):
+    exchanges = plan.data_parallel_size * plan.cp > 1
+    if job.parallel.bucket_bytes is not None and exchanges and not uses_buckets(plan):
         raise JobError(
-            f"parallel.bucket_bytes = {job.parallel.bucket_bytes}: {_OTHERWISE[plan.device]}",
+            f"parallel.bucket_bytes = {job.parallel.bucket_bytes}: {_NO_BUCKETS_TEXT[plan.device]}",
             "leave parallel.bucket_bytes out",
         )
 
 
-def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
+def hierarchical_unavailable_reason(plan: Plan, node_count: int) -> str | None:
     """Return the reason why hierarchical all-reduce makes no sense for `plan`, or None.
 
     Args:
-        nodes: nodes with equal numbers of ranks.
+        node_count: nodes with equal numbers of ranks.
     """
-    if not plan.computes_with_state:
-        return _OTHERWISE[plan.device]
+    if not plan.computes_on_master_weights:
+        return _NO_BUCKETS_TEXT[plan.device]
     if plan.synchronization is not None:
         return "between sites (parallel.synchronize) gradients are not summed"
-    if plan.replicas == 1:
+    if plan.replicate_group_size == 1:
         return "no replicas sum gradients (parallel.dp_replicate = 1)"
-    if nodes == 1:
+    if node_count == 1:
         return "all ranks are on one machine (cluster.nodes = 1)"
-    if plan.placement or plan.world_size % nodes:
+    if plan.placement or plan.world_size % node_count:
         return "the machines have unlike ranks"
-    of_groups = [Counter(ranks) for ranks in _machines_of_replicas(plan, plan.world_size // nodes)]
-    if plan.compressions and any(len(set(counts.values())) > 1 for counts in of_groups):
+    of_groups = [Counter(ranks) for ranks in _nodes_of_replicas(plan, plan.world_size // node_count)]
+    if plan.compression_methods and any(len(set(counts.values())) > 1 for counts in of_groups):
         return (
             "gradients are made smaller (parallel.compression) only between machines of equally many replicas"
         )
@@ -120,7 +120,7 @@ def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
     return None
 
 
-_OTHERWISE = {
+_NO_BUCKETS_TEXT = {
     "cpu": "only whole replicas in train.precision fp32 or fp64 sum their gradients so; FSDP2 sums what is "
     "sharded or cast: by levels, with parallel.dp_shard within machines and dp_replicate between them",
     "cuda": "on GPUs NCCL sums by the levels of the network by itself, in pieces of FSDP2's choice",
@@ -128,48 +128,48 @@ _OTHERWISE = {
 """Explanation of gradient reduction without buckets, by device."""
 
 
-def has_buckets(plan: Plan) -> bool:
+def uses_buckets(plan: Plan) -> bool:
     """Return whether `bucket_bytes` and `hierarchical` affect the plan."""
-    return plan.computes_with_state and plan.replicas > 1
+    return plan.computes_on_master_weights and plan.replicate_group_size > 1
 
 
-def fewest_bytes(plan: Plan, machine: Machine) -> int:
+def saturating_bucket_bytes(plan: Plan, hardware: HardwareModel) -> int:
     """Return the smallest bucket size, in bytes, whose all-reduce rate comes near that of the largest.
 
     A smaller bucket begins sooner in backward, and leaves less to wait for at its end; latency sets the
     limit.
     """
-    replicas = _replicas(plan)
+    replicas = _replica_group(plan)
     algorithm: Algorithm | None = "hierarchical" if plan.hierarchical else None
 
     def rate(size: int) -> float:
-        return size / all_reduce_seconds(machine, replicas, size, algorithm)
+        return size / all_reduce_seconds(hardware, replicas, size, algorithm)
 
-    full, size = rate(REDUCED_TOGETHER_BYTES), LEAST_TOGETHER_BYTES
-    while size < REDUCED_TOGETHER_BYTES and rate(size) < FULL_SHARE * full:
+    full, size = rate(DEFAULT_BUCKET_BYTES), MIN_BUCKET_BYTES
+    while size < DEFAULT_BUCKET_BYTES and rate(size) < SATURATION_SHARE * full:
         size *= 2
-    return min(size, REDUCED_TOGETHER_BYTES)
+    return min(size, DEFAULT_BUCKET_BYTES)
 
 
-def _both_ways(plan: Plan, machine: Machine) -> tuple[float, float]:
+def _hierarchical_and_ring_seconds(plan: Plan, hardware: HardwareModel) -> tuple[float, float]:
     """Return seconds to all-reduce the largest bucket: (hierarchical, in a ring)."""
-    replicas, elements = _replicas(plan), REDUCED_TOGETHER_BYTES / _GRADIENT_BYTES
+    replicas, elements = _replica_group(plan), DEFAULT_BUCKET_BYTES / _GRADIENT_BYTES
     # The largest bucket, so that choice and later explanation compare the same.
-    summing = Summing(replace(plan, bucket_bytes=REDUCED_TOGETHER_BYTES), machine, _GRADIENT_BYTES)
+    summing = GradientCollectives(replace(plan, bucket_bytes=DEFAULT_BUCKET_BYTES), hardware, _GRADIENT_BYTES)
     by_machines = summing.all_reduce(replicas, elements, "hierarchical")
     return by_machines, summing.all_reduce(replicas, elements, "ring")
 
 
-def _replicas(plan: Plan) -> Group:
-    return Group(plan.replicas, plan.tp * plan.shard_ranks)
+def _replica_group(plan: Plan) -> RankGroup:
+    return RankGroup(plan.replicate_group_size, plan.tp * plan.shard_group_size)
 
 
-def _machines_of_replicas(plan: Plan, on_each: int) -> list[list[int]]:
+def _nodes_of_replicas(plan: Plan, ranks_per_node: int) -> list[list[int]]:
     """Return the node number of each rank, for each group of ranks that all-reduce together."""
-    apart = plan.tp * plan.shard_ranks
-    stage = plan.replicas * apart
+    apart = plan.tp * plan.shard_group_size
+    stage = plan.replicate_group_size * apart
     return [
-        [(first + member * apart) // on_each for member in range(plan.replicas)]
+        [(first + member * apart) // ranks_per_node for member in range(plan.replicate_group_size)]
         for start in range(0, plan.world_size, stage)
         for first in range(start, start + apart)
     ]

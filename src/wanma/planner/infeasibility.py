@@ -12,102 +12,108 @@ from dataclasses import replace
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import MEMORY_KINDS, Forecast, Workload
-from wanma.job.plan.plan import AXES, Plan
+from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import bytes_text, count_text
-from wanma.planner.explain.advice import advice
-from wanma.planner.forecast.problem import Problem, equal_machines, problem_of
-from wanma.planner.minimum_cluster import smallest_cluster
-from wanma.planner.pipeline.schedules import VIRTUAL_STAGES, wrong_cuts
-from wanma.planner.plan_search import said_keys
+from wanma.planner.explain.advice import fitting_changes
+from wanma.planner.forecast.problem import PlanningProblem, build_problem, homogeneous_cluster
+from wanma.planner.minimum_cluster import minimum_cluster
+from wanma.planner.pipeline.schedules import DEFAULT_VIRTUAL_STAGES, invalid_cuts_reason
+from wanma.planner.plan_search import fixed_parallel_keys
 from wanma.planner.rules.mesh import (
-    check_dimensions,
+    check_model_dimensions,
     check_schedule,
     check_shards,
     check_stage_cuts,
     global_batches,
 )
-from wanma.planner.sample_groups import group_of
-from wanma.planner.search.result import Candidate, Found
-from wanma.planner.search.space import Space, plans
+from wanma.planner.sample_groups import sample_group_of
+from wanma.planner.search.result import Candidate, SearchResult
+from wanma.planner.search.space import SearchSpace, enumerate_plans
 
 
-def no_plan(
+def no_plan_error(
     job: Job,
     cluster: Cluster,
     workload: Workload,
-    dimensions: DecoderDimensions | None,
-    found: Found,
-    worlds: Sequence[int],
+    dimensions: DecoderConfig | None,
+    search_result: SearchResult,
+    world_sizes: Sequence[int],
 ) -> JobError:
     """Return the error for a search that found no runnable plan.
 
     Args:
-        worlds: world sizes that were searched, in ranks.
+        world_sizes: world sizes that were searched, in ranks.
     """
-    if found.candidates:
-        one = found.candidates[0]
+    if search_result.candidates:
+        one = search_result.candidates[0]
         return JobError(
-            f"wanma runs no plan of this job on {cluster}; the best would be {one.plan}: {one.forecast_only}",
+            f"wanma runs no plan of this job on {cluster}; the best would be {one.plan}: "
+            f"{one.unsupported_reason}",
             "`wanma plan` shows what such plans would cost",
         )
-    if found.nearest is not None:
-        return fits_nowhere(job, cluster, workload, dimensions, found.nearest)
+    if search_result.smallest is not None:
+        return model_too_large_error(job, cluster, workload, dimensions, search_result.smallest)
     try:
-        check_open(job, cluster, dimensions, worlds)
+        check_fixed_settings(job, cluster, dimensions, world_sizes)
     except JobError as error:
         return error
-    if not_whole := _broken_groups(job, cluster, workload, dimensions, worlds):
+    if not_whole := _sample_group_error(job, cluster, workload, dimensions, world_sizes):
         return not_whole
     opening = [
-        key for key in said_keys(job) if has_plans(without(job, key), cluster, workload, dimensions, worlds)
+        key
+        for key in fixed_parallel_keys(job)
+        if has_plans(without_key(job, key), cluster, workload, dimensions, world_sizes)
     ]
     keys = " or ".join(f"parallel.{key}" for key in opening)
-    fixed = ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in said_keys(job))
+    fixed = ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in fixed_parallel_keys(job))
     return JobError(
         f"what [parallel] fixes leaves no plan on {cluster}: {fixed or 'nothing'}",
         f"there are plans without {keys}" if keys else "leave several of these keys out",
     )
 
 
-def fits_nowhere(
+def model_too_large_error(
     job: Job,
     cluster: Cluster,
     workload: Workload,
-    dimensions: DecoderDimensions | None,
-    nearest: Candidate,
+    dimensions: DecoderConfig | None,
+    smallest: Candidate,
 ) -> JobError:
     """Return the error for a model that needs more memory than any plan leaves it."""
-    (node,) = equal_machines(job, cluster).nodes
-    here = nearest.plan.world_size // node.count if not node.devices else 1
-    problem = problem_of(job, cluster, workload, dimensions, ranks=max(here, 1))
-    needed = nearest.forecast.memory_bytes
+    (node,) = homogeneous_cluster(job, cluster).nodes
+    here = smallest.plan.world_size // node.count if not node.devices else 1
+    problem = build_problem(job, cluster, workload, dimensions, ranks=max(here, 1))
+    needed = smallest.forecast.memory_bytes
     message = (
-        f"the model fits nowhere on {cluster}: even under {nearest.plan}, the leanest plan, a rank needs "
-        f"{bytes_text(needed)} of {bytes_text(problem.memory_bytes)}, "
-        f"{bytes_text(needed - problem.memory_bytes)} too much: {largest_kinds(nearest.forecast)}"
+        f"the model fits nowhere on {cluster}: even under {smallest.plan}, the leanest plan, a rank needs "
+        f"{bytes_text(needed)} of {bytes_text(problem.memory_limit_bytes)}, "
+        f"{bytes_text(needed - problem.memory_limit_bytes)} too much: "
+        f"{largest_memory_kinds_text(smallest.forecast)}"
     )
-    ways = [f"{change} would fit" for change in advice(problem, nearest.plan, keep=1)]
-    if (enough := smallest_cluster(job, cluster, workload, dimensions)) is not None:
+    ways = [f"{change} would fit" for change in fitting_changes(problem, smallest.plan, keep=1)]
+    if (enough := minimum_cluster(job, cluster, workload, dimensions)) is not None:
         ways.append(f"so would {enough}" if ways else f"{enough} would do")
     return JobError(
         message, "; ".join(ways) or "no number of such machines would do: take devices with more memory"
     )
 
 
-def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str | None = None) -> JobError:
+def plan_too_large_error(
+    problem: PlanningProblem, plan: Plan, forecast: Forecast, rule_reason: str | None = None
+) -> JobError:
     """Return the error for a job's own plan that needs too much memory.
 
     Args:
-        by_rule: reason why a rule made the plan instead of the job; None for the job's own plan.
+        rule_reason: reason why a rule made the plan instead of the job; None for the job's own plan.
     """
-    why = f" (planned by rule: {by_rule})" if by_rule is not None else ""
-    changes = [str(change) for change in advice(problem, plan, keep=3)]
+    why = f" (planned by rule: {rule_reason})" if rule_reason is not None else ""
+    changes = [str(change) for change in fitting_changes(problem, plan, keep=3)]
     search = "" if problem.job.parallel.auto else "let the planner search (parallel = 'auto'), "
     return JobError(
         f"the plan does not fit{why}: a rank needs about {bytes_text(forecast.memory_bytes)} of "
-        f"{bytes_text(problem.memory_bytes)}: {largest_kinds(forecast)}",
+        f"{bytes_text(problem.memory_limit_bytes)}: {largest_memory_kinds_text(forecast)}",
         f"would fit: {'; or '.join(changes)}"
         if changes
         else f"{search}shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = "
@@ -115,29 +121,31 @@ def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str 
     )
 
 
-def check_open(
-    job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, worlds: Sequence[int]
+def check_fixed_settings(
+    job: Job, cluster: Cluster, dimensions: DecoderConfig | None, world_sizes: Sequence[int]
 ) -> None:
     """Check the settings that a job fixes against devices, batch and model, before the rest is searched.
 
     Raises:
         JobError: names the keys.
     """
-    sizes = {axis: getattr(job.parallel, axis) for axis in AXES if axis in job.parallel.model_fields_set}
+    sizes = {axis: getattr(job.parallel, axis) for axis in MESH_DIMS if axis in job.parallel.model_fields_set}
     taken, keys = math.prod(sizes.values()), " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items())
-    if taken > max(worlds):
+    if taken > max(world_sizes):
         raise JobError(
-            f"{keys} makes {count_text(taken, 'rank')}, and {cluster} has room for {max(worlds)}",
+            f"{keys} makes {count_text(taken, 'rank')}, and {cluster} has room for {max(world_sizes)}",
             "lower these sizes, or plan for more machines",
         )
     if dimensions is not None:
-        check_dimensions(Plan(**sizes, ep=job.parallel.ep, cp_method=job.parallel.cp_method), dimensions)
-        _check_settings(job, dimensions.layers)
-    if all(world % taken for world in worlds):
+        check_model_dimensions(
+            Plan(**sizes, ep=job.parallel.ep, cp_method=job.parallel.cp_method), dimensions
+        )
+        _check_pipeline_and_sharding(job, dimensions.layers)
+    if all(world % taken for world in world_sizes):
         raise JobError(
             f"{keys} makes {count_text(taken, 'rank')}, of which no multiple is a number of ranks that "
-            f"{cluster} is used with: {', '.join(map(str, worlds[:8]))}",
-            f"use sizes whose product divides {max(worlds)}",
+            f"{cluster} is used with: {', '.join(map(str, world_sizes[:8]))}",
+            f"use sizes whose product divides {max(world_sizes)}",
         )
     data_ranks, batch = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), min(global_batches(job))
     if data_ranks > batch:
@@ -148,7 +156,7 @@ def check_open(
         )
 
 
-def _check_settings(job: Job, blocks: int) -> None:
+def _check_pipeline_and_sharding(job: Job, blocks: int) -> None:
     """Check a job's pipeline and sharding settings for contradictions that no open setting can resolve.
 
     Raises:
@@ -156,7 +164,7 @@ def _check_settings(job: Job, blocks: int) -> None:
     """
     parallel, said = job.parallel, job.parallel.model_fields_set
     recompute = "none" if parallel.recompute == "auto" else parallel.recompute
-    virtual = parallel.virtual_stages or VIRTUAL_STAGES[parallel.schedule]
+    virtual = parallel.virtual_stages or DEFAULT_VIRTUAL_STAGES[parallel.schedule]
     plan = Plan(
         pp=parallel.pp,
         dp_shard=parallel.dp_shard,
@@ -172,13 +180,15 @@ def _check_settings(job: Job, blocks: int) -> None:
         check_schedule(plan)
     if parallel.stage_cuts and {"pp", "schedule"} <= said:
         check_stage_cuts(job, plan, blocks)
-    elif reason := wrong_cuts(plan.stage_cuts, blocks, len(plan.stage_cuts) + 1, first=True, last=True):
+    elif reason := invalid_cuts_reason(
+        plan.stage_cuts, blocks, len(plan.stage_cuts) + 1, has_pre_block=True, has_post_block=True
+    ):
         raise JobError(
             f"parallel.stage_cuts = {list(plan.stage_cuts)}: {reason}", "leave parallel.stage_cuts out"
         )
 
 
-def without(job: Job, key: str) -> Job:
+def without_key(job: Job, key: str) -> Job:
     """Return the job with `key` of [parallel] left open."""
     section = job.parallel
     kept = section.model_dump(exclude_unset=True, exclude={key})
@@ -189,33 +199,36 @@ def has_plans(
     job: Job,
     cluster: Cluster,
     workload: Workload,
-    dimensions: DecoderDimensions | None,
-    worlds: Sequence[int],
+    dimensions: DecoderConfig | None,
+    world_sizes: Sequence[int],
 ) -> bool:
     """Return whether any plan exists, whatever memory it needs."""
-    machines = equal_machines(job, cluster)
-    space = Space.of_job(job, machines, dimensions, devices=worlds, workload=workload)
-    return next(plans(space, None), None) is not None
+    machines = homogeneous_cluster(job, cluster)
+    space = SearchSpace.from_job(job, machines, dimensions, world_sizes=world_sizes, workload=workload)
+    return next(enumerate_plans(space, None), None) is not None
 
 
-def _broken_groups(
+def _sample_group_error(
     job: Job,
     cluster: Cluster,
     workload: Workload,
-    dimensions: DecoderDimensions | None,
-    worlds: Sequence[int],
+    dimensions: DecoderConfig | None,
+    world_sizes: Sequence[int],
 ) -> JobError | None:
     """Return the error for a batch that no plan divides into whole sample groups; None for another cause."""
-    machines = equal_machines(job, cluster)
-    space = Space.of_job(job, machines, dimensions, devices=worlds, workload=workload)
-    if space.group == 1 or next(plans(replace(space, group=1), None), None) is None:
+    machines = homogeneous_cluster(job, cluster)
+    space = SearchSpace.from_job(job, machines, dimensions, world_sizes=world_sizes, workload=workload)
+    if (
+        space.sample_group_size == 1
+        or next(enumerate_plans(replace(space, sample_group_size=1), None), None) is None
+    ):
         return None
     said = job.parallel.model_fields_set
     sizes = {axis: getattr(job.parallel, axis) for axis in ("dp_replicate", "dp_shard") if axis in said}
-    return group_of(job, dimensions, workload).refusal(job, Plan(**sizes))
+    return sample_group_of(job, dimensions, workload).split_error(job, Plan(**sizes))
 
 
-def largest_kinds(forecast: Forecast) -> str:
+def largest_memory_kinds_text(forecast: Forecast) -> str:
     """Return the nonzero kinds of a rank's memory as text, largest first.
 
     Example: 'activations 44.0 GiB, parameters 12.5 GiB'.

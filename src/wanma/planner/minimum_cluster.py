@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wanma.hardware.cluster_file.node_builder import MOST_NODES
+from wanma.hardware.cluster_file.node_builder import MAX_NODES
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.forecast.plan_forecast import memory
-from wanma.planner.forecast.problem import Problem, equal_machines, problem_of
-from wanma.planner.search.space import Space, plans
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.forecast.plan_forecast import forecast_plan_memory
+from wanma.planner.forecast.problem import PlanningProblem, build_problem, homogeneous_cluster
+from wanma.planner.search.space import SearchSpace, enumerate_plans
 
 
-def smallest_cluster(
-    job: Job, cluster: Cluster, workload: Workload, dimensions: DecoderDimensions | None = None
+def minimum_cluster(
+    job: Job, cluster: Cluster, workload: Workload, dimensions: DecoderConfig | None = None
 ) -> Cluster | None:
     """Return the smallest larger cluster of the same nodes on which the job fits.
 
@@ -29,42 +29,44 @@ def smallest_cluster(
     Returns:
         the cluster; None where no number of nodes would do, because one rank's share cannot be cut further.
     """
-    (node,) = equal_machines(job, cluster).nodes
-    problem = problem_of(job, cluster, workload, dimensions)
-    larger = (Cluster((replace(node, count=count),)) for count in machine_counts(node.count + 1, MOST_NODES))
-    return next((machines for machines in larger if leanest(problem, machines) is not None), None)
+    (node,) = homogeneous_cluster(job, cluster).nodes
+    problem = build_problem(job, cluster, workload, dimensions)
+    larger = (Cluster((replace(node, count=count),)) for count in node_counts(node.count + 1, MAX_NODES))
+    return next((machines for machines in larger if minimum_memory_plan(problem, machines) is not None), None)
 
 
-def leanest(problem: Problem, cluster: Cluster) -> Plan | None:
+def minimum_memory_plan(problem: PlanningProblem, cluster: Cluster) -> Plan | None:
     """Return a plan on all of the cluster's devices that fits; None where even the leanest does not."""
     (node,) = cluster.nodes
     world = node.count * max(len(node.devices), 1)
-    space = lean(
-        Space.of_job(problem.job, cluster, problem.dimensions, devices=[world], workload=problem.workload),
+    space = minimum_memory_space(
+        SearchSpace.from_job(
+            problem.job, cluster, problem.dimensions, world_sizes=[world], workload=problem.workload
+        ),
         problem.job,
     )
     fitting = (
         plan
-        for plan in plans(space, problem.workload)
-        if memory(problem, plan).memory_bytes <= problem.memory_bytes
+        for plan in enumerate_plans(space, problem.workload)
+        if forecast_plan_memory(problem, plan).memory_bytes <= problem.memory_limit_bytes
     )
     return next(fitting, None)
 
 
-def lean(space: Space, job: Job) -> Space:
+def minimum_memory_space(space: SearchSpace, job: Job) -> SearchSpace:
     """Restrict a search space to the plans that need the least memory."""
     said = job.parallel.model_fields_set
     whole = tuple(option for option in space.recompute if option[0] == "full") or space.recompute
     return replace(
         space,
-        micro_batch=space.micro_batch or (space.group,),
+        micro_batch=space.micro_batch or (space.sample_group_size,),
         recompute=tuple((kind, share or 1.0) for kind, share in whole),
         schedules=space.schedules if "schedule" in said else (("1f1b", 1),),
         shard=space.shard if job.parallel.shard else ("none", "parameters"),
     )
 
 
-def machine_counts(least: int, most: int) -> list[int]:
+def node_counts(least: int, most: int) -> list[int]:
     """List the node counts from `least` to `most` that many sizes divide, in rising order."""
     powers = [2**exponent for exponent in range(most.bit_length())]
     return sorted(

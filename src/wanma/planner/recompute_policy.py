@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
-from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, run_again
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, recompute_forwards
 
 
-def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]) -> tuple[Plan, str]:
+def choose_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]) -> tuple[Plan, str]:
     """Return `plan` with the cheapest recompute under which it fits, or the most thorough if none does.
 
     Returns:
@@ -19,14 +19,14 @@ def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]
     if plan.schedule in SPLIT_BACKWARD:
         return plan, f"recompute none: schedule {plan.schedule} would run a block again for each gradient"
     blocks = sum(layer.count for layer in workload.layers if layer.count > 1 or layer.is_block)
-    in_stage = max(-(-blocks // plan.stages), 1)
+    in_stage = max(-(-blocks // plan.stage_count), 1)
     options = [replace(plan, recompute="none", recompute_share=1.0)]
     for number in range(1, in_stage + 1):
         share = number / in_stage
         options.append(replace(plan, recompute="selective", recompute_share=share))
         options.append(replace(plan, recompute="full", recompute_share=share))
-    chosen = next((option for option in sorted(options, key=run_again) if fits(option)), options[-1])
+    chosen = next((option for option in sorted(options, key=recompute_forwards) if fits(option)), options[-1])
     if chosen.recompute == "none":
         return chosen, "recompute none: all activations fit"
-    count = len(chosen.recomputed(in_stage))
+    count = len(chosen.recomputed_blocks(in_stage))
     return chosen, f"recompute {chosen.recompute} of {count} of {in_stage} blocks: the least that fits"

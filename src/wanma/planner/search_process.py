@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from wanma.hardware.discovery.resource_limits import usable_cores
-from wanma.planner.search.result import Found
+from wanma.planner.search.result import SearchResult
 
 LEAST_GRIDS = 100
 """Least size of the searches beside the longest one with which a second process pays, in mesh shapes.
@@ -38,15 +38,15 @@ _PROGRAM = (
 class SearchTask(NamedTuple):
     """Search that depends on no other search."""
 
-    run: Callable[[], Found]
+    run: Callable[[], SearchResult]
     """Call that pickles: a `partial` of a module's function."""
     grids: int
     """Estimated duration, as the number of mesh shapes that a search looks at in this time."""
 
 
-def run_searches(tasks: Sequence[SearchTask]) -> list[Found]:
+def run_searches(tasks: Sequence[SearchTask]) -> list[SearchResult]:
     """Run the searches, and return their results in the order of the tasks."""
-    found: dict[int, Found] = {}
+    found: dict[int, SearchResult] = {}
     if needs_second_process(tasks) and usable_cores() > 1:
         longest_first = sorted(range(len(tasks)), key=lambda number: -tasks[number].grids)
         with _queue(longest_first) as queue, _second_process(tasks, queue) as receive:
@@ -104,7 +104,9 @@ def _taken(queue: int) -> Iterator[int]:
 
 
 @contextmanager
-def _second_process(tasks: Sequence[SearchTask], queue: int) -> Iterator[Callable[[int], dict[int, Found]]]:
+def _second_process(
+    tasks: Sequence[SearchTask], queue: int
+) -> Iterator[Callable[[int], dict[int, SearchResult]]]:
     """Start the second process, and give a function that receives a number of results from it.
 
     The function returns fewer results where the process ends early, and none where it cannot be started.
@@ -125,8 +127,8 @@ def _second_process(tasks: Sequence[SearchTask], queue: int) -> Iterator[Callabl
             )
     theirs.close()
 
-    def receive(number: int) -> dict[int, Found]:
-        found: dict[int, Found] = {}
+    def receive(number: int) -> dict[int, SearchResult]:
+        found: dict[int, SearchResult] = {}
         with suppress(EOFError, OSError):  # the process ended early
             while len(found) < number and mine.poll(_LONGEST_SECONDS):
                 found.update([mine.recv()])

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from wanma.observe.units import duration_text
-from wanma.report.forecast_comparison import first_row, step_of
+from wanma.report.forecast_comparison import first_measured_row, forecast_step_of
 from wanma.report.run_report import Report
 
-KINDS = {
+COMMUNICATION_KINDS = {
     "data": ("data ranks", "data"),
     "tensor": ("tensor ranks", "tensor"),
     "context": ("context ranks", "context"),
@@ -24,52 +24,53 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Exposure:
+class ExposedCommunication:
     """One kind of communication in a usual step, in seconds."""
 
     name: str
-    waited: float
-    under_way: float
+    exposed_seconds: float
+    total_seconds: float
     forecast: float | None
     """Forecast of `waited` in seconds; None where there is none."""
 
     @property
-    def share(self) -> float:
+    def exposed_share(self) -> float:
         """Return the exposed share of the communication, 0 .. 1."""
-        return self.waited / self.under_way if self.under_way else 0.0
+        return self.exposed_seconds / self.total_seconds if self.total_seconds else 0.0
 
 
-def exposures(report: Report) -> list[Exposure]:
+def exposed_communication(report: Report) -> list[ExposedCommunication]:
     """Return the communication of a usual step by kind, longest exposed first.
 
     Warm-up steps are left out where there are others.
     """
-    promised, found = step_of(report), []
-    for kind, (name, field) in KINDS.items():
+    promised, found = forecast_step_of(report), []
+    for kind, (name, field) in COMMUNICATION_KINDS.items():
         waited, under_way = (
-            _usual(report, f"{group}.{kind}")
+            _median(report, f"{group}.{kind}")
             for group in ("exposed_communication_seconds", "communication_seconds")
         )
         if waited is not None and under_way is not None:
             forecast = getattr(promised, field) if promised is not None else None
-            found.append(Exposure(name, waited, under_way, forecast))
-    return sorted(found, key=lambda one: -one.waited)
+            found.append(ExposedCommunication(name, waited, under_way, forecast))
+    return sorted(found, key=lambda one: -one.exposed_seconds)
 
 
-def exposure_text(one: Exposure) -> str:
+def exposed_communication_text(communication: ExposedCommunication) -> str:
     """Describe one kind of communication.
 
     Example: 'data ranks 0.12 s of 1.10 s under way (11 %; forecast 0.10 s)'.
     """
-    told = "" if one.forecast is None else f"; forecast {duration_text(one.forecast)}"
+    told = "" if communication.forecast is None else f"; forecast {duration_text(communication.forecast)}"
     return (
-        f"{one.name} {duration_text(one.waited)} of {duration_text(one.under_way)} under way "
-        f"({100 * one.share:.0f} %{told})"
+        f"{communication.name} {duration_text(communication.exposed_seconds)} of "
+        f"{duration_text(communication.total_seconds)} under way "
+        f"({100 * communication.exposed_share:.0f} %{told})"
     )
 
 
-def _usual(report: Report, key: str) -> float | None:
+def _median(report: Report, key: str) -> float | None:
     column = report.steps.get(key, [])
-    values = [value for value in column[first_row(report) :] if math.isfinite(value)]
+    values = [value for value in column[first_measured_row(report) :] if math.isfinite(value)]
     values = values or [value for value in column if math.isfinite(value)]
     return median(values) if values else None

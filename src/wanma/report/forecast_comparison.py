@@ -12,39 +12,39 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from wanma.job.forecast.forecast import StepTime
-from wanma.job.forecast.step_phases import measured_phases, phases_of
+from wanma.job.forecast.step_phases import comparable_phases, forecast_phases
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import bytes_text, duration_text
 from wanma.report.run_report import Report
 
-STEP, MEMORY, OTHER = "step", "memory", "other"
+STEP, MEMORY, UNATTRIBUTED = "step", "memory", "other"
 
-WARM_UP = 2
+WARM_UP_STEPS = 2
 """Number of warm-up steps of a run, in which kernels are built and memory is allocated."""
-LEAST_STEPS = 3
+MIN_MEASURED_STEPS = 3
 """Fewest steps after warm-up from which a step time is measured."""
-LOG_BYTES = 1 << 14
+LOG_TAIL_BYTES = 1 << 14
 """Bytes at the end of a rank's log in which its newest line about memory is searched."""
 
 _PEAK = re.compile(rb"^step \d+/\d+ .*  peak memory (\d+) bytes$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Kept:
+class ForecastComparison:
     """Forecast comparison: one measured quantity of a run beside its forecast."""
 
     name: str
-    """Name of the quantity: `STEP`, a phase, `OTHER`, `MEMORY`, or 'memory of rank 3'.
+    """Name of the quantity: `STEP`, a phase, `UNATTRIBUTED`, `MEMORY`, or 'memory of rank 3'.
 
-    `OTHER` is the part of a step outside all phases.
+    `UNATTRIBUTED` is the part of a step outside all phases.
     """
     forecast: float
     """Forecast in seconds; of memory in bytes."""
     measured: float
 
     @property
-    def deviation(self) -> float:
+    def relative_error(self) -> float:
         """Return measured over forecast, less one."""
         return self.measured / self.forecast - 1 if self.forecast else math.inf
 
@@ -52,11 +52,11 @@ class Kept:
     def texts(self) -> tuple[str, str, str]:
         """Return (forecast, measured, deviation) as text."""
         write = bytes_text if self.name.startswith(MEMORY) else duration_text
-        apart = f"{100 * self.deviation:+.0f} %" if self.forecast else "–"
+        apart = f"{100 * self.relative_error:+.0f} %" if self.forecast else "–"
         return write(self.forecast), write(self.measured), apart
 
 
-def kept(report: Report) -> list[Kept]:
+def forecast_comparisons(report: Report) -> list[ForecastComparison]:
     """List all quantities with a forecast and a measurement: the step, its phases, longest first, memory."""
     return [*_step(report), *_memory(report)]
 
@@ -66,24 +66,24 @@ def phase_medians(report: Report) -> dict[str, float]:
     found = {}
     for key, column in report.steps.items():
         name = key.removeprefix("phases.")
-        values = [value for value in column[first_row(report) :] if math.isfinite(value)]
+        values = [value for value in column[first_measured_row(report) :] if math.isfinite(value)]
         if name != key and values:
             found[name] = (fmean if name == "checkpoint" else median)(values)
     return found
 
 
-def usual_step_seconds(report: Report) -> float | None:
+def median_step_seconds(report: Report) -> float | None:
     """Return the median step time in seconds without warm-up steps; None while there are too few."""
-    column = report.steps.get("step_seconds", [])[first_row(report) :]
+    column = report.steps.get("step_seconds", [])[first_measured_row(report) :]
     values = [value for value in column if math.isfinite(value)]
-    return median(values) if len(values) >= LEAST_STEPS else None
+    return median(values) if len(values) >= MIN_MEASURED_STEPS else None
 
 
-def first_row(report: Report) -> int:
+def first_measured_row(report: Report) -> int:
     """Return the row of the first step that counts: after warm-up, and under the report's plan."""
     changed = [event["step"] for event in report.recoveries if event.get("change")]
     before = sum(step <= changed[-1] for step in report.steps["step"]) if changed else 0
-    return before + WARM_UP
+    return before + WARM_UP_STEPS
 
 
 def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
@@ -99,7 +99,7 @@ def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
     return None if highest is None else (int(highest), 0)
 
 
-def ranks_kept(report: Report) -> list[Kept]:
+def rank_memory_comparisons(report: Report) -> list[ForecastComparison]:
     """List the memory of each rank with a local log, beside its forecast.
 
     The forecast is that of the rank's stages in a pipeline, else that of the largest rank.
@@ -114,18 +114,18 @@ def ranks_kept(report: Report) -> list[Kept]:
         if rank >= plan.world_size:
             continue
         of_rank = stages[plan.coordinates(rank)["pp"]] if plan.pp > 1 else whole
-        found.append(Kept(f"{MEMORY} of rank {rank}", float(of_rank[key]), float(measured)))
+        found.append(ForecastComparison(f"{MEMORY} of rank {rank}", float(of_rank[key]), float(measured)))
     return found
 
 
 def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
     """Return the peak memory in bytes by rank, of the ranks with a local log."""
     found = {}
-    for path in run.log(0).parent.glob("rank-*.log"):
+    for path in run.rank_log(0).parent.glob("rank-*.log"):
         number = path.stem.removeprefix("rank-")
         try:
             with path.open("rb") as log:
-                log.seek(max(0, log.seek(0, 2) - LOG_BYTES))
+                log.seek(max(0, log.seek(0, 2) - LOG_TAIL_BYTES))
                 peaks = _PEAK.findall(log.read())
         except OSError:
             continue  # unreadable logs are skipped; the report lists logs elsewhere
@@ -134,7 +134,7 @@ def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
     return found
 
 
-def step_of(report: Report) -> StepTime | None:
+def forecast_step_of(report: Report) -> StepTime | None:
     """Return the forecast of the step; None where there is none, or another version wrote it."""
     told = report.forecast.get("step")
     try:
@@ -143,13 +143,13 @@ def step_of(report: Report) -> StepTime | None:
         return None
 
 
-def sentence(report: Report) -> str:
+def forecast_comparison_sentence(report: Report) -> str:
     """Describe step time and memory beside their forecasts; empty without both.
 
     Example: 'step 1.12 s of 1.00 s forecast (+12 %, sure to ±10 %: forward and backward +0.11 s), memory
     ...'.
     """
-    promises = kept(report)
+    promises = forecast_comparisons(report)
     texts = []
     for one in promises:
         if one.name not in (STEP, MEMORY):
@@ -157,17 +157,19 @@ def sentence(report: Report) -> str:
         forecast, measured, apart = one.texts
         why = ""
         if one.name == STEP:
-            why = _why(one, [other for other in promises if other.name not in (STEP, MEMORY)], report)
+            why = _step_error_text(
+                one, [other for other in promises if other.name not in (STEP, MEMORY)], report
+            )
         texts.append(f"{one.name} {measured} of {forecast} forecast ({apart}{why})")
     return ", ".join(texts)
 
 
-def _why(step: Kept, phases: list[Kept], report: Report) -> str:
+def _step_error_text(step: ForecastComparison, phases: list[ForecastComparison], report: Report) -> str:
     """Return the forecast's uncertainty, and the phase that deviates most in the step's direction."""
-    promised = step_of(report)
+    promised = forecast_step_of(report)
     sure = promised.uncertainty if promised is not None else 0.0
     apart = step.measured - step.forecast
-    if abs(step.deviation) <= sure or not phases:
+    if abs(step.relative_error) <= sure or not phases:
         return f", inside its ±{100 * sure:.0f} %" if sure else ""
     most = max(phases, key=lambda one: (one.measured - one.forecast) * math.copysign(1.0, apart))
     missed = most.measured - most.forecast
@@ -176,27 +178,31 @@ def _why(step: Kept, phases: list[Kept], report: Report) -> str:
     return f", sure to ±{100 * sure:.0f} %: {name} {sign}{duration_text(abs(missed))}"
 
 
-def _step(report: Report) -> list[Kept]:
-    promised, measured = step_of(report), usual_step_seconds(report)
+def _step(report: Report) -> list[ForecastComparison]:
+    promised, measured = forecast_step_of(report), median_step_seconds(report)
     plan = _plan(report)
     if promised is None or measured is None or plan is None:
         return []
-    forecast, found = phases_of(promised, plan), measured_phases(phase_medians(report), plan)
+    forecast, found = forecast_phases(promised, plan), comparable_phases(phase_medians(report), plan)
     phases = [
-        Kept(name, forecast.get(name, 0.0), found.get(name, 0.0))
+        ForecastComparison(name, forecast.get(name, 0.0), found.get(name, 0.0))
         for name in dict.fromkeys([*forecast, *found])
         if forecast.get(name) or found.get(name)
     ]
     phases.sort(key=lambda one: -max(one.forecast, one.measured))
     rest = max(measured - sum(one.measured for one in phases), 0.0)
-    return [Kept(STEP, promised.seconds, measured), *phases, Kept(OTHER, 0.0, rest)]
+    return [
+        ForecastComparison(STEP, promised.seconds, measured),
+        *phases,
+        ForecastComparison(UNATTRIBUTED, 0.0, rest),
+    ]
 
 
-def _memory(report: Report) -> list[Kept]:
+def _memory(report: Report) -> list[ForecastComparison]:
     promised, peak = report.forecast.get(_memory_key(report)), peak_memory_bytes(report)
     if not promised or peak is None:
         return []
-    return [Kept(MEMORY, float(promised), float(peak[0]))]
+    return [ForecastComparison(MEMORY, float(promised), float(peak[0]))]
 
 
 def _memory_key(report: Report) -> str:

@@ -9,16 +9,16 @@ from wanma.job.run.worker import Event
 from wanma.observe.console.progress import (
     checkpoint_text,
     finish_text,
-    growth_text,
     recovery_text,
+    resize_event_text,
     validation_text,
 )
 from wanma.observe.sinks.jsonl import START_FAILED
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
-from wanma.report.components.html_elements import Tile
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
+from wanma.report.components.html_elements import KeyFigure
 from wanma.report.run_report import Report
 
-REFUSED = "a later start failed before its first step, and left the run as it was"
+FAILED_START_TEXT = "a later start failed before its first step, and left the run as it was"
 
 PHASE_COLOURS = dict(
     zip(
@@ -31,7 +31,7 @@ PHASE_COLOURS = dict(
 
 
 @dataclass(frozen=True)
-class PhaseShare:
+class PhaseTime:
     """Seconds of one phase over the whole run."""
 
     name: str
@@ -42,7 +42,7 @@ class PhaseShare:
 def state_sentence(report: Report) -> str:
     """Describe the state of the run in one sentence."""
     steps = f"{report.last_step:,} of {count_text(report.total_steps, 'step')}" if report.total_steps else ""
-    quiet = duration_text(time.time() - report.last_sign) if report.last_sign else ""
+    quiet = duration_text(time.time() - report.last_activity) if report.last_activity else ""
     sentences = {
         "new": "Nothing was recorded yet.",
         "running": f"Going on: {steps} done; last sign of life {quiet} ago." if quiet else "Going on.",
@@ -54,7 +54,7 @@ def state_sentence(report: Report) -> str:
     return sentences[report.state]
 
 
-def size_text(report: Report) -> str:
+def parameter_count_text(report: Report) -> str:
     """Return the model size as text: '10.2M parameters'; empty when unknown."""
     count = report.parameters
     if count is None:
@@ -65,42 +65,48 @@ def size_text(report: Report) -> str:
     return count_text(count, "parameter")
 
 
-def key_numbers(report: Report) -> list[Tile]:
+def key_figures(report: Report) -> list[KeyFigure]:
     """Return the key figures of a run: loss, validation, throughput, MFU, memory, time."""
     loss = report.last("loss")
-    tiles = [Tile("loss", number_text(loss), f"step {report.last_step:,}" if loss is not None else "")]
+    tiles = [KeyFigure("loss", number_text(loss), f"step {report.last_step:,}" if loss is not None else "")]
     best = report.best_validation
     if best is not None:
         extra = []
         if best.get("perplexity") is not None:
             extra.append(f"perplexity {number_text(best['perplexity'])}")
         if best.get("accuracy") is not None:
-            extra.append(f"accuracy {share_text(best['accuracy'])}")
+            extra.append(f"accuracy {percent_text(best['accuracy'])}")
         extra += [f"{name} {number_text(value)}" for name, value in best.get("metrics", {}).items()]
         extra.append(f"step {best['step']:,}")
-        tiles.append(Tile("best validation", number_text(best["loss"]), ", ".join(extra)))
-    tiles.append(Tile(report.rate_unit, number_text(report.median("tokens_per_second")), "median"))
-    tiles.append(Tile("seconds per step", number_text(report.median("step_seconds")), "median"))
+        tiles.append(KeyFigure("best validation", number_text(best["loss"]), ", ".join(extra)))
+    tiles.append(KeyFigure(report.throughput_unit, number_text(report.median("tokens_per_second")), "median"))
+    tiles.append(KeyFigure("seconds per step", number_text(report.median("step_seconds")), "median"))
     mfu = report.median("mfu")
-    tiles.append(Tile("MFU", share_text(mfu), "median" if mfu is not None else "peak or model FLOPs unknown"))
+    tiles.append(
+        KeyFigure("MFU", percent_text(mfu), "median" if mfu is not None else "peak or model FLOPs unknown")
+    )
     memory, forecast = report.highest("memory_bytes"), report.forecast.get("memory_bytes")
     tiles.append(
-        Tile("peak memory", bytes_text(memory), f"forecast {bytes_text(forecast)}" if forecast else "rank 0")
+        KeyFigure(
+            "peak memory", bytes_text(memory), f"forecast {bytes_text(forecast)}" if forecast else "rank 0"
+        )
     )
     pauses = f"in {count_text(len(report.starts), 'start')}" if len(report.starts) > 1 else "wall clock"
     tiles.append(
-        Tile("time", duration_text(report.seconds) if report.starts else "–", pauses if report.starts else "")
+        KeyFigure(
+            "time", duration_text(report.seconds) if report.starts else "–", pauses if report.starts else ""
+        )
     )
     return tiles
 
 
-def phase_shares(report: Report) -> list[PhaseShare]:
+def phase_times(report: Report) -> list[PhaseTime]:
     """Return the seconds by phase over all recorded steps, without phases that took none."""
     shares = []
     for name, colour in PHASE_COLOURS.items():
         seconds = sum(value for value in report.steps.get(f"phases.{name}", []) if value > 0)
         if seconds > 0:
-            shares.append(PhaseShare(name.replace("_", " and "), colour, seconds))
+            shares.append(PhaseTime(name.replace("_", " and "), colour, seconds))
     return shares
 
 
@@ -117,7 +123,7 @@ def event_text(event: Event) -> str:
     if kind == "recovery":
         return recovery_text(event)
     if kind == "resize":
-        return growth_text(event)
+        return resize_event_text(event)
     if kind == "finish":
         return finish_text(event)
     if kind == "start":

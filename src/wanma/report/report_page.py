@@ -16,24 +16,39 @@ from wanma.job.forecast.forecast import MEMORY_KINDS
 from wanma.job.run.run_directory import RunDirectory, write_atomically
 from wanma.job.run.worker import Event
 from wanma.observe.units import bytes_text, count_text, duration_text
-from wanma.report.components.html_elements import bar, card, document, key, reasons, row, tiles, under_bar
-from wanma.report.components.line_chart import figure
-from wanma.report.exposed_communication import exposures
-from wanma.report.forecast_comparison import MEMORY, kept, peak_memory_bytes, ranks_kept, sentence
+from wanma.report.components.html_elements import (
+    bar,
+    bar_caption,
+    card,
+    document,
+    key_figure_tiles,
+    legend_entry,
+    reason_list,
+    table_row,
+)
+from wanma.report.components.line_chart import chart_figure
+from wanma.report.exposed_communication import exposed_communication
+from wanma.report.forecast_comparison import (
+    MEMORY,
+    forecast_comparison_sentence,
+    forecast_comparisons,
+    peak_memory_bytes,
+    rank_memory_comparisons,
+)
 from wanma.report.key_figures import (
-    REFUSED,
+    FAILED_START_TEXT,
     event_text,
-    key_numbers,
-    phase_shares,
-    size_text,
+    key_figures,
+    parameter_count_text,
+    phase_times,
     state_sentence,
 )
-from wanma.report.run_charts import charts
+from wanma.report.run_charts import run_charts
 from wanma.report.run_report import Report, read_report
 
-MOST_EVENTS = 200
-MOST_RANKS = 64
-NO_METRICS = (
+MAX_SHOWN_EVENTS = 200
+MAX_SHOWN_RANKS = 64
+NO_METRICS_HTML = (
     '<section class="empty"><b>This run has no metrics.</b> No step was finished; '
     "what each rank said is in its log.</section>"
 )
@@ -45,7 +60,7 @@ def write_report(run: RunDirectory) -> Path:
     Raises:
         WanmaError: the page cannot be written.
     """
-    text = page(read_report(run))
+    text = render_report_page(read_report(run))
     try:
         write_atomically(run.report, text)
     except OSError as error:
@@ -56,14 +71,14 @@ def write_report(run: RunDirectory) -> Path:
     return run.report
 
 
-def page(report: Report) -> str:
+def render_report_page(report: Report) -> str:
     """Return the whole page as HTML."""
     return document(
         report.run.name,
         [
             _header(report),
             _problems(report),
-            *([_numbers(report), _charts(report)] if report.steps["step"] else [NO_METRICS]),
+            *([_key_figures(report), _charts(report)] if report.steps["step"] else [NO_METRICS_HTML]),
             _comparison(report),
             _details(report),
             _events(report),
@@ -80,7 +95,12 @@ def _header(report: Report) -> str:
     )
     facts = " · ".join(
         escape(text)
-        for text in (report.plan_text, size_text(report), f"started {started}", f"page written {written}")
+        for text in (
+            report.plan_text,
+            parameter_count_text(report),
+            f"started {started}",
+            f"page written {written}",
+        )
         if text
     )
     return (
@@ -92,37 +112,38 @@ def _header(report: Report) -> str:
 def _problems(report: Report) -> str:
     """Render errors and unreadable files, before anything else."""
     texts = [report.failure] if report.failure else []
-    texts += [f"{REFUSED}: {report.refusal}"] if report.refusal else []
+    texts += [f"{FAILED_START_TEXT}: {report.failed_start}"] if report.failed_start else []
     texts += [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
     texts += [f"could not be read: {problem}" for problem in report.problems]
     return "".join(f'<p class="problem">{escape(text)}</p>' for text in texts)
 
 
-def _numbers(report: Report) -> str:
-    return tiles(key_numbers(report))
+def _key_figures(report: Report) -> str:
+    return key_figure_tiles(key_figures(report))
 
 
 def _charts(report: Report) -> str:
-    return f'<section class="charts">{"".join(figure(chart) for chart in charts(report))}</section>'
+    return f'<section class="charts">{"".join(chart_figure(chart) for chart in run_charts(report))}</section>'
 
 
 def _comparison(report: Report) -> str:
     """Render time and memory beside their forecasts, and time by phase."""
-    parts = [_promise(report), _memory(report), _phases(report), _exposed(report)]
+    parts = [_step_comparison(report), _memory(report), _phases(report), _exposed(report)]
     shown = "".join(part for part in parts if part)
     return f'<section class="pair">{shown}</section>' if shown else ""
 
 
-def _promise(report: Report) -> str:
+def _step_comparison(report: Report) -> str:
     """Render the forecast and measured time of a step by phase."""
-    lines = [one for one in kept(report) if one.name != MEMORY]
+    lines = [one for one in forecast_comparisons(report) if one.name != MEMORY]
     if not lines:
         return ""
-    rows = "".join(row(escape(one.name.replace("_", " and ")), *one.texts) for one in lines)
+    rows = "".join(table_row(escape(one.name.replace("_", " and ")), *one.texts) for one in lines)
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
     return card(
         "A step: forecast and measured",
-        f"<table><tr>{heads}</tr>{rows}</table><p class=note>{escape(sentence(report))}</p>",
+        f"<table><tr>{heads}</tr>{rows}</table><p "
+        f"class=note>{escape(forecast_comparison_sentence(report))}</p>",
     )
 
 
@@ -134,47 +155,51 @@ def _memory(report: Report) -> str:
     full = max(total, peak[0] if peak is not None else 0)
     named = enumerate(MEMORY_KINDS.items(), 1)
     kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in named]
-    rows = "".join(row(key(label, colour), bytes_text(size)) for colour, label, size in kinds if size)
+    rows = "".join(
+        table_row(legend_entry(label, colour), bytes_text(size)) for colour, label, size in kinds if size
+    )
     parts = [
         bar((f"c{colour}", size / full) for colour, _, size in kinds),
-        under_bar("forecast, fullest rank", bytes_text(total)),
+        bar_caption("forecast, fullest rank", bytes_text(total)),
     ]
     if peak is not None:
         measured, rank = peak
         parts += [
             bar([("measured", measured / full)]),
-            under_bar(f"measured, rank {rank}{_counted(report)}", bytes_text(measured)),
+            bar_caption(f"measured, rank {rank}{_memory_source_text(report)}", bytes_text(measured)),
         ]
     parts.append(f"<table>{rows}</table>")
     parts.append(_ranks(report))
-    parts.append(reasons(forecast.get("reasons") or ()))
+    parts.append(reason_list(forecast.get("reasons") or ()))
     return card("Memory: forecast and measured", "".join(parts))
 
 
-def _counted(report: Report) -> str:
+def _memory_source_text(report: Report) -> str:
     return ", what torch allocated" if report.plan.get("device") == "cuda" else ""
 
 
 def _ranks(report: Report) -> str:
     """Render each rank's memory beside its forecast, where there are several ranks."""
-    ranks = ranks_kept(report)
+    ranks = rank_memory_comparisons(report)
     if len(ranks) < 2:
         return ""
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
-    rows = "".join(row(one.name.removeprefix(f"{MEMORY} of "), *one.texts) for one in ranks[:MOST_RANKS])
-    rest = len(ranks) - MOST_RANKS
+    rows = "".join(
+        table_row(one.name.removeprefix(f"{MEMORY} of "), *one.texts) for one in ranks[:MAX_SHOWN_RANKS]
+    )
+    rest = len(ranks) - MAX_SHOWN_RANKS
     more = f"<p class=note>and {rest} more ranks</p>" if rest > 0 else ""
     return f"<table><tr>{heads}</tr>{rows}</table>{more}"
 
 
 def _phases(report: Report) -> str:
-    shares = phase_shares(report)
+    shares = phase_times(report)
     if not shares:
         return ""
     total = sum(share.seconds for share in shares)
     rows = "".join(
-        row(
-            key(share.name, share.colour),
+        table_row(
+            legend_entry(share.name, share.colour),
             duration_text(share.seconds),
             f"{100 * share.seconds / total:.1f} %",
         )
@@ -183,24 +208,24 @@ def _phases(report: Report) -> str:
     return card(
         "Where the time went",
         bar((f"c{share.colour}", share.seconds / total) for share in shares)
-        + under_bar(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
+        + bar_caption(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
         + f"<table>{rows}</table>",
     )
 
 
 def _exposed(report: Report) -> str:
     """Render exposed and total communication of a usual step."""
-    kinds = exposures(report)
+    kinds = exposed_communication(report)
     if not kinds:
         return ""
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "waited for", "under way", ""))
     rows = "".join(
-        row(
+        table_row(
             escape(one.name),
             "–" if one.forecast is None else duration_text(one.forecast),
-            duration_text(one.waited),
-            duration_text(one.under_way),
-            f"{100 * one.share:.0f} %",
+            duration_text(one.exposed_seconds),
+            duration_text(one.total_seconds),
+            f"{100 * one.exposed_share:.0f} %",
         )
         for one in kinds
     )
@@ -245,7 +270,7 @@ def _events(report: Report) -> str:
     if not report.events:
         return ""
     begin = report.events[0]["time"]
-    shown = report.events[-MOST_EVENTS:]
+    shown = report.events[-MAX_SHOWN_EVENTS:]
     rows = "".join(_event_row(event, begin) for event in shown)
     left_out = len(report.events) - len(shown)
     note = f'<p class="note">{count_text(left_out, "earlier event")} in events.jsonl.</p>' if left_out else ""

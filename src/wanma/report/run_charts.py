@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 from wanma.report.components.axis import tick_text
-from wanma.report.components.line_chart import Chart, Line
+from wanma.report.components.line_chart import Chart, Series
 from wanma.report.key_figures import PHASE_COLOURS
 from wanma.report.run_report import Report
 
 
-def charts(report: Report) -> list[Chart]:
+def run_charts(report: Report) -> list[Chart]:
     """Return the charts of a report that has steps, without charts that have no number."""
     every = [
         _loss(report),
@@ -20,19 +20,19 @@ def charts(report: Report) -> list[Chart]:
         _phases(report),
         _memory(report),
         _gradient(report),
-        _rate(report),
-        Chart("MFU", [_column(report, "mfu", "MFU", 3)], "", share_text, _percent),
-        Chart("GPU utilisation", [_column(report, "gpu_utilization", "busy", 1)], "", share_text, _percent),
+        _learning_rate(report),
+        Chart("MFU", [_column(report, "mfu", "MFU", 3)], "", percent_text, _percent),
+        Chart("GPU utilisation", [_column(report, "gpu_utilization", "busy", 1)], "", percent_text, _percent),
         Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
     ]
-    shown = [chart for chart in every if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
+    shown = [chart for chart in every if any(math.isfinite(y) for line in chart.series for y in line.ys)]
     if shown and sum(not chart.wide for chart in shown) % 2:  # two charts in a row; a last odd one is wide
         shown[-1] = replace(shown[-1], wide=True)
     return shown
 
 
-def _column(report: Report, key: str, name: str, colour: int) -> Line:
-    return Line(name, colour, report.steps["step"], report.steps.get(key, []))
+def _column(report: Report, key: str, name: str, colour: int) -> Series:
+    return Series(name, colour, report.steps["step"], report.steps.get(key, []))
 
 
 def _loss(report: Report) -> Chart:
@@ -40,7 +40,9 @@ def _loss(report: Report) -> Chart:
     known = [event for event in report.validations if event.get("loss") is not None]
     if known:
         steps = [float(event["step"]) for event in known]
-        lines.append(Line("validation", 2, steps, [float(event["loss"]) for event in known], dots=True))
+        lines.append(
+            Series("validation", 2, steps, [float(event["loss"]) for event in known], marks_all_points=True)
+        )
     resumes = [("resume", event.get("step", 0) + 0.5) for event in report.starts if event.get("step", 0) > 0]
     bad = [("bad", float(step)) for step in report.non_finite]
     notes = []
@@ -56,15 +58,15 @@ def _loss(report: Report) -> Chart:
         lines,
         wide=True,
         from_zero=False,
-        log_choice=True,
-        marks=[*resumes, *bad[:200]],
+        offers_log_scale=True,
+        vertical_lines=[*resumes, *bad[:200]],
         note=" ".join(notes),
     )
 
 
 def _throughput(report: Report) -> Chart:
-    line = _column(report, "tokens_per_second", report.rate_unit, 3)
-    return Chart("Throughput", [line], report.rate_unit)
+    line = _column(report, "tokens_per_second", report.throughput_unit, 3)
+    return Chart("Throughput", [line], report.throughput_unit)
 
 
 def _phases(report: Report) -> Chart:
@@ -84,17 +86,17 @@ def _memory(report: Report) -> Chart:
     limits = [(f"forecast {bytes_text(forecast)}", float(forecast))] if forecast else []
     highest = max([report.highest("memory_bytes") or 1.0, *(value for _, value in limits)])
     unit = 1024.0 ** max(0, math.floor(math.log(highest, 1024)))
-    return Chart("Memory", [line], "", bytes_text, bytes_text, axis_unit=unit, limits=limits)
+    return Chart("Memory", [line], "", bytes_text, bytes_text, axis_unit=unit, horizontal_lines=limits)
 
 
 def _gradient(report: Report) -> Chart:
     clip = report.job.get("train", {}).get("gradient_clip", 0)
     line = _column(report, "grad_norm", "norm", 4)
     note = f"Clipped at {number_text(clip)}; the norm is that before clipping." if clip else ""
-    return Chart("Gradient norm", [line], log_choice=True, note=note)
+    return Chart("Gradient norm", [line], offers_log_scale=True, note=note)
 
 
-def _rate(report: Report) -> Chart:
+def _learning_rate(report: Report) -> Chart:
     return Chart("Learning rate", [_column(report, "learning_rate", "rate", 6)], axis_text=tick_text)
 
 

@@ -25,13 +25,13 @@ from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
 from wanma.observe.sinks.renamed_records import with_new_names as record_with_new_names
 
-State = Literal["new", "running", "finished", "interrupted", "failed", "died"]
+RunState = Literal["new", "running", "finished", "interrupted", "failed", "died"]
 """State of a run.
 
 new: nothing was recorded yet; died: began, and neither runs nor recorded an end.
 """
 
-BRIEF_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16
 """Bytes at the end of metrics.jsonl that a brief report reads: at least a hundred steps."""
 DEFAULT_HANG_SECONDS = 300.0
 
@@ -67,7 +67,7 @@ class Report:
     """Failures that did not end the run, and resizes to more nodes."""
     events: tuple[Event, ...]
     """All events as written, under the names of today."""
-    state: State
+    state: RunState
     problems: tuple[str, ...]
     """Messages about files that could not be read."""
 
@@ -94,7 +94,7 @@ class Report:
             return str(self.starts[-1].get("plan", "")) if self.starts else ""
 
     @property
-    def rate_unit(self) -> str:
+    def throughput_unit(self) -> str:
         """Return the unit of `tokens_per_second`, which counts targets: "samples/s" if a sample has one."""
         older = "samples/s" if self.job.get("data", {}).get("images") else "tokens/s"
         return str(self.starts[-1].get("rate_unit", older)) if self.starts else older
@@ -118,7 +118,7 @@ class Report:
         return str(ends[-1].get("text", "")) if self.state == "failed" else ""
 
     @property
-    def refusal(self) -> str:
+    def failed_start(self) -> str:
         """Return the reason why the newest start failed before its first step.
 
         Such a start leaves the run as it was. Empty when the newest start did not fail so.
@@ -133,16 +133,18 @@ class Report:
         return min(known, key=lambda event: float(event["loss"]), default=None)
 
     @cached_property
-    def last_sign(self) -> float | None:
+    def last_activity(self) -> float | None:
         """Return the time at which the run last wrote a step or an event, in unix seconds."""
-        times = [event["time"] for event in _lived(self.events)[-1:]] + self.steps.get("time", [])[-1:]
+        times = [event["time"] for event in _without_failed_starts(self.events)[-1:]] + self.steps.get(
+            "time", []
+        )[-1:]
         return max((stamp for stamp in times if math.isfinite(stamp)), default=None)
 
     @cached_property
     def seconds(self) -> float:
         """Return the wall-clock time of the run in seconds, without the pauses between its starts."""
         stamps = sorted(
-            [event["time"] for event in _lived(self.events)]
+            [event["time"] for event in _without_failed_starts(self.events)]
             + [stamp for stamp in self.steps.get("time", []) if math.isfinite(stamp)]
         )
         begins = [event["time"] for event in self.starts]
@@ -153,22 +155,22 @@ class Report:
         return total
 
 
-def read_report(run: RunDirectory, brief: bool = False) -> Report:
+def read_report(run: RunDirectory, tail_only: bool = False) -> Report:
     """Read the report of a run directory.
 
     Args:
         run: the run directory.
-        brief: read only the last steps, for lists of many runs.
+        tail_only: read only the last steps, for lists of many runs.
     """
     problems: list[str] = []
     job_text = _text(run.job, problems)
     job = with_new_names(_parse(run.job, job_text, tomllib.loads, problems))
     planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
     environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
-    records = _records(run.metrics, problems, last_bytes=BRIEF_BYTES if brief else None)
-    events = _since_its_beginning(_records(run.events, problems))
+    records = _records(run.metrics, problems, last_bytes=TAIL_BYTES if tail_only else None)
+    events = _since_fresh_start(_records(run.events, problems))
     steps, non_finite = _columns(records)
-    validations, checkpoints = _of_this_history(events)
+    validations, checkpoints = _of_current_history(events)
     return Report(
         run=run,
         job_text=job_text,
@@ -186,12 +188,12 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         messages=tuple(event for event in events if event["kind"] == "message"),
         recoveries=tuple(event for event in events if event["kind"] in ("recovery", "resize")),
         events=tuple(events),
-        state=_state(_lived(events), records, job),
+        state=_state(_without_failed_starts(events), records, job),
         problems=tuple(problems),
     )
 
 
-def _since_its_beginning(events: list[Event]) -> list[Event]:
+def _since_fresh_start(events: list[Event]) -> list[Event]:
     """Return the events without those of an earlier run in the same place, before `--fresh`."""
     begins = [
         index
@@ -201,12 +203,12 @@ def _since_its_beginning(events: list[Event]) -> list[Event]:
     return events[begins[-1] :] if begins else events
 
 
-def _lived(events: Sequence[Event]) -> list[Event]:
+def _without_failed_starts(events: Sequence[Event]) -> list[Event]:
     """Return the events without the starts that failed before their first step."""
     return [event for event in events if event["kind"] != START_FAILED]
 
 
-def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> State:
+def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> RunState:
     ends = [event for event in events if event["kind"] in ("start", "finish")]
     if not ends:
         return "running" if records else "new"
@@ -215,13 +217,13 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> St
         outcome = newest.get("outcome")
         return outcome if outcome in ("finished", "failed") else "interrupted"
     if newest.get("host") == socket.gethostname():
-        return "running" if is_alive(newest.get("process")) else "died"
+        return "running" if is_process_alive(newest.get("process")) else "died"
     silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
     patience = job.get("cluster", {}).get("hang_timeout_seconds", DEFAULT_HANG_SECONDS)
     return "running" if silence <= patience else "died"
 
 
-def is_alive(process: Any) -> bool:
+def is_process_alive(process: Any) -> bool:
     """Return whether a process of this node lives, by its recorded process number."""
     try:
         os.kill(int(process), 0)
@@ -232,7 +234,7 @@ def is_alive(process: Any) -> bool:
     return True
 
 
-def _of_this_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+def _of_current_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """Return validations and checkpoints by step.
 
     A start from step S overrules events after step S that were recorded before it.

@@ -14,7 +14,7 @@ from typing import Any
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import count_text, duration_text
-from wanma.report.run_report import State, is_alive
+from wanma.report.run_report import RunState, is_process_alive
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ScriptRun:
     ended: float | None
     exit_code: int | None
     failure: str
-    state: State
+    state: RunState
     restarts: int = 0
     """Number of starts of the ranks after the first one."""
     restarted_after: str = ""
@@ -42,17 +42,17 @@ class ScriptRun:
         """Return the wall-clock time so far in seconds; for a dead run, until the newest line of a log."""
         end = self.ended
         if end is None:
-            end = time.time() if self.state == "running" else self.last_sign
+            end = time.time() if self.state == "running" else self.last_activity
         return max(end - self.started, 0.0)
 
     @property
-    def last_sign(self) -> float:
+    def last_activity(self) -> float:
         """Return the time at which a rank last wrote into its log, or the script ended, in unix seconds."""
         logs = [path.stat().st_mtime for path in self.run.path.glob("logs/rank-*.log")]
         return max([self.started, self.ended or 0.0, *logs])
 
 
-def read_script(run: RunDirectory) -> ScriptRun | None:
+def read_script_run(run: RunDirectory) -> ScriptRun | None:
     """Read the script run of a directory without a session; None where there is none."""
     if run.job.is_file():
         return None
@@ -98,8 +98,8 @@ def script_summary(script: ScriptRun) -> str:
         f"  started    {started}",
         f"  restarts   {script.restarts}",
         f"  exit code  {code}",
-        f"  logs       {script.run.log(0)}"
-        + (f" to {script.run.log(script.ranks - 1).name}" * (script.ranks > 1)),
+        f"  logs       {script.run.rank_log(0)}"
+        + (f" to {script.run.rank_log(script.ranks - 1).name}" * (script.ranks > 1)),
     ]
     if script.restarted_after:
         lines += [
@@ -112,9 +112,9 @@ def script_summary(script: ScriptRun) -> str:
     return "\n".join(lines)
 
 
-def _state(value: dict[str, Any]) -> State:
+def _state(value: dict[str, Any]) -> RunState:
     code = value["exit_code"]
     if code is not None:
         return "finished" if code == 0 else "interrupted" if not value["failure"] else "failed"
     here = value["host"] == socket.gethostname()
-    return "running" if not here or is_alive(value["process"]) else "died"
+    return "running" if not here or is_process_alive(value["process"]) else "died"

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import MEMORY_KINDS
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.console.progress import Curve, sparkline
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
-from wanma.report.exposed_communication import exposure_text, exposures
-from wanma.report.forecast_comparison import ranks_kept, sentence
+from wanma.observe.console.progress import DownsampledSeries, sparkline
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
+from wanma.report.exposed_communication import exposed_communication, exposed_communication_text
+from wanma.report.forecast_comparison import forecast_comparison_sentence, rank_memory_comparisons
 from wanma.report.key_figures import (
-    REFUSED,
+    FAILED_START_TEXT,
     event_text,
-    key_numbers,
-    phase_shares,
-    size_text,
+    key_figures,
+    parameter_count_text,
+    phase_times,
     state_sentence,
 )
 from wanma.report.run_report import Report, read_report
-from wanma.report.script_run import read_script
+from wanma.report.script_run import read_script_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,43 +36,50 @@ STATE_STYLES = {
     "died": "red",
 }
 SPARKLINE_WIDTH = 60
-LAST_MESSAGES = 10
-SHOWN_RANKS = 8
+MAX_SHOWN_MESSAGES = 10
+MAX_SHOWN_RANKS = 8
 
 
-def summary(report: Report) -> str:
+def run_summary(report: Report) -> str:
     """Return the summary of a run beside its forecast: plain text of some twenty lines."""
     lines = [f"{report.run.name}: {state_sentence(report)}", f"  {report.run.path}"]
     if report.failure:
         lines += [f"  {line}" for line in report.failure.splitlines()]
-    if described := [text for text in (report.plan_text, size_text(report)) if text]:
+    if described := [text for text in (report.plan_text, parameter_count_text(report)) if text]:
         lines.append("  " + ", ".join(described))
     if report.steps["step"]:
-        curve = Curve()
+        curve = DownsampledSeries()
         for loss in report.steps.get("loss", []):
             if loss == loss:  # not NaN
                 curve.add(loss)
         lines += ["", f"  loss  {sparkline(curve.points, SPARKLINE_WIDTH)}"]
-        tiles = key_numbers(report)
+        tiles = key_figures(report)
         width = max(len(tile.label) for tile in tiles)
         for tile in tiles:
-            aside = f"  ({tile.aside})" if tile.aside else ""
+            aside = f"  ({tile.note})" if tile.note else ""
             lines.append(f"  {tile.label:<{width}}  {tile.value}{aside}")
         lines += _phase_lines(report) + _forecast_lines(report)
     else:
         lines += [
             "",
-            "  This run has no metrics: no step was finished. See its logs: " + str(report.run.log(0)),
+            "  This run has no metrics: no step was finished. See its logs: " + str(report.run.rank_log(0)),
         ]
     if report.checkpoints:
         lines += ["", f"  last: {event_text(report.checkpoints[-1])}"]
     if report.recoveries:
-        lines += ["", *(textwrap.indent(event_text(one), "  ") for one in report.recoveries[-LAST_MESSAGES:])]
-    if report.refusal:
-        lines += ["", f"  {REFUSED}:", *(f"    {line}" for line in report.refusal.splitlines())]
+        lines += [
+            "",
+            *(textwrap.indent(event_text(one), "  ") for one in report.recoveries[-MAX_SHOWN_MESSAGES:]),
+        ]
+    if report.failed_start:
+        lines += [
+            "",
+            f"  {FAILED_START_TEXT}:",
+            *(f"    {line}" for line in report.failed_start.splitlines()),
+        ]
     told = [event for event in report.events if event.get("level") in ("warning", "error")]
     if told:
-        lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-LAST_MESSAGES:])]
+        lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-MAX_SHOWN_MESSAGES:])]
     lines += [f"  could not be read: {problem}" for problem in report.problems]
     return "\n".join(lines)
 
@@ -89,23 +96,23 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
         # On a narrow terminal these columns wrap too, not only the names.
         table.add_column(name, justify="right", no_wrap=name not in ("steps", "last sign"))
     for run in runs:
-        if (script := read_script(run)) is not None:
-            age = duration_text(time.time() - script.last_sign) + " ago"
+        if (script := read_script_run(run)) is not None:
+            age = duration_text(time.time() - script.last_activity) + " ago"
             steps = f"script, {duration_text(script.seconds)}"
             if script.restarts:
                 steps += f", {count_text(script.restarts, 'restart')}"
             state = Text(script.state, STATE_STYLES[script.state])
             table.add_row(Text(run.name), state, steps, *["–"] * 4, age)
             continue
-        report = read_report(run, brief=True)
-        age = duration_text(time.time() - report.last_sign) + " ago" if report.last_sign else "–"
+        report = read_report(run, tail_only=True)
+        age = duration_text(time.time() - report.last_activity) + " ago" if report.last_activity else "–"
         table.add_row(
             Text(run.name),
             Text(report.state, STATE_STYLES[report.state]),
             f"{report.last_step:,}/{report.total_steps:,}",
             number_text(report.last("loss")),
             number_text(report.median("tokens_per_second")),
-            share_text(report.median("mfu")),
+            percent_text(report.median("mfu")),
             bytes_text(report.highest("memory_bytes")),
             age,
         )
@@ -113,30 +120,30 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
 
 
 def _phase_lines(report: Report) -> list[str]:
-    shares = phase_shares(report)
+    shares = phase_times(report)
     total = sum(share.seconds for share in shares)
     parts = ", ".join(f"{share.name} {100 * share.seconds / total:.0f} %" for share in shares)
     if not shares:
         return []
-    waited = ", ".join(exposure_text(one) for one in exposures(report))
+    waited = ", ".join(exposed_communication_text(one) for one in exposed_communication(report))
     return [f"  time: {parts}", *([f"  waited for, in a usual step: {waited}"] if waited else [])]
 
 
 def _rank_lines(report: Report) -> list[str]:
-    ranks = ranks_kept(report)
+    ranks = rank_memory_comparisons(report)
     if len(ranks) < 2:
         return []
     told = []
-    for one in ranks[:SHOWN_RANKS]:
+    for one in ranks[:MAX_SHOWN_RANKS]:
         forecast, measured, apart = one.texts
         told.append(f"{one.name.removeprefix('memory of ')} {measured} of {forecast} ({apart})")
-    rest = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    rest = f" and {len(ranks) - MAX_SHOWN_RANKS} more" if len(ranks) > MAX_SHOWN_RANKS else ""
     return [f"  memory by rank, of its forecast: {', '.join(told)}{rest}"]
 
 
 def _forecast_lines(report: Report) -> list[str]:
     """Return lines on deviations from the forecast, or the forecast alone where nothing was measured."""
-    if told := sentence(report):
+    if told := forecast_comparison_sentence(report):
         return [f"  promise: {told}", *_rank_lines(report)]
     if not report.forecast.get("memory_bytes"):
         return []

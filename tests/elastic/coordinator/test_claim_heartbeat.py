@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from wanma.elastic.coordinator.claim_heartbeat import Beacon
-from wanma.elastic.transport.event_loop import Loop
+from wanma.elastic.coordinator.claim_heartbeat import ClaimHeartbeat
+from wanma.elastic.transport.event_loop import EventLoop
 from wanma.job.run import generation_claims
 from wanma.job.run.generation_claims import Claim
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
     yield loop
     loop.close()
 
@@ -25,28 +25,28 @@ def claim(generation: int, name: str) -> Claim:
     return Claim(generation, "10.0.0.1:29500", name, "host")
 
 
-def test_a_newer_claim_of_another_is_news_and_one_s_own_is_not(loop: Loop, tmp_path: Path) -> None:
+def test_a_newer_claim_of_another_is_news_and_one_s_own_is_not(loop: EventLoop, tmp_path: Path) -> None:
     heard: list[Claim] = []
-    generation_claims.make(tmp_path, claim(1, "mine"))
-    beacon = Beacon(loop, tmp_path, "mine", 1, 0.01, heard.append)
-    generation_claims.make(tmp_path, claim(2, "mine"))
+    generation_claims.create_claim(tmp_path, claim(1, "mine"))
+    beacon = ClaimHeartbeat(loop, tmp_path, "mine", 1, 0.01, heard.append)
+    generation_claims.create_claim(tmp_path, claim(2, "mine"))
     loop.run_until(lambda: bool(heard), time.monotonic() + 0.2)
     assert heard == []
-    generation_claims.make(tmp_path, claim(3, "other"))
+    generation_claims.create_claim(tmp_path, claim(3, "other"))
     assert loop.run_until(lambda: bool(heard), time.monotonic() + 10)
     assert [one.coordinator for one in heard] == ["other"]
     beacon.close()
 
 
-def test_the_claim_that_is_one_s_own_is_kept_alive(loop: Loop, tmp_path: Path) -> None:
-    generation_claims.make(tmp_path, claim(1, "mine"))
-    beacon = Beacon(loop, tmp_path, "mine", 1, 0.01, lambda _claim: None)
-    before = generation_claims.pulse(tmp_path, 1)
+def test_the_claim_that_is_one_s_own_is_kept_alive(loop: EventLoop, tmp_path: Path) -> None:
+    generation_claims.create_claim(tmp_path, claim(1, "mine"))
+    beacon = ClaimHeartbeat(loop, tmp_path, "mine", 1, 0.01, lambda _claim: None)
+    before = generation_claims.read_heartbeat(tmp_path, 1)
     loop.run_until(lambda: False, time.monotonic() + 0.2)
-    assert generation_claims.pulse(tmp_path, 1) == before, "not before it is"
-    beacon.mine = True
+    assert generation_claims.read_heartbeat(tmp_path, 1) == before, "not before it is"
+    beacon.owns_claim = True
     deadline = time.monotonic() + 10
-    while generation_claims.pulse(tmp_path, 1) == before:
+    while generation_claims.read_heartbeat(tmp_path, 1) == before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     beacon.close()

@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.coordinator import CAUSE, ECHO, Table, join, seated
-from wanma.elastic.coordinator.coordinator import GATHER_SECONDS, INSPECT_SECONDS
+from wanma.elastic.coordinator.coordinator import ROOT_CAUSE_WAIT_SECONDS, STATUS_TIMEOUT_SECONDS
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Failed,
-    Finished,
-    Hung,
-    Inspect,
-    Leave,
+    AbortCommand,
+    AbortRequest,
+    CompletionNotice,
+    CompletionReport,
+    DrainCommand,
+    DrainRequest,
+    FailureReport,
+    HangAlarm,
+    HangAlarmReset,
     Message,
-    Moving,
-    Over,
-    Refused,
-    Standing,
-    Standings,
-    Start,
-    Stop,
-    StopRequest,
+    RankStatus,
+    RankStatusReport,
+    RankStatusRequest,
+    Refusal,
+    StartCommand,
 )
 
 
@@ -30,8 +30,8 @@ def test_nothing_starts_before_all_have_come_and_then_all_start_at_once() -> Non
     table = Table(2)
     assert table.hear(7, join(ranks=3)) == []
     assert table.hear(8, join(ranks=2)) == [
-        (7, Start(1, 0, 0, 5, "10.0.0.3", 4003, None, (3, 2))),
-        (8, Start(1, 1, 3, 5, "10.0.0.3", 4003, None, (3, 2))),
+        (7, StartCommand(1, 0, 0, 5, "10.0.0.3", 4003, None, (3, 2))),
+        (8, StartCommand(1, 1, 3, 5, "10.0.0.3", 4003, None, (3, 2))),
     ]
 
 
@@ -41,7 +41,7 @@ def test_every_rank_has_one_place_and_wishes_are_granted(order: list[int], named
     said = []
     for peer, number in enumerate(order):
         said = table.hear(peer, join(number if named[peer] else None, ranks=number + 1))
-    starts = {peer: start for peer, start in said if isinstance(start, Start)}
+    starts = {peer: start for peer, start in said if isinstance(start, StartCommand)}
     assert sorted(start.node_rank for start in starts.values()) == [0, 1, 2, 3]
     for peer, number in enumerate(order):
         if named[peer]:
@@ -59,21 +59,21 @@ def test_who_does_not_fit_is_refused_with_the_reason_and_the_others_go_on() -> N
     table = Table(2)
     table.hear(1, join(1, host="first"))
     [(_, other_job)] = table.hear(2, join(job="another"))
-    assert isinstance(other_job, Refused)
+    assert isinstance(other_job, Refusal)
     assert "another job" in other_job.reason
     [(_, taken)] = table.hear(3, join(1))
-    assert taken == Refused(
+    assert taken == Refusal(
         "cluster.node_rank 1 is taken by first",
         "give every machine its own number, or none and let arrival decide",
     )
     [(_, outside)] = table.hear(4, join(2))
-    assert outside == Refused(
+    assert outside == Refusal(
         "cluster.node_rank 2 is not below cluster.nodes 2",
         "count the machines from 0, or leave cluster.node_rank out and let arrival decide",
     )
     assert len(table.hear(5, join())) == 2
     [(_, late)] = table.hear(6, join())
-    assert isinstance(late, Refused)
+    assert isinstance(late, Refusal)
     assert "has its 2 machines already" in late.reason
 
 
@@ -92,7 +92,7 @@ def test_who_waits_too_long_for_the_others_is_told_who_came() -> None:
     assert table.tick(299) == []
     [(peer, word)] = table.tick(300)
     assert peer == 1
-    assert isinstance(word, Abort)
+    assert isinstance(word, AbortCommand)
     assert word.exit_code == 1
     assert word.failure is not None
     assert word.failure.cause == "only 1 of 2 machines came to 10.0.0.1:1 within 300 s (here: alone)"
@@ -100,98 +100,101 @@ def test_who_waits_too_long_for_the_others_is_told_who_came() -> None:
 
 def test_a_cause_is_told_to_all_at_once() -> None:
     table = seated()
-    assert table.hear(1, Failed(CAUSE)) == [(0, Abort(1, CAUSE)), (1, Abort(1, CAUSE))]
-    assert table.coordinator.over
-    assert table.hear(0, Failed(ECHO)) == []
+    assert table.hear(1, FailureReport(CAUSE)) == [(0, AbortCommand(1, CAUSE)), (1, AbortCommand(1, CAUSE))]
+    assert table.coordinator.has_ended
+    assert table.hear(0, FailureReport(ECHO)) == []
 
 
 def test_an_echo_waits_for_its_cause() -> None:
     table = seated()
-    assert table.hear(0, Failed(ECHO), now=5) == []
-    assert table.coordinator.deadline == 5 + GATHER_SECONDS
-    assert table.hear(1, Failed(CAUSE), now=5.5) == [(0, Abort(1, CAUSE)), (1, Abort(1, CAUSE))]
+    assert table.hear(0, FailureReport(ECHO), now=5) == []
+    assert table.coordinator.deadline == 5 + ROOT_CAUSE_WAIT_SECONDS
+    assert table.hear(1, FailureReport(CAUSE), now=5.5) == [
+        (0, AbortCommand(1, CAUSE)),
+        (1, AbortCommand(1, CAUSE)),
+    ]
 
 
 def test_an_echo_without_a_cause_is_told_after_a_moment() -> None:
     table = seated()
-    table.hear(0, Failed(ECHO), now=5)
-    assert table.tick(5 + GATHER_SECONDS) == [(0, Abort(1, ECHO)), (1, Abort(1, ECHO))]
+    table.hear(0, FailureReport(ECHO), now=5)
+    assert table.tick(5 + ROOT_CAUSE_WAIT_SECONDS) == [(0, AbortCommand(1, ECHO)), (1, AbortCommand(1, ECHO))]
 
 
 def test_a_lost_node_ends_the_run_with_its_name() -> None:
     table = seated()
     [(peer, word)] = table.lose(1)
     assert peer == 0
-    assert isinstance(word, Abort)
+    assert isinstance(word, AbortCommand)
     assert word.failure is not None
     assert word.failure.cause == "node 1 (host) was lost: gone"
 
 
 def test_the_run_is_over_when_all_have_finished() -> None:
     table = seated()
-    assert table.hear(0, Finished()) == []
+    assert table.hear(0, CompletionReport()) == []
     assert table.lose(0) == [], "it had finished, so its leaving is no loss"
-    assert table.hear(1, Finished()) == [(1, Over(0))]
+    assert table.hear(1, CompletionReport()) == [(1, CompletionNotice(0))]
 
 
 def test_a_stop_reaches_all_and_names_the_exit_code() -> None:
     table = seated()
-    assert table.hear(1, StopRequest(130)) == [(0, Stop(130)), (1, Stop(130))]
-    table.hear(0, Finished())
-    assert table.hear(1, Finished()) == [(0, Over(130)), (1, Over(130))]
+    assert table.hear(1, DrainRequest(130)) == [(0, DrainCommand(130)), (1, DrainCommand(130))]
+    table.hear(0, CompletionReport())
+    assert table.hear(1, CompletionReport()) == [(0, CompletionNotice(130)), (1, CompletionNotice(130))]
 
 
 def test_leaving_now_needs_no_reason() -> None:
-    assert seated().hear(0, Leave(130)) == [(0, Abort(130)), (1, Abort(130))]
+    assert seated().hear(0, AbortRequest(130)) == [(0, AbortCommand(130)), (1, AbortCommand(130))]
 
 
 def test_a_hang_is_one_only_when_every_node_is_silent() -> None:
-    hung = Hung(12, "cluster.hang_timeout_seconds = 10")
+    hung = HangAlarm(12, "cluster.hang_timeout_seconds = 10")
     table = seated()
     assert table.hear(0, hung) == []
-    assert table.hear(0, Moving()) == []
+    assert table.hear(0, HangAlarmReset()) == []
     assert table.hear(1, hung) == []
-    assert table.hear(0, hung, now=20) == [(0, Inspect()), (1, Inspect())]
+    assert table.hear(0, hung, now=20) == [(0, RankStatusRequest()), (1, RankStatusRequest())]
     here, there = (
-        Standing(rank, rank, "host", 4, "forward", 12.0, "", (f"file.py:{rank} in f",)) for rank in (0, 1)
+        RankStatus(rank, rank, "host", 4, "forward", 12.0, "", (f"file.py:{rank} in f",)) for rank in (0, 1)
     )
-    assert table.hear(0, Standings((here,))) == []
-    said = table.hear(1, Standings((there,)))
+    assert table.hear(0, RankStatusReport((here,))) == []
+    said = table.hear(1, RankStatusReport((there,)))
     assert [peer for peer, _ in said] == [0, 1]
     word = said[0][1]
-    assert isinstance(word, Abort)
+    assert isinstance(word, AbortCommand)
     assert word.exit_code == 1
     assert word.failure is not None
     assert word.failure.cause.startswith("no rank has moved for 12 s (cluster.hang_timeout_seconds = 10)")
-    assert "file.py:0 in f" in word.report
-    assert "file.py:1 in f" in word.report
+    assert "file.py:0 in f" in word.hang_report
+    assert "file.py:1 in f" in word.hang_report
 
 
 def test_a_node_that_does_not_answer_does_not_hold_up_the_report() -> None:
     table = seated()
     for peer in (0, 1):
-        table.hear(peer, Hung(12, "limit"), now=20)
-    table.hear(0, Standings(()), now=21)
-    assert [type(word) for _, word in table.tick(20 + INSPECT_SECONDS)] == [Abort, Abort]
+        table.hear(peer, HangAlarm(12, "limit"), now=20)
+    table.hear(0, RankStatusReport(()), now=21)
+    assert [type(word) for _, word in table.tick(20 + STATUS_TIMEOUT_SECONDS)] == [AbortCommand, AbortCommand]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(range(9))), max_size=12))
 def test_no_order_of_words_ends_a_run_twice(words: list[tuple[int, int]]) -> None:
     kinds: list[Message] = [
-        Finished(),
-        Failed(CAUSE),
-        Failed(ECHO),
-        StopRequest(130),
-        Leave(130),
-        Hung(1, "limit"),
-        Moving(),
-        Standings(()),
+        CompletionReport(),
+        FailureReport(CAUSE),
+        FailureReport(ECHO),
+        DrainRequest(130),
+        AbortRequest(130),
+        HangAlarm(1, "limit"),
+        HangAlarmReset(),
+        RankStatusReport(()),
         join(),
     ]
     table = seated(3)
     ends = 0
     for now, (peer, kind) in enumerate(words):
         said = table.hear(peer, kinds[kind], now) + table.tick(now + 0.5)
-        ends += any(isinstance(word, Abort | Over) for _, word in said)
+        ends += any(isinstance(word, AbortCommand | CompletionNotice) for _, word in said)
     assert ends <= 1
-    assert table.coordinator.over == (ends == 1)
+    assert table.coordinator.has_ended == (ends == 1)

@@ -10,34 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.coordinator import CAUSE, Table, join
-from wanma.elastic.coordinator.coordinator_config import Terms
-from wanma.elastic.coordinator.elastic_coordinator import LOCATE_SECONDS, ResizingCoordinator
+from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
+from wanma.elastic.coordinator.elastic_coordinator import PROGRESS_POLL_SECONDS, ElasticCoordinator
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Failed,
-    Finished,
-    Halt,
-    Halted,
-    HeldImage,
-    Image,
-    Leave,
-    Locate,
+    AbortCommand,
+    AbortRequest,
+    CompletionNotice,
+    CompletionReport,
+    DrainCommand,
+    DrainRequest,
+    FailureReport,
+    FlushCommand,
+    FlushReport,
+    InMemoryCheckpointId,
+    InMemoryCheckpointShard,
     Message,
-    Over,
-    Pause,
-    Paused,
-    Reached,
-    Refused,
-    Rescue,
-    Rescued,
-    Start,
-    Stop,
-    StopRequest,
-    Waiting,
-    Warm,
+    NodePreloadedReport,
+    Notice,
+    ProgressReport,
+    ProgressRequest,
+    Refusal,
+    StartCommand,
+    SuspendCommand,
+    SuspendReport,
+    TerminateCommand,
+    TerminationReport,
 )
-from wanma.elastic.recovery.replan import Decision, Situation, choose_nodes
-from wanma.elastic.recovery.restart_policy import newest_whole
+from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest, select_nodes_with_state
+from wanma.elastic.recovery.restart_policy import find_newest_complete_checkpoint
 from wanma.job.plan.plan import Plan
 
 ALL = "as many as there are"
@@ -48,14 +48,14 @@ class Elastic(Table):
 
     def __init__(self, least: int, most: int, retries: int = 3) -> None:
         self.said = []
-        self.asked: list[tuple[int, Situation]] = []
-        self.coordinator: Any = ResizingCoordinator(
-            Terms(most, "job", "10.0.0.1:1", 300, retries),
+        self.asked: list[tuple[int, ReplanRequest]] = []
+        self.coordinator: Any = ElasticCoordinator(
+            CoordinatorConfig(most, "job", "10.0.0.1:1", 300, retries),
             lambda *word: self.said.append(word),
             0,
-            ask=lambda *question: self.asked.append(question),
+            start_replan=lambda *question: self.asked.append(question),
             min_nodes=least,
-            join_seconds=30,
+            last_call_seconds=30,
         )
 
     def answer(
@@ -63,9 +63,9 @@ class Elastic(Table):
     ) -> list[tuple[int, Message]]:
         """The planner's, to the newest question: for all machines that it was asked about, or so many."""
         number, situation = self.asked[-1]
-        nodes = situation.machines if nodes is None else nodes
-        decision = Decision(Plan(dp_replicate=nodes) if nodes else None, nodes, reason)
-        return self.after(lambda: self.coordinator.decided(number, decision, now))
+        nodes = situation.available_nodes if nodes is None else nodes
+        decision = ReplanDecision(Plan(dp_replicate=nodes) if nodes else None, nodes, reason)
+        return self.after(lambda: self.coordinator.apply_replan(number, decision, now))
 
     def started(self, count: int) -> Elastic:
         for peer in range(count):
@@ -77,24 +77,27 @@ class Elastic(Table):
 
     def halt(self, peers: list[int], step: int = 6, now: float = 2) -> list[tuple[int, Message]]:
         """All ranks are gone and have left images of `step`: each machine has its own and its neighbour's."""
-        world, said = len(self.coordinator._ranks_by_node), []
+        world, said = len(self.coordinator._local_world_sizes), []
         generation = self.coordinator.generation
         for peer in peers:
-            node = self.coordinator._peers[peer].node
+            node = self.coordinator._members[peer].node_rank
             owners = {node, (node - 1) % world}
-            images = tuple(HeldImage(owner, Image(generation, step), world) for owner in owners)
-            said = self.hear(peer, Halted(5000 + peer, step, images), now)
+            images = tuple(
+                InMemoryCheckpointShard(owner, InMemoryCheckpointId(generation, step), world)
+                for owner in owners
+            )
+            said = self.hear(peer, TerminationReport(5000 + peer, step, images), now)
         return said
 
 
-def starts(said: list[tuple[int, Message]]) -> dict[int, Start]:
-    return {peer: word for peer, word in said if isinstance(word, Start)}
+def starts(said: list[tuple[int, Message]]) -> dict[int, StartCommand]:
+    return {peer: word for peer, word in said if isinstance(word, StartCommand)}
 
 
 def test_all_machines_start_at_once_and_enough_of_them_after_a_last_call() -> None:
     whole = Elastic(2, 3)
     assert [whole.hear(peer, join(), now=5) for peer in range(3)] == [[], [], []]
-    assert whole.asked == [(1, Situation(3))]
+    assert whole.asked == [(1, ReplanRequest(3))]
     table = Elastic(2, 3)
     table.hear(0, join(), now=5)
     assert table.coordinator.deadline == 300
@@ -102,11 +105,11 @@ def test_all_machines_start_at_once_and_enough_of_them_after_a_last_call() -> No
     assert table.coordinator.deadline == 39
     assert table.asked == []
     assert table.tick(39) == []
-    assert table.asked == [(1, Situation(2))]
+    assert table.asked == [(1, ReplanRequest(2))]
     begun = starts(table.answer())
     assert {peer: (one.node_rank, one.first_rank) for peer, one in begun.items()} == {0: (0, 0), 1: (1, 1)}
     assert begun[0].plan == Plan(dp_replicate=2).to_json()
-    assert begun[0].ranks_by_node == (1, 1)
+    assert begun[0].local_world_sizes == (1, 1)
     assert begun[0].recovery is None
 
 
@@ -117,7 +120,7 @@ def test_fewer_than_the_least_never_start() -> None:
     table.lose(1, now=7)
     assert table.coordinator.deadline == 300
     [(_, word)] = table.tick(300)
-    assert isinstance(word, Abort)
+    assert isinstance(word, AbortCommand)
     assert word.failure is not None
     assert "only 1 of 3 machines came" in word.failure.cause
 
@@ -126,12 +129,12 @@ def test_who_comes_while_the_planner_thinks_is_counted_and_the_old_answer_is_not
     table = Elastic(1, 3)
     table.hear(0, join())
     table.tick(31)
-    assert table.asked == [(1, Situation(1))]
+    assert table.asked == [(1, ReplanRequest(1))]
     table.hear(1, join(), now=32)
     table.hear(2, join(), now=32)
-    late = table.after(lambda: table.coordinator.decided(1, Decision(Plan(), 1, ""), 33))
+    late = table.after(lambda: table.coordinator.apply_replan(1, ReplanDecision(Plan(), 1, ""), 33))
     assert late == []
-    assert table.asked[-1] == (2, Situation(3))
+    assert table.asked[-1] == (2, ReplanRequest(3))
     assert len(starts(table.answer())) == 3
 
 
@@ -140,10 +143,10 @@ def test_who_leaves_while_the_planner_thinks_is_not_counted() -> None:
     for peer in range(3):
         table.hear(peer, join())
     table.lose(2, now=5)
-    assert table.after(lambda: table.coordinator.decided(1, Decision(Plan(), 3, ""), 6)) == []
+    assert table.after(lambda: table.coordinator.apply_replan(1, ReplanDecision(Plan(), 3, ""), 6)) == []
     assert table.coordinator.deadline == 35
     table.tick(35)
-    assert table.asked[-1] == (2, Situation(2))
+    assert table.asked[-1] == (2, ReplanRequest(2))
 
 
 def test_a_first_start_without_a_plan_waits_for_more_machines_and_does_not_ask_again() -> None:
@@ -151,10 +154,10 @@ def test_a_first_start_without_a_plan_waits_for_more_machines_and_does_not_ask_a
     table.hear(0, join(), now=5)
     table.tick(35)
     [(_, word)] = table.answer(0, "too small", now=36)
-    assert isinstance(word, Waiting)
+    assert isinstance(word, Notice)
     assert table.coordinator.deadline == 336
     [(_, end)] = table.tick(336)
-    assert isinstance(end, Abort)
+    assert isinstance(end, AbortCommand)
     assert end.failure is not None
     assert "too small" in end.failure.cause
     assert len(table.asked) == 1
@@ -162,9 +165,9 @@ def test_a_first_start_without_a_plan_waits_for_more_machines_and_does_not_ask_a
 
 def test_after_a_loss_the_others_go_on_under_a_new_plan_that_is_told() -> None:
     table = Elastic(2, 3).started(3)
-    assert table.lose(1) == [(0, Halt()), (2, Halt())]
+    assert table.lose(1) == [(0, TerminateCommand()), (2, TerminateCommand())]
     assert table.halt([0, 2]) == []
-    assert table.asked[-1] == (2, Situation(2, Plan(dp_replicate=3), 3, 6))
+    assert table.asked[-1] == (2, ReplanRequest(2, Plan(dp_replicate=3), 3, 6))
     begun = starts(table.answer(reason="the best for two"))
     assert {peer: (one.node_rank, one.first_rank, one.world_size) for peer, one in begun.items()} == {
         0: (0, 0, 2),
@@ -173,8 +176,10 @@ def test_after_a_loss_the_others_go_on_under_a_new_plan_that_is_told() -> None:
     recovery = begun[2].recovery
     assert recovery is not None
     assert recovery.failure == "node 1 (host) was lost: gone"
-    assert recovery.image == Image(1, 6), "of three ranks, on the two machines that are left"
-    change = recovery.change
+    assert recovery.checkpoint_id == InMemoryCheckpointId(1, 6), (
+        "of three ranks, on the two machines that are left"
+    )
+    change = recovery.resize
     assert change is not None
     assert (change.machines, change.machines_before, change.most_machines) == (2, 3, 3)
     assert change.plan_before.startswith("3 ranks")
@@ -186,14 +191,14 @@ def test_below_the_least_it_is_waited_for_machines_and_goes_on_with_the_first() 
     table = Elastic(2, 3).started(2)
     table.lose(1)
     [(_, word)] = table.halt([0], now=7)
-    assert isinstance(word, Waiting)
+    assert isinstance(word, Notice)
     assert "one machine is missing" in word.text
     assert table.coordinator.deadline == 307
     table.hear(5, join(), now=8)
     begun = starts(table.answer())
     assert {peer: one.node_rank for peer, one in begun.items()} == {0: 0, 5: 1}
     assert begun[0].recovery is not None
-    assert begun[0].recovery.change is None, "as many machines, and the same plan"
+    assert begun[0].recovery.resize is None, "as many machines, and the same plan"
 
 
 def test_a_change_is_told_until_a_step_was_made_under_it() -> None:
@@ -201,13 +206,13 @@ def test_a_change_is_told_until_a_step_was_made_under_it() -> None:
     table.lose(2)
     table.halt([0, 1])
     table.answer()
-    table.hear(1, Failed(CAUSE))
-    table.hear(0, Halted(5000, None, ()))
-    table.hear(1, Halted(5001, None, ()))
+    table.hear(1, FailureReport(CAUSE))
+    table.hear(0, TerminationReport(5000, None, ()))
+    table.hear(1, TerminationReport(5001, None, ()))
     again = starts(table.answer())[0].recovery
     assert again is not None
-    assert again.change is not None
-    assert (again.change.machines_before, again.change.machines) == (3, 2)
+    assert again.resize is not None
+    assert (again.resize.machines_before, again.resize.machines) == (3, 2)
 
 
 def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None:
@@ -215,13 +220,13 @@ def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None
     table.lose(1)
     table.halt([0])
     [(_, word)] = table.answer(0, "tp 2 needs two")
-    assert isinstance(word, Waiting)
+    assert isinstance(word, Notice)
     assert "no plan for the machines that are here (1): tp 2 needs two" in word.text
     table.hear(5, join(), now=9)
     [(_, order)] = table.answer(0, "nothing fits")
-    assert isinstance(order, Rescue)
-    [(_, end), _] = table.hear(0, Rescued(""))
-    assert isinstance(end, Abort)
+    assert isinstance(order, FlushCommand)
+    [(_, end), _] = table.hear(0, FlushReport(""))
+    assert isinstance(end, AbortCommand)
     assert end.failure is not None
     assert "nothing fits" in end.failure.cause
 
@@ -229,48 +234,52 @@ def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None
 def test_another_machine_is_taken_after_a_step_when_it_pays() -> None:
     table = Elastic(1, 3).started(2)
     [(peer, word)] = table.hear(7, join())
-    assert (peer, type(word)) == (7, Waiting), "its ranks could not start at once"
-    assert table.hear(7, Warm()) == [(0, Locate())]
-    assert table.hear(0, Reached(None, None, None), now=10) == []
-    assert table.coordinator.deadline == 10 + LOCATE_SECONDS, "nobody knows yet how fast it is"
-    assert table.tick(10 + LOCATE_SECONDS) == [(0, Locate())]
-    table.hear(0, Reached(9, 0.5, 2.0))
-    assert table.asked[-1] == (2, Situation(3, Plan(dp_replicate=2), 2, 9, 0.5, 2.0))
-    assert table.answer() == [(0, Pause()), (1, Pause())]
-    assert table.hear(0, Paused()) == []
-    assert table.hear(1, Paused()) == [(0, Halt()), (1, Halt())]
+    assert (peer, type(word)) == (7, Notice), "its ranks could not start at once"
+    assert table.hear(7, NodePreloadedReport()) == [(0, ProgressRequest())]
+    assert table.hear(0, ProgressReport(None, None, None), now=10) == []
+    assert table.coordinator.deadline == 10 + PROGRESS_POLL_SECONDS, "nobody knows yet how fast it is"
+    assert table.tick(10 + PROGRESS_POLL_SECONDS) == [(0, ProgressRequest())]
+    table.hear(0, ProgressReport(9, 0.5, 2.0))
+    assert table.asked[-1] == (2, ReplanRequest(3, Plan(dp_replicate=2), 2, 9, 0.5, 2.0))
+    assert table.answer() == [(0, SuspendCommand()), (1, SuspendCommand())]
+    assert table.hear(0, SuspendReport()) == []
+    assert table.hear(1, SuspendReport()) == [(0, TerminateCommand()), (1, TerminateCommand())]
     begun = starts(table.halt([0, 1], step=10))
     assert {peer: one.node_rank for peer, one in begun.items()} == {0: 0, 1: 1, 7: 2}
     recovery = begun[7].recovery
     assert recovery is not None
-    assert (recovery.failure, recovery.reached_step, recovery.image) == ("", 10, Image(1, 10))
-    assert recovery.change is not None
-    assert (recovery.change.machines_before, recovery.change.machines) == (2, 3)
+    assert (recovery.failure, recovery.last_finished_step, recovery.checkpoint_id) == (
+        "",
+        10,
+        InMemoryCheckpointId(1, 10),
+    )
+    assert recovery.resize is not None
+    assert (recovery.resize.machines_before, recovery.resize.machines) == (2, 3)
 
 
 def test_where_it_does_not_pay_the_machine_stands_by_and_takes_a_lost_one_s_place() -> None:
     table = Elastic(1, 3).started(2)
-    table.hear(7, replace(join(), is_warm=True))
-    table.hear(0, Reached(9, 0.5, 2.0))
+    table.hear(7, replace(join(), is_preloaded=True))
+    table.hear(0, ProgressReport(9, 0.5, 2.0))
     told = table.answer(2, "10 steps save 2 s")
-    assert [(peer, type(word)) for peer, word in told] == [(0, Waiting), (1, Waiting), (7, Waiting)]
-    assert isinstance(told[0][1], Waiting)
+    assert [(peer, type(word)) for peer, word in told] == [(0, Notice), (1, Notice), (7, Notice)]
+    assert isinstance(told[0][1], Notice)
     assert told[0][1].text == (
         "the run uses 2 of 3 machines (at most 3), and 1 machine stands by\n  10 steps save 2 s"
     )
     table.lose(1)
     table.halt([0])
-    assert table.asked[-1][1].machines == 2
+    assert table.asked[-1][1].available_nodes == 2
     assert {peer: one.node_rank for peer, one in starts(table.answer()).items()} == {0: 0, 7: 1}
 
 
 def test_a_failure_while_ranks_leave_is_recovered_from_with_all_that_are_here() -> None:
     table = Elastic(1, 3).started(2)
-    table.hear(7, replace(join(), is_warm=True))
-    table.hear(0, Reached(9, 0.5, 2.0))
+    table.hear(7, replace(join(), is_preloaded=True))
+    table.hear(0, ProgressReport(9, 0.5, 2.0))
     table.answer()
-    table.hear(0, Paused())
-    table.hear(1, Failed(CAUSE))
+    table.hear(0, SuspendReport())
+    table.hear(1, FailureReport(CAUSE))
     table.halt([0, 1], step=10)
     begun = starts(table.answer())
     assert len(begun) == 3
@@ -281,68 +290,68 @@ def test_a_failure_while_ranks_leave_is_recovered_from_with_all_that_are_here() 
 def test_a_machine_that_stands_by_leaves_without_a_word_to_the_others() -> None:
     table = Elastic(1, 3).started(2)
     table.hear(7, join())
-    assert table.hear(7, Leave(130)) == [(7, Abort(130))]
+    assert table.hear(7, AbortRequest(130)) == [(7, AbortCommand(130))]
     table.hear(8, join())
-    assert table.hear(8, Failed(CAUSE)) == [(8, Abort(1))]
+    assert table.hear(8, FailureReport(CAUSE)) == [(8, AbortCommand(1))]
     assert table.lose(9) == []
-    table.hear(0, Finished())
-    assert table.hear(1, Finished()) == [(0, Over(0)), (1, Over(0))]
+    table.hear(0, CompletionReport())
+    assert table.hear(1, CompletionReport()) == [(0, CompletionNotice(0)), (1, CompletionNotice(0))]
 
 
 def test_one_machine_too_many_is_sent_away() -> None:
     table = Elastic(1, 2).started(2)
     [(_, word)] = table.hear(7, join())
-    assert isinstance(word, Refused)
-    assert table.hear(7, Warm()) == []
+    assert isinstance(word, Refusal)
+    assert table.hear(7, NodePreloadedReport()) == []
 
 
 def test_a_stop_while_the_planner_thinks_lets_the_new_ranks_finish_a_step() -> None:
     table = Elastic(1, 2).started(2)
     table.lose(1)
     table.halt([0])
-    assert table.hear(0, StopRequest(130)) == [(0, Stop(130))]
+    assert table.hear(0, DrainRequest(130)) == [(0, DrainCommand(130))]
     assert len(starts(table.answer())) == 1
-    table.hear(0, Finished())
-    assert table.said == [(0, Over(130))]
+    table.hear(0, CompletionReport())
+    assert table.said == [(0, CompletionNotice(130))]
 
 
 @pytest.mark.parametrize("most", [2, 1])
 def test_a_stop_after_which_nothing_can_start_saves_the_copies_instead_of_waiting(most: int) -> None:
     table = Elastic(1, most).started(most)
-    table.hear(0, Failed(CAUSE))
+    table.hear(0, FailureReport(CAUSE))
     if most == 2:
         table.lose(1)
     table.halt([0])
-    table.hear(0, StopRequest(143, 30.0, "SIGTERM"), now=3)
+    table.hear(0, DrainRequest(143, 30.0, "SIGTERM"), now=3)
     [(_, order)] = table.answer(0, "tp 2 needs two", now=4)
-    assert order == Rescue(Image(1, 6), (0, 1)[:most], most, 29.0)
-    [(_, end)] = table.hear(0, Rescued("checkpoint of step 6 in /x"), now=5)
-    assert isinstance(end, Abort)
+    assert order == FlushCommand(InMemoryCheckpointId(1, 6), (0, 1)[:most], most, 29.0)
+    [(_, end)] = table.hear(0, FlushReport("checkpoint of step 6 in /x"), now=5)
+    assert isinstance(end, AbortCommand)
     assert (end.exit_code, end.failure) == (143, None)
-    assert "checkpoint of step 6 in /x" in end.note
+    assert "checkpoint of step 6 in /x" in end.flush_summary
 
 
 def test_ctrl_c_while_ranks_end_is_not_followed_by_a_wait_for_machines() -> None:
     table = Elastic(2, 2).started(2)
     table.lose(1)
-    assert table.hear(0, StopRequest(130)) == [(0, Stop(130))]
-    assert table.halt([0]) == [(0, Abort(130))]
+    assert table.hear(0, DrainRequest(130)) == [(0, DrainCommand(130))]
+    assert table.halt([0]) == [(0, AbortCommand(130))]
 
 
 def test_a_stop_while_a_run_that_was_to_grow_waits_saves_the_copies() -> None:
     table = Elastic(2, 3).started(2)
     table.hear(5, join())
-    table.hear(5, Warm())
-    table.hear(0, Reached(6, 1.0, 3.0))
+    table.hear(5, NodePreloadedReport())
+    table.hear(0, ProgressReport(6, 1.0, 3.0))
     table.answer(3)
-    table.hear(0, Paused())
-    table.hear(1, Paused())
+    table.hear(0, SuspendReport())
+    table.hear(1, SuspendReport())
     table.halt([0])
     table.lose(5)
     table.halt([1])
     table.answer(0, "no plan any more")
-    said = table.hear(1, StopRequest(143, 30.0, "SIGTERM"), now=4)
-    assert [type(word) for _, word in said] == [Rescue, Rescue]
+    said = table.hear(1, DrainRequest(143, 30.0, "SIGTERM"), now=4)
+    assert [type(word) for _, word in said] == [FlushCommand, FlushCommand]
 
 
 def test_who_had_ranks_before_comes_first_and_wishes_order_the_others() -> None:
@@ -358,10 +367,15 @@ def test_who_had_ranks_before_comes_first_and_wishes_order_the_others() -> None:
 
 def test_of_more_machines_than_are_needed_those_are_taken_that_hold_the_whole_state() -> None:
     """A ring of four of which the last is lost: the first two together lack the third's part."""
-    held = {node: [HeldImage(owner, Image(1, 6), 4) for owner in (node, (node - 1) % 4)] for node in range(3)}
-    assert choose_nodes(held, 2, 4) == (0, 2)
-    assert choose_nodes(held, 3, 4) == (0, 1, 2)
-    assert choose_nodes({0: [], 1: []}, 1, 4) == (0,)
+    held = {
+        node: [
+            InMemoryCheckpointShard(owner, InMemoryCheckpointId(1, 6), 4) for owner in (node, (node - 1) % 4)
+        ]
+        for node in range(3)
+    }
+    assert select_nodes_with_state(held, 2, 4) == (0, 2)
+    assert select_nodes_with_state(held, 3, 4) == (0, 1, 2)
+    assert select_nodes_with_state({0: [], 1: []}, 1, 4) == (0,)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2), st.integers(0, 3)), max_size=20))
@@ -369,15 +383,18 @@ def test_a_moment_is_whole_when_every_rank_that_then_was_has_left_its_image(
     found: list[tuple[int, int, int]],
 ) -> None:
     worlds = {1: 4, 2: 2}
-    images = [HeldImage(rank, Image(gen, step), worlds[gen]) for rank, gen, step in found]
-    chosen = newest_whole(images, 2)
+    images = [
+        InMemoryCheckpointShard(rank, InMemoryCheckpointId(gen, step), worlds[gen])
+        for rank, gen, step in found
+    ]
+    chosen = find_newest_complete_checkpoint(images, 2)
     whole = [
         (gen, step)
         for gen, world in worlds.items()
         for step in range(4)
         if all((rank, gen, step) in found for rank in range(world))
     ]
-    assert chosen == (Image(*max(whole)) if whole else None)
+    assert chosen == (InMemoryCheckpointId(*max(whole)) if whole else None)
 
 
 class World:
@@ -405,38 +422,38 @@ class World:
         self.arrivals += 1
         self.inbox[self.arrivals] = []
         self.hear(self.arrivals, join())
-        self.hear(self.arrivals, Warm())
+        self.hear(self.arrivals, NodePreloadedReport())
 
     def vanish(self, peer: int) -> None:
         self.living.pop(peer, None)
         del self.inbox[peer]
-        self.do(lambda: self.table.coordinator.lost(peer, "gone", self.now))
+        self.do(lambda: self.table.coordinator.handle_member_loss(peer, "gone", self.now))
 
     def plan(self, number: int) -> None:
         if self.table.asked:
             question, situation = self.table.asked[-1]
-            nodes = max(situation.machines - number % 3, 0)
-            decision = Decision(Plan(dp_replicate=nodes) if nodes else None, nodes, "")
-            self.do(lambda: self.table.coordinator.decided(question, decision, self.now))
+            nodes = max(situation.available_nodes - number % 3, 0)
+            decision = ReplanDecision(Plan(dp_replicate=nodes) if nodes else None, nodes, "")
+            self.do(lambda: self.table.coordinator.apply_replan(question, decision, self.now))
 
     def read(self, peer: int) -> None:
         """The machine takes in one word."""
         if not self.inbox[peer]:
             return
         match self.inbox[peer].pop(0):
-            case Start(generation):
+            case StartCommand(generation):
                 self.living[peer] = generation
-            case Halt():
+            case TerminateCommand():
                 self.living.pop(peer, None)
-                self.hear(peer, Halted(5000, self.step or None, ()))
-            case Pause() if peer in self.living:
+                self.hear(peer, TerminationReport(5000, self.step or None, ()))
+            case SuspendCommand() if peer in self.living:
                 del self.living[peer]
-                self.hear(peer, Paused())
-            case Locate() if peer in self.living:
-                self.hear(peer, Reached(self.step or None, 0.5 if self.step else None, 1.0))
-            case Abort() | Over():
+                self.hear(peer, SuspendReport())
+            case ProgressRequest() if peer in self.living:
+                self.hear(peer, ProgressReport(self.step or None, 0.5 if self.step else None, 1.0))
+            case AbortCommand() | CompletionNotice():
                 self.living.pop(peer, None)
-            case Refused():
+            case Refusal():
                 del self.inbox[peer]
 
     def settle(self) -> None:
@@ -473,25 +490,25 @@ def test_no_order_of_events_lets_two_generations_live_or_a_run_wait_for_ever(
                 world.now += 40
                 world.do(lambda: world.table.coordinator.tick(world.now))
             case "fail" if peer in world.living:
-                world.hear(peer, Failed(CAUSE))
+                world.hear(peer, FailureReport(CAUSE))
             case "vanish" if peer in world.inbox:
                 world.vanish(peer)
             case "read" if peer in world.inbox:
                 world.read(peer)
             case "stop" if number == 0 and peer in world.inbox:
-                world.hear(peer, StopRequest(130))
+                world.hear(peer, DrainRequest(130))
     # Now the planner answers, every generation fails at once, and time passes: the run must end.
     for _ in range(6 * (retries + 3)):
         world.settle()
         world.plan(0)
         world.settle()
-        if world.table.coordinator.over:
+        if world.table.coordinator.has_ended:
             break
         for peer in list(world.living):
-            world.hear(peer, Failed(CAUSE))
+            world.hear(peer, FailureReport(CAUSE))
         world.settle()
         world.now += 1000
         world.do(lambda: world.table.coordinator.tick(world.now))
-    assert world.table.coordinator.over
+    assert world.table.coordinator.has_ended
     world.settle()
     assert not world.living

@@ -9,19 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.coordinator import CAUSE, Table, join
-from wanma.elastic.coordinator.member import Peer
-from wanma.elastic.coordinator.node_ranks import nearness, numbered, preferred, seat
-from wanma.elastic.protocol.messages import Failed, Halted, Join, Start
+from wanma.elastic.coordinator.member import Member
+from wanma.elastic.coordinator.node_ranks import (
+    assign_node_ranks,
+    sort_by_preference,
+    sort_by_topology,
+    topology_sort_key,
+)
+from wanma.elastic.protocol.messages import FailureReport, JoinRequest, StartCommand, TerminationReport
 
 
-def at(position: str, number: int | None = None) -> Join:
-    return replace(join(number), position=position)
+def at(position: str, number: int | None = None) -> JoinRequest:
+    return replace(join(number), topology_address=position)
 
 
-def seated(joins: list[Join]) -> list[int]:
-    peers = [Peer(one) for one in joins]
-    seat(peers, len(peers))
-    return [peer.node for peer in peers]
+def seated(joins: list[JoinRequest]) -> list[int]:
+    peers = [Member(one) for one in joins]
+    assign_node_ranks(peers, len(peers))
+    return [peer.node_rank for peer in peers]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_racks_stay_together_in_whatever_order_their_machines_come(positions: li
 
 @given(st.lists(st.text(max_size=12), max_size=6))
 def test_whatever_a_place_is_called_it_can_be_compared(positions: list[str]) -> None:
-    assert len(sorted(positions, key=nearness)) == len(positions)
+    assert len(sorted(positions, key=topology_sort_key)) == len(positions)
 
 
 def test_ranks_follow_the_places() -> None:
@@ -62,7 +67,7 @@ def test_ranks_follow_the_places() -> None:
     table.hear(0, at("r2/a"))
     table.hear(1, at("r1/a"))
     said = table.hear(2, at("r2/b"))
-    starts = {peer: word for peer, word in said if isinstance(word, Start)}
+    starts = {peer: word for peer, word in said if isinstance(word, StartCommand)}
     assert {peer: start.first_rank for peer, start in starts.items()} == {0: 2, 1: 0, 2: 4}
 
 
@@ -70,27 +75,27 @@ def test_a_machine_that_takes_anothers_place_takes_its_number_and_nobody_moves()
     table = Table(3, retries=3)
     for peer, position in enumerate(("r1/a", "r1/b", "r2/a")):
         table.hear(peer, at(position))
-    table.hear(0, Failed(CAUSE))
+    table.hear(0, FailureReport(CAUSE))
     table.lose(1)
     for peer in (0, 2):
-        table.hear(peer, Halted(5000, 3, ()))
+        table.hear(peer, TerminationReport(5000, 3, ()))
     said = table.hear(3, at("r9/z"))
-    starts = {peer: word.node_rank for peer, word in said if isinstance(word, Start)}
+    starts = {peer: word.node_rank for peer, word in said if isinstance(word, StartCommand)}
     assert starts == {0: 0, 3: 1, 2: 2}
 
 
-def peers(*given: tuple[str, int]) -> dict[int, Peer]:
-    return {identity: Peer(at(position), node) for identity, (position, node) in enumerate(given)}
+def peers(*given: tuple[str, int]) -> dict[int, Member]:
+    return {identity: Member(at(position), node) for identity, (position, node) in enumerate(given)}
 
 
 def test_those_that_had_ranks_take_part_first_and_numbers_go_by_places() -> None:
     here = peers(("r2/a", 1), ("r1/b", -1), ("r1/a", -1), ("r1/c", 0))
-    assert preferred(here, 4) == [3, 0, 2, 1]
-    assert numbered([3, 0, 2], here) == [2, 3, 0], "by rack, whoever had which number"
+    assert sort_by_preference(here, 4) == [3, 0, 2, 1]
+    assert sort_by_topology([3, 0, 2], here) == [2, 3, 0], "by rack, whoever had which number"
 
 
 def test_where_nobody_knows_the_places_the_order_stands() -> None:
     here = peers(("", 1), ("", -1), ("", 0))
-    assert numbered(preferred(here, 4), here) == [2, 0, 1]
-    wished = {0: Peer(at("r2", 0)), 1: Peer(at("r1", 1))}
-    assert numbered(preferred(wished, 2), wished) == [0, 1], "numbers were asked for"
+    assert sort_by_topology(sort_by_preference(here, 4), here) == [2, 0, 1]
+    wished = {0: Member(at("r2", 0)), 1: Member(at("r1", 1))}
+    assert sort_by_topology(sort_by_preference(wished, 2), wished) == [0, 1], "numbers were asked for"

@@ -5,46 +5,48 @@ from __future__ import annotations
 from support.coordinator import CAUSE, Table, seated
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Failed,
-    Halt,
-    Halted,
-    HeldImage,
-    Image,
-    Late,
+    AbortCommand,
+    DrainCommand,
+    DrainRequest,
+    DrainTimeoutReport,
+    FailureReport,
+    FlushCommand,
+    FlushReport,
+    InMemoryCheckpointId,
+    InMemoryCheckpointShard,
     Message,
-    Rescue,
-    Rescued,
-    Stop,
-    StopRequest,
+    TerminateCommand,
+    TerminationReport,
 )
 
-TERM = StopRequest(75, 30.0, "SIGTERM")
-STEP_9 = Image(1, 9)
+TERM = DrainRequest(75, 30.0, "SIGTERM")
+STEP_9 = InMemoryCheckpointId(1, 9)
 
 
-def held(*ranks: int, step: int = 9) -> tuple[HeldImage, ...]:
-    return tuple(HeldImage(rank, Image(1, step)) for rank in ranks)
+def held(*ranks: int, step: int = 9) -> tuple[InMemoryCheckpointShard, ...]:
+    return tuple(InMemoryCheckpointShard(rank, InMemoryCheckpointId(1, step)) for rank in ranks)
 
 
-def halted(*ranks: int, step: int = 9) -> Halted:
-    return Halted(4000, step, held(*ranks, step=step))
+def halted(*ranks: int, step: int = 9) -> TerminationReport:
+    return TerminationReport(4000, step, held(*ranks, step=step))
 
 
 def late(nodes: int = 2) -> Table:
     """Asked to stop at 1, and late at 21."""
     table = seated(nodes, retries=3)
-    assert table.hear(0, TERM, 1) == [(peer, Stop(75, 30.0, "SIGTERM")) for peer in range(nodes)]
-    assert table.hear(nodes - 1, Late(), 21) == [(peer, Halt()) for peer in range(nodes)]
-    assert table.hear(0, Late(), 21) == [], "once"
+    assert table.hear(0, TERM, 1) == [(peer, DrainCommand(75, 30.0, "SIGTERM")) for peer in range(nodes)]
+    assert table.hear(nodes - 1, DrainTimeoutReport(), 21) == [
+        (peer, TerminateCommand()) for peer in range(nodes)
+    ]
+    assert table.hear(0, DrainTimeoutReport(), 21) == [], "once"
     return table
 
 
-def ending(words: list[tuple[int, Message]]) -> Abort:
+def ending(words: list[tuple[int, Message]]) -> AbortCommand:
     """The same to all."""
     assert len({word for _, word in words}) == 1
     word = words[0][1]
-    assert isinstance(word, Abort)
+    assert isinstance(word, AbortCommand)
     return word
 
 
@@ -52,23 +54,23 @@ def test_a_step_that_takes_too_long_is_given_up_and_each_node_writes_its_ranks()
     table = late()
     assert table.hear(0, halted(0, 1), 21) == []
     assert table.hear(1, halted(2, 3), 22) == [
-        (0, Rescue(STEP_9, (0, 1), 4, 9.0)),
-        (1, Rescue(STEP_9, (2, 3), 4, 9.0)),
+        (0, FlushCommand(STEP_9, (0, 1), 4, 9.0)),
+        (1, FlushCommand(STEP_9, (2, 3), 4, 9.0)),
     ]
-    assert table.hear(0, Rescued("checkpoint of step 9 in /x"), 23) == []
-    word = ending(table.hear(1, Rescued(""), 24))
+    assert table.hear(0, FlushReport("checkpoint of step 9 in /x"), 23) == []
+    word = ending(table.hear(1, FlushReport(""), 24))
     assert (word.exit_code, word.failure) == (75, None)
-    assert word.note == (
+    assert word.flush_summary == (
         "the step under way would not have ended in time, so the copy in memory was saved: "
         "checkpoint of step 9 in /x\n  the same command carries on from it"
     )
-    assert table.coordinator.over
+    assert table.coordinator.has_ended
 
 
 def test_a_part_that_is_not_written_is_told_and_the_exit_code_stays() -> None:
     for answers in (
-        [(1, Rescued("", "the disk is full"))],
-        [(0, Rescued("")), (1, Rescued("", "the disk is full"))],
+        [(1, FlushReport("", "the disk is full"))],
+        [(0, FlushReport("")), (1, FlushReport("", "the disk is full"))],
     ):
         table = late()
         table.hear(0, halted(0, 1), 21)
@@ -76,29 +78,29 @@ def test_a_part_that_is_not_written_is_told_and_the_exit_code_stays() -> None:
         words = [word for peer, answer in answers for word in table.hear(peer, answer, 23)]
         word = ending(words)
         assert word.exit_code == 75
-        assert word.note.startswith("nothing was saved at the end: the disk is full (")
+        assert word.flush_summary.startswith("nothing was saved at the end: the disk is full (")
 
 
 def test_a_node_that_is_lost_or_silent_while_it_writes_does_not_keep_the_others() -> None:
     table = late()
     table.hear(0, halted(0, 1), 21)
     table.hear(1, halted(2, 3), 22)
-    assert "node 1 (host) was lost: gone" in ending(table.lose(1, 23)).note
+    assert "node 1 (host) was lost: gone" in ending(table.lose(1, 23)).flush_summary
     table = late()
     table.hear(0, halted(0, 1), 21)
     table.hear(1, halted(2, 3), 22)
     assert table.tick(30.9) == []
-    assert "it was not written in time" in ending(table.tick(31)).note
+    assert "it was not written in time" in ending(table.tick(31)).flush_summary
 
 
 def test_a_partner_writes_what_it_holds_of_a_node_that_is_gone_already() -> None:
     table = seated(2, retries=3)
     table.hear(1, TERM, 1)
-    assert table.lose(1, 2) == [(0, Halt())]
-    assert table.hear(0, halted(0, 1, 2, 3), 3) == [(0, Rescue(STEP_9, (0, 1, 2, 3), 4, 28.0))]
-    word = ending(table.hear(0, Rescued("checkpoint of step 9 in /x"), 4))
+    assert table.lose(1, 2) == [(0, TerminateCommand())]
+    assert table.hear(0, halted(0, 1, 2, 3), 3) == [(0, FlushCommand(STEP_9, (0, 1, 2, 3), 4, 28.0))]
+    word = ending(table.hear(0, FlushReport("checkpoint of step 9 in /x"), 4))
     assert word.exit_code == 75
-    assert word.note.startswith("node 1 (host) was lost: gone, so the copy in memory was saved: ")
+    assert word.flush_summary.startswith("node 1 (host) was lost: gone, so the copy in memory was saved: ")
 
 
 def test_without_a_whole_copy_nothing_can_be_saved() -> None:
@@ -106,37 +108,39 @@ def test_without_a_whole_copy_nothing_can_be_saved() -> None:
     table.hear(0, halted(0, 1), 21)
     word = ending(table.hear(1, halted(2, 3, step=8), 22))
     assert word.exit_code == 75
-    assert word.note.startswith("nothing was saved at the end: the machines hold no whole copy in memory (")
+    assert word.flush_summary.startswith(
+        "nothing was saved at the end: the machines hold no whole copy in memory ("
+    )
 
 
 def test_an_order_to_stop_during_a_recovery_saves_the_copies_instead_of_starting_again() -> None:
     table = seated(1, retries=3)
-    table.hear(0, Failed(CAUSE))
-    assert table.hear(0, TERM, 2) == [(0, Stop(75, 30.0, "SIGTERM"))]
-    assert table.hear(0, halted(0, 1), 3) == [(0, Rescue(STEP_9, (0, 1), 2, 29.0))]
+    table.hear(0, FailureReport(CAUSE))
+    assert table.hear(0, TERM, 2) == [(0, DrainCommand(75, 30.0, "SIGTERM"))]
+    assert table.hear(0, halted(0, 1), 3) == [(0, FlushCommand(STEP_9, (0, 1), 2, 29.0))]
     table = seated(2, retries=3)
     table.lose(1)
     table.hear(0, halted(0, 1, 2, 3))
-    assert table.hear(0, TERM, 2) == [(0, Rescue(STEP_9, (0, 1, 2, 3), 4, 30.0))], (
+    assert table.hear(0, TERM, 2) == [(0, FlushCommand(STEP_9, (0, 1, 2, 3), 4, 30.0))], (
         "while it waits for a machine"
     )
 
 
 def test_ctrl_c_knows_no_deadline_and_a_wrong_job_is_still_wrong() -> None:
     table = seated(1, retries=3)
-    table.hear(0, StopRequest(130))
-    assert table.hear(0, Late()) == []
+    table.hear(0, DrainRequest(130))
+    assert table.hear(0, DrainTimeoutReport()) == []
     table = seated(1, retries=3)
     table.hear(0, TERM)
     wrong = Failure("no such key", exit_code=2)
-    assert table.hear(0, Failed(wrong)) == [(0, Halt())]
-    assert table.hear(0, Halted(4000, None, ())) == [(0, Abort(2, wrong))]
+    assert table.hear(0, FailureReport(wrong)) == [(0, TerminateCommand())]
+    assert table.hear(0, TerminationReport(4000, None, ())) == [(0, AbortCommand(2, wrong))]
 
 
 def test_the_earliest_of_several_orders_counts() -> None:
     table = seated(2, retries=3)
     table.hear(0, TERM, 1)
     table.hear(1, TERM, 5)
-    table.hear(1, Late(), 21)
+    table.hear(1, DrainTimeoutReport(), 21)
     table.hear(0, halted(0, 1), 21)
-    assert (0, Rescue(STEP_9, (0, 1), 4, 9.0)) in table.hear(1, halted(2, 3), 22)
+    assert (0, FlushCommand(STEP_9, (0, 1), 4, 9.0)) in table.hear(1, halted(2, 3), 22)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from wanma.elastic.coordinator.user_notices import ended_text, joined_text, stopping_text
+from wanma.elastic.coordinator.user_notices import drain_text, node_joined_text, run_end_text
 from wanma.elastic.failure import Failure
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.protocol.messages import Abort, Over, Start
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.protocol.messages import AbortCommand, CompletionNotice, StartCommand
 
 
 @pytest.mark.parametrize(
@@ -25,40 +25,46 @@ from wanma.elastic.protocol.messages import Abort, Over, Start
     ],
 )
 def test_a_node_says_where_it_met_the_others_and_what_it_runs(ranks: int, said: str) -> None:
-    launch = Launch(
+    launch = LaunchConfig(
         Path("runs/gpt"), "a:b", nodes=2, ranks_per_node=ranks, rendezvous="10.0.0.1:29500", node_rank=None
     )
-    start = Start(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
-    told = joined_text(launch, start, "10.0.0.3:29500", "eth0 (10.0.0.4), by the route to the others")
+    start = StartCommand(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
+    told = node_joined_text(launch, start, "10.0.0.3:29500", "eth0 (10.0.0.4), by the route to the others")
     assert told == (
         f"joined the run at 10.0.0.3:29500: this is node 1 of 2, {said}\n"
         "  collectives go over eth0 (10.0.0.4), by the route to the others"
     )
-    placed = joined_text(replace(launch, position="r1/a"), start, "10.0.0.3:29500", "eth0")
+    placed = node_joined_text(replace(launch, topology_address="r1/a"), start, "10.0.0.3:29500", "eth0")
     assert placed.endswith("collectives go over eth0\n  its place in the network: r1/a")
 
 
-FAILED = Abort(1, Failure("ValueError: no", rank=1, node=1, host="b"))
+FAILED = AbortCommand(1, Failure("ValueError: no", rank=1, node_rank=1, hostname="b"))
 
 
 @pytest.mark.parametrize(
     ("ending", "node", "said"),
     [
-        (Over(0), 1, "the run is finished on all 2 nodes"),
-        (Over(0), 0, ""),
-        (Over(143), 1, "the run was stopped in order on all 2 nodes; the same command on each carries on"),
+        (CompletionNotice(0), 1, "the run is finished on all 2 nodes"),
+        (CompletionNotice(0), 0, ""),
         (
-            Abort(130),
+            CompletionNotice(143),
+            1,
+            "the run was stopped in order on all 2 nodes; the same command on each carries on",
+        ),
+        (
+            AbortCommand(130),
             1,
             "the run was ended at once, as asked for; the same command on every node carries on",
         ),
         (FAILED, 0, "the run failed on node 1 (b), so the ranks here were ended too"),
         (FAILED, 1, ""),
-        (Abort(1, Failure("lost the coordinator")), 1, ""),
+        (AbortCommand(1, Failure("lost the coordinator")), 1, ""),
     ],
 )
-def test_the_end_is_told_where_nothing_else_tells_it(ending: Abort | Over, node: int, said: str) -> None:
-    assert ended_text(ending, 2, node, shows_the_run=node == 0) == said
+def test_the_end_is_told_where_nothing_else_tells_it(
+    ending: AbortCommand | CompletionNotice, node: int, said: str
+) -> None:
+    assert run_end_text(ending, 2, node, has_rank_0=node == 0) == said
 
 
 @pytest.mark.parametrize(
@@ -71,4 +77,4 @@ def test_the_end_is_told_where_nothing_else_tells_it(ending: Abort | Over, node:
     ],
 )
 def test_a_stop_says_who_asked_for_it(exit_code: int, here: bool, said: str) -> None:
-    assert stopping_text(exit_code, here) == f"stopping in order after this step: {said}"
+    assert drain_text(exit_code, here) == f"stopping in order after this step: {said}"

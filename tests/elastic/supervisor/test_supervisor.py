@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from wanma.elastic.failure import killed_hint
-from wanma.elastic.supervisor.supervisor import run_node
-from wanma.elastic.workers.fork_server_handle import Node
-from wanma.elastic.workers.linux_processes import be_called, process_state
-from wanma.hardware.discovery.resource_limits import memory_kills
+from wanma.elastic.failure import explain_sigkill
+from wanma.elastic.supervisor.supervisor import run_supervisor
+from wanma.elastic.workers.fork_server_handle import ForkServerHandle
+from wanma.elastic.workers.linux_processes import process_state, set_process_name
+from wanma.hardware.discovery.resource_limits import count_oom_kills
 
-NO_MEMORY_KILL = killed_hint(memory_kills())
+NO_MEMORY_KILL = explain_sigkill(count_oom_kills())
 """Text about a process that the test itself killed."""
 
 
@@ -30,18 +30,18 @@ def test_a_process_is_called_by_the_first_name_that_the_kernel_can_hold() -> Non
     own = Path("/proc/self/comm")
     before = own.read_text().strip()
     try:
-        be_called("wanma rank 9999", "rank 9999")
+        set_process_name("wanma rank 9999", "rank 9999")
         assert own.read_text() == "wanma rank 9999\n"
-        be_called("wanma rank 10000", "rank 10000")
+        set_process_name("wanma rank 10000", "rank 10000")
         assert own.read_text() == "rank 10000\n"
     finally:
-        be_called(before)
+        set_process_name(before)
 
 
 def test_a_run_that_ends_well_passes_on_the_events_of_rank_0(run: Any) -> None:
-    ran = run("finish", payload=b"hello", ranks_per_node=2, preload=("torch",))
+    ran = run("finish", payload=b"hello", ranks_per_node=2, preload_modules=("torch",))
     assert ran.outcome.exit_code == 0
-    assert ran.outcome.message == ""
+    assert ran.outcome.failure_text == ""
     assert [event["loss"] for event in ran.events if event["kind"] == "step"] == [1.5, 0.5, -0.5]
     for rank in (0, 1):
         header, payload = ran.log(rank).splitlines()
@@ -56,11 +56,11 @@ def test_a_worker_is_settled_in_before_its_entry_runs(run: Any, tmp_path: Path, 
         "describe",
         payload=str(tmp_path).encode(),
         ranks_per_node=2,
-        preload=("torch",),
+        preload_modules=("torch",),
         threads_per_rank=2,
-        environment={"MALLOC_TRIM_THRESHOLD_": "17179869184"},
+        worker_environment={"MALLOC_TRIM_THRESHOLD_": "17179869184"},
     )
-    assert ran.outcome.message == ""
+    assert ran.outcome.failure_text == ""
     about = [json.loads((tmp_path / f"about-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(a["rank"], a["local_rank"], a["world_size"], a["node_rank"]) for a in about] == [
         (0, 0, 2, 0),
@@ -88,37 +88,37 @@ def test_the_end_of_a_worker_is_that_of_an_interpreter(run: Any) -> None:
 
 
 def test_an_exception_on_one_rank_ends_all_with_one_message(run: Any) -> None:
-    ran = run("raise_on_rank_1", ranks_per_node=3, preload=("torch",))
+    ran = run("raise_on_rank_1", ranks_per_node=3, preload_modules=("torch",))
     assert ran.outcome.exit_code == 1
     assert ran.outcome.failure.rank == 1
-    lines = ran.outcome.message.splitlines()
+    lines = ran.outcome.failure_text.splitlines()
     assert lines[0].startswith("rank 1 (node 0, ")
     assert lines[0].endswith(" failed: ValueError: no such column: prize")
-    assert "elastic_entries.py" in ran.outcome.message
+    assert "elastic_entries.py" in ran.outcome.failure_text
     assert lines[-1] == f"  log: {ran.launch.run_directory}/logs/rank-1.log"
-    assert ran.outcome.message.count("Traceback") == 1
+    assert ran.outcome.failure_text.count("Traceback") == 1
     assert "no such column: prize" in ran.log(1)
 
 
 def test_an_error_that_says_what_to_do_comes_without_traceback_and_with_its_exit_code(run: Any) -> None:
-    ran = run("refuse_everywhere", ranks_per_node=2, preload=("torch",))
+    ran = run("refuse_everywhere", ranks_per_node=2, preload_modules=("torch",))
     assert ran.outcome.exit_code == 2
-    assert "the corpus is empty" in ran.outcome.message
-    assert ran.outcome.message.splitlines()[-1] == "  give data.text some files"
-    assert "Traceback" not in ran.outcome.message
+    assert "the corpus is empty" in ran.outcome.failure_text
+    assert ran.outcome.failure_text.splitlines()[-1] == "  give data.text some files"
+    assert "Traceback" not in ran.outcome.failure_text
 
 
 def test_the_cause_is_told_and_not_its_echo(run: Any) -> None:
-    ran = run("echo_before_cause", ranks_per_node=2, preload=("torch",))
+    ran = run("echo_before_cause", ranks_per_node=2, preload_modules=("torch",))
     assert ran.outcome.failure.cause == "ValueError: the cause"
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_a_hint(run: Any) -> None:
-    ran = run("kill_rank_1", ranks_per_node=2, preload=("torch",))
+    ran = run("kill_rank_1", ranks_per_node=2, preload_modules=("torch",))
     assert ran.outcome.exit_code == 1
-    assert "rank 1 (" in ran.outcome.message
-    assert "killed by SIGKILL" in ran.outcome.message
-    assert ran.outcome.message.endswith(NO_MEMORY_KILL)
+    assert "rank 1 (" in ran.outcome.failure_text
+    assert "killed by SIGKILL" in ran.outcome.failure_text
+    assert ran.outcome.failure_text.endswith(NO_MEMORY_KILL)
 
 
 def test_leaving_without_finishing_is_a_failure(run: Any) -> None:
@@ -131,15 +131,19 @@ def test_leaving_without_finishing_is_a_failure(run: Any) -> None:
 def test_an_entry_that_does_not_exist_is_one_message(run: Any) -> None:
     ran = run("finnish")
     assert ran.outcome.exit_code != 0
-    assert "Did you mean 'finish'?" in ran.outcome.message
+    assert "Did you mean 'finish'?" in ran.outcome.failure_text
 
 
 def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
     ran = run(
-        "rank_1_hangs_in_data_loading", ranks_per_node=3, preload=("torch",), hang_seconds=2, start_seconds=60
+        "rank_1_hangs_in_data_loading",
+        ranks_per_node=3,
+        preload_modules=("torch",),
+        hang_timeout_seconds=2,
+        start_timeout_seconds=60,
     )
     assert ran.outcome.exit_code == 1
-    summary = ran.outcome.message.splitlines()
+    summary = ran.outcome.failure_text.splitlines()
     assert "(cluster.hang_timeout_seconds = 2): rank 1 is in data loading (elastic_entries.py:" in summary[0]
     assert summary[0].endswith(" while 2 others wait in all_reduce #3 of group default_pg")
     assert summary[1].startswith("  rank 1 is in data loading of step 2 since ")
@@ -156,10 +160,10 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_never_takes_its_first_step_is_found_too_even_when_it_cannot_answer(run: Any) -> None:
-    ran = run("rank_1_is_stopped", ranks_per_node=2, preload=("torch",), start_seconds=2)
-    odd = next(line for line in ran.outcome.message.splitlines() if line.startswith("  rank 1"))
+    ran = run("rank_1_is_stopped", ranks_per_node=2, preload_modules=("torch",), start_timeout_seconds=2)
+    odd = next(line for line in ran.outcome.failure_text.splitlines() if line.startswith("  rank 1"))
     assert "the process is stopped (SIGSTOP?)" in odd
-    assert "cluster.start_timeout_seconds = 2" in ran.outcome.message
+    assert "cluster.start_timeout_seconds = 2" in ran.outcome.failure_text
 
 
 def test_one_interrupt_stops_in_order(run: Any) -> None:
@@ -167,7 +171,7 @@ def test_one_interrupt_stops_in_order(run: Any) -> None:
         if event["kind"] == "start":
             os.kill(os.getpid(), signal.SIGINT)
 
-    ran = run("until_stopped", interrupt, ranks_per_node=2, preload=("torch",))
+    ran = run("until_stopped", interrupt, ranks_per_node=2, preload_modules=("torch",))
     assert ran.outcome.exit_code == 130
     assert ran.outcome.failure is None
     assert ran.messages == ["stopping in order after this step: Ctrl-C (again: leave at once)"]
@@ -205,18 +209,18 @@ def test_the_signal_handlers_of_the_caller_come_back(run: Any) -> None:
 
 
 def test_a_fork_server_that_dies_is_a_failure_and_not_a_wait(launch: Any) -> None:
-    node = Node.start(())
+    node = ForkServerHandle.start(())
     os.kill(node._process.pid, signal.SIGKILL)
-    outcome = run_node(launch, lambda _event: None, node)
+    outcome = run_supervisor(launch, lambda _event: None, node)
     assert outcome.exit_code == 1
-    head, hint = outcome.message.splitlines()
+    head, hint = outcome.failure_text.splitlines()
     assert head == f"the fork server of node 0 ({socket.gethostname()}) was killed by SIGKILL"
     assert hint == f"  {NO_MEMORY_KILL}"
 
 
 def test_a_node_that_is_not_needed_is_closed_at_once_and_only_once() -> None:
     began = time.monotonic()
-    with Node.start(("torch",)) as node:
+    with ForkServerHandle.start(("torch",)) as node:
         pass
     node.close()
     assert node._process.returncode == -signal.SIGKILL

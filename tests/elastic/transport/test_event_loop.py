@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from wanma.elastic.protocol.local_messages import Happened
+from wanma.elastic.protocol.local_messages import EventReport
 from wanma.elastic.protocol.messages import (
-    Beat,
+    Heartbeat,
     Message,
 )
 from wanma.elastic.transport.connection import Connection
-from wanma.elastic.transport.event_loop import Loop
+from wanma.elastic.transport.event_loop import EventLoop
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
     yield loop
     loop.close()
 
 
-def test_timers_fire_in_order_and_cancelled_ones_do_not(loop: Loop) -> None:
+def test_timers_fire_in_order_and_cancelled_ones_do_not(loop: EventLoop) -> None:
     fired: list[str] = []
     loop.call_later(0.02, lambda: fired.append("second"))
     loop.call_later(0.01, lambda: fired.append("first"))
@@ -36,18 +36,18 @@ def test_timers_fire_in_order_and_cancelled_ones_do_not(loop: Loop) -> None:
     assert fired == ["first", "second"]
 
 
-def test_a_deadline_ends_the_wait(loop: Loop) -> None:
+def test_a_deadline_ends_the_wait(loop: EventLoop) -> None:
     assert loop.run_until(lambda: False, time.monotonic() + 0.02) is False
 
 
-def test_a_callback_may_close_a_socket_that_is_ready_in_the_same_round(loop: Loop) -> None:
+def test_a_callback_may_close_a_socket_that_is_ready_in_the_same_round(loop: EventLoop) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     heard: list[int] = []
 
     def ready(index: int) -> None:
         heard.append(index)
         for mine, _ in pairs:
-            loop.forget(mine)
+            loop.unwatch(mine)
             mine.close()
 
     for index, (mine, theirs) in enumerate(pairs):
@@ -60,10 +60,10 @@ def test_a_callback_may_close_a_socket_that_is_ready_in_the_same_round(loop: Loo
 
 
 def test_a_signal_becomes_a_callback_and_the_old_handler_returns() -> None:
-    loop = Loop()
+    loop = EventLoop()
     before = signal.getsignal(signal.SIGTERM)
     caught: list[int] = []
-    loop.catch([signal.SIGTERM], caught.append)
+    loop.handle_signals([signal.SIGTERM], caught.append)
     os.kill(os.getpid(), signal.SIGTERM)
     loop.run_until(lambda: bool(caught), time.monotonic() + 10)
     loop.close()
@@ -74,15 +74,15 @@ def test_a_signal_becomes_a_callback_and_the_old_handler_returns() -> None:
 class End:
     """One side of a conversation, and what happened to it."""
 
-    def __init__(self, loop: Loop, sock: socket.socket) -> None:
+    def __init__(self, loop: EventLoop, sock: socket.socket) -> None:
         self.messages: list[Message] = []
         self.closed: list[str] = []
         self.connection = Connection(loop, sock, "peer", self.messages.append, self.closed.append)
 
 
-def test_a_connection_passes_more_than_the_kernel_buffers(loop: Loop) -> None:
+def test_a_connection_passes_more_than_the_kernel_buffers(loop: EventLoop) -> None:
     left, right = (End(loop, sock) for sock in socket.socketpair())
-    sent = [Happened({"number": number, "text": "x" * 50_000}) for number in range(60)]
+    sent = [EventReport({"number": number, "text": "x" * 50_000}) for number in range(60)]
     for message in sent:
         left.connection.send(message)
     loop.run_until(lambda: len(right.messages) == len(sent), time.monotonic() + 30)
@@ -93,16 +93,16 @@ def test_a_connection_passes_more_than_the_kernel_buffers(loop: Loop) -> None:
     assert left.closed == []
 
 
-def test_the_last_words_of_one_who_closes_are_heard(loop: Loop) -> None:
+def test_the_last_words_of_one_who_closes_are_heard(loop: EventLoop) -> None:
     left, right = (End(loop, sock) for sock in socket.socketpair())
-    left.connection.send(Beat())
+    left.connection.send(Heartbeat())
     left.connection.close()
-    right.connection.send(Beat())
+    right.connection.send(Heartbeat())
     loop.run_until(lambda: bool(right.closed), time.monotonic() + 10)
-    assert right.messages == [Beat()]
+    assert right.messages == [Heartbeat()]
 
 
-def test_malformed_input_ends_that_connection_with_a_log_line(loop: Loop, caplog: Any) -> None:
+def test_malformed_input_ends_that_connection_with_a_log_line(loop: EventLoop, caplog: Any) -> None:
     raw, sock = socket.socketpair()
     end = End(loop, sock)
     with caplog.at_level(logging.WARNING, "wanma.elastic"):
@@ -113,10 +113,10 @@ def test_malformed_input_ends_that_connection_with_a_log_line(loop: Loop, caplog
     raw.close()
 
 
-def test_one_who_never_reads_is_given_up(loop: Loop) -> None:
+def test_one_who_never_reads_is_given_up(loop: EventLoop) -> None:
     sock, other = socket.socketpair()
     end = End(loop, sock)
     for _ in range(40):
-        end.connection.send(Happened({"text": "x" * 900_000}))
+        end.connection.send(EventReport({"text": "x" * 900_000}))
     assert end.closed == ["it does not read what it is sent"]
     other.close()

@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.elastic.failure import Failure
-from wanma.elastic.protocol.messages import Beat, Failed, Message, Start, Stop
+from wanma.elastic.protocol.messages import DrainCommand, FailureReport, Heartbeat, Message, StartCommand
 from wanma.elastic.transport.connection import Connection
-from wanma.elastic.transport.event_loop import Loop
-from wanma.elastic.transport.reliable_channel import Session
+from wanma.elastic.transport.event_loop import EventLoop
+from wanma.elastic.transport.reliable_channel import ReliableChannel
 
 
 class Wire:
     """Two sessions, and the connection between them."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
-        self.sides = (Session(), Session())
+        self.loop = EventLoop()
+        self.sides = (ReliableChannel(), ReliableChannel())
         self.heard: tuple[list[Message], list[Message]] = ([], [])
         self.connect()
 
@@ -28,18 +28,18 @@ class Wire:
         """A new connection, whether or not the old one has been read to its end."""
         for side in self.sides:
             side.detach()
-        received = [side.received for side in self.sides]
+        received = [side.received_count for side in self.sides]
         for number, sock in enumerate(socket.socketpair()):
             connection = Connection(self.loop, sock, "wire", self._taker(number), lambda _reason: None)
             self.sides[number].attach(connection, received[1 - number])
 
     def _taker(self, number: int):  # type: ignore[no-untyped-def]  # a callback
         def take(message: Message) -> None:
-            if isinstance(message, Beat):
-                self.sides[number].acknowledge(message.received)
+            if isinstance(message, Heartbeat):
+                self.sides[number].acknowledge(message.received_count)
                 return
-            if isinstance(message, Start):
-                self.sides[number].begin(message.generation)
+            if isinstance(message, StartCommand):
+                self.sides[number].set_generation(message.generation)
             self.heard[number].append(message)
 
         return take
@@ -61,13 +61,13 @@ def test_whatever_is_cut_all_arrives_once_and_in_order(events: list[str]) -> Non
     for number, event in enumerate(events):
         match event.split():
             case ["send", side]:
-                message = Stop(number)
+                message = DrainCommand(number)
                 sent[1 - int(side)].append(message)
                 wire.sides[int(side)].send(message)
             case ["beat"]:
                 for session in wire.sides:
                     assert session.connection is not None
-                    session.connection.send(Beat(session.received))
+                    session.connection.send(Heartbeat(session.received_count))
             case ["cut"]:
                 wire.connect()
             case ["read"]:
@@ -81,16 +81,16 @@ def test_whatever_is_cut_all_arrives_once_and_in_order(events: list[str]) -> Non
 def test_what_belongs_to_an_older_start_stays_unheard_and_is_counted_all_the_same() -> None:
     wire = Wire()
     coordinator, supervisor = wire.sides
-    old, new = Failed(Failure("of start 1")), Failed(Failure("of start 2"))
-    coordinator.send(Start(1, 0, 0, 1, "", 0))
+    old, new = FailureReport(Failure("of start 1")), FailureReport(Failure("of start 2"))
+    coordinator.send(StartCommand(1, 0, 0, 1, "", 0))
     wire.run(0.01)
     supervisor.send(old)
-    coordinator.send(Start(2, 0, 0, 1, "", 0))
+    coordinator.send(StartCommand(2, 0, 0, 1, "", 0))
     wire.connect()
     wire.run(0.01)
     supervisor.send(new)
     wire.connect()
     wire.run(0.01)
     assert wire.heard[0] == [new]
-    assert coordinator.received == 2
+    assert coordinator.received_count == 2
     wire.close()

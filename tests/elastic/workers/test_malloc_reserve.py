@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from wanma.elastic.workers.environment import TUNED_ALLOCATOR
-from wanma.elastic.workers.malloc_reserve import NO_SMALL_CACHES, set_small_places_aside
+from wanma.elastic.workers.environment import TUNED_MALLOC_ENVIRONMENT
+from wanma.elastic.workers.malloc_reserve import DISABLE_SMALL_CACHES_TUNABLES, reserve_small_blocks
 
 GROUPS, TOGETHER, TENSOR_BYTES = 20, 5, 1 << 20
 
 SCRIPT = f"""
 import ctypes, os
-from wanma.elastic.workers.malloc_reserve import set_small_places_aside
+from wanma.elastic.workers.malloc_reserve import reserve_small_blocks
 
 library = ctypes.CDLL(None)
 library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -29,7 +29,7 @@ def small():  # what every tensor and every step of autograd makes beside it
     for size in range(24, 105, 16):
         library.malloc(size)
 
-set_small_places_aside(os.environ["GLIBC_TUNABLES"])
+reserve_small_blocks(os.environ["GLIBC_TUNABLES"])
 groups = []
 for _ in range({GROUPS}):
     group = []
@@ -58,11 +58,14 @@ def heap_growth(tunables: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
 def test_tensors_take_the_places_of_others_although_small_objects_came_between() -> None:
-    tuned = TUNED_ALLOCATOR["GLIBC_TUNABLES"]
+    tuned = TUNED_MALLOC_ENVIRONMENT["GLIBC_TUNABLES"]
     # Of those that were neighbours, the last one's place lacks what is cut off while a tensor is placed.
     assert heap_growth(tuned) <= GROUPS // 2 * TENSOR_BYTES
-    assert heap_growth(tuned.replace(f":{NO_SMALL_CACHES}", "")) >= GROUPS // 2 * TOGETHER * TENSOR_BYTES
+    assert (
+        heap_growth(tuned.replace(f":{DISABLE_SMALL_CACHES_TUNABLES}", ""))
+        >= GROUPS // 2 * TOGETHER * TENSOR_BYTES
+    )
 
 
 def test_nothing_is_set_aside_in_a_heap_with_its_own_settings() -> None:
-    assert set_small_places_aside("glibc.malloc.hugetlb=1") == 0
+    assert reserve_small_blocks("glibc.malloc.hugetlb=1") == 0

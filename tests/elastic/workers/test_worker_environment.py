@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.elastic.workers.environment import WAITING_THREADS, worker_environment
+from wanma.elastic.workers.environment import OPENMP_SPIN_ENVIRONMENT, make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection
 
@@ -13,23 +13,26 @@ def test_several_threads_of_a_rank_do_not_spin_for_long(monkeypatch: pytest.Monk
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     several, one = Plan(threads_per_rank=2), Plan(threads_per_rank=1)
-    assert worker_environment(ClusterSection(), several).items() >= WAITING_THREADS.items()
-    assert not worker_environment(ClusterSection(), one).keys() & WAITING_THREADS.keys()
+    assert make_worker_environment(ClusterSection(), several).items() >= OPENMP_SPIN_ENVIRONMENT.items()
+    assert not make_worker_environment(ClusterSection(), one).keys() & OPENMP_SPIN_ENVIRONMENT.keys()
 
 
 def test_a_wait_policy_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert not worker_environment(ClusterSection(), Plan(threads_per_rank=2)).keys() & WAITING_THREADS.keys()
+    assert (
+        not make_worker_environment(ClusterSection(), Plan(threads_per_rank=2)).keys()
+        & OPENMP_SPIN_ENVIRONMENT.keys()
+    )
 
 
 def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
     plan = Plan(threads_per_rank=1)
-    tuned = worker_environment(ClusterSection(), plan)
+    tuned = make_worker_environment(ClusterSection(), plan)
     assert tuned == {
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
         ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
         "MKL_DISABLE_FAST_MM": "1",
         "OMP_NUM_THREADS": "1",
     }
-    assert worker_environment(ClusterSection(host_allocator="system"), plan) == {"OMP_NUM_THREADS": "1"}
-    assert worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}
+    assert make_worker_environment(ClusterSection(host_allocator="system"), plan) == {"OMP_NUM_THREADS": "1"}
+    assert make_worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}

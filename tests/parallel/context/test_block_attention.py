@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wanma.parallel.context import block_attention
-from wanma.parallel.context.block_attention import Sight, attend, attend_backward
+from wanma.parallel.context.block_attention import (
+    BlockVisibility,
+    compute_block_attention,
+    compute_block_attention_backward,
+)
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LENGTH = 24
@@ -35,11 +39,11 @@ def documents(seed: int) -> Tensor:
     return torch.randint(0, 4, (2, LENGTH), generator=draw).sort(dim=1).values
 
 
-def visible(sight: Sight) -> Tensor:
+def visible(sight: BlockVisibility) -> Tensor:
     """(rows or 1, 1, queries, keys)."""
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-    if sight.documents is not None:
-        queries, keys = sight.documents
+    if sight.document_ids is not None:
+        queries, keys = sight.document_ids
         mask = (queries[:, :, None] == keys[:, None, :]).unsqueeze(1)
     return mask.tril() if sight.causal else mask
 
@@ -55,10 +59,12 @@ def expected(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: flo
 
 
 SIGHTS = {
-    "all": Sight(),
-    "causal": Sight(causal=True),
-    "documents": Sight(documents=(documents(1), documents(2))),  # some queries find no document of theirs
-    "causal documents": Sight(causal=True, documents=(documents(1), documents(1))),
+    "all": BlockVisibility(),
+    "causal": BlockVisibility(causal=True),
+    "documents": BlockVisibility(
+        document_ids=(documents(1), documents(2))
+    ),  # some queries find no document of theirs
+    "causal documents": BlockVisibility(causal=True, document_ids=(documents(1), documents(1))),
 }
 
 
@@ -92,7 +98,7 @@ def test_tiles_change_nothing(sight: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_scale_is_one_over_the_root_of_the_width_where_none_is_given() -> None:
     query, key, value, _ = tensors(4, 2, 8, 8, torch.float64)
-    output, _ = attend(query, key, value, Sight(causal=True), None)
+    output, _ = compute_block_attention(query, key, value, BlockVisibility(causal=True), None)
     whole = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(output, whole, rtol=0, atol=1e-12)
 
@@ -107,14 +113,14 @@ def test_gradients_of_two_blocks_add_up_to_those_of_the_whole() -> None:
     output.backward(gradient)
     half = LENGTH // 2
     shares = [
-        attend_backward(
+        compute_block_attention_backward(
             gradient,
             query,
             key[:, :, keys],
             value[:, :, keys],
             output.detach(),
             log_sum.detach(),
-            Sight(),
+            BlockVisibility(),
             None,
         )
         for keys in (slice(0, half), slice(half, LENGTH))
@@ -134,24 +140,30 @@ def test_a_block_on_a_gpu_gives_output_sum_and_gradients_by_the_definition(
     widths: tuple[int, int], sight: str, dtype: torch.dtype
 ) -> None:
     asked = SIGHTS[sight]
-    pair = None if asked.documents is None else (asked.documents[0].cuda(), asked.documents[1].cuda())
+    pair = (
+        None if asked.document_ids is None else (asked.document_ids[0].cuda(), asked.document_ids[1].cuda())
+    )
     check(
         tuple(x.cuda() for x in tensors(4, 2, *widths, dtype)),  # type: ignore[arg-type]
-        Sight(asked.causal, pair),
+        BlockVisibility(asked.causal, pair),
         0.125,
         1e-2 if dtype == torch.float32 else 5e-2,  # fp32 products may be in TF32
     )
 
 
-def check(given: tuple[Tensor, Tensor, Tensor, Tensor], sight: Sight, scale: float, tolerance: float) -> None:
+def check(
+    given: tuple[Tensor, Tensor, Tensor, Tensor], sight: BlockVisibility, scale: float, tolerance: float
+) -> None:
     *inputs, gradient = given
-    output, log_sum = attend(*inputs, sight, scale)
+    output, log_sum = compute_block_attention(*inputs, sight, scale)
     sums = log_sum.masked_fill(log_sum == -torch.inf, 0.0)
-    shares = attend_backward(gradient, *inputs, output, sums, sight, scale)
+    shares = compute_block_attention_backward(gradient, *inputs, output, sums, sight, scale)
 
     wanted = [x.double().cpu().requires_grad_() for x in inputs]
-    on_cpu = None if sight.documents is None else (sight.documents[0].cpu(), sight.documents[1].cpu())
-    wanted_output, wanted_sum = expected(*wanted, visible(Sight(sight.causal, on_cpu)), scale)
+    on_cpu = (
+        None if sight.document_ids is None else (sight.document_ids[0].cpu(), sight.document_ids[1].cpu())
+    )
+    wanted_output, wanted_sum = expected(*wanted, visible(BlockVisibility(sight.causal, on_cpu)), scale)
     wanted_output.backward(gradient.double().cpu())
 
     close: Callable[[Tensor, Any], None] = lambda got, want: torch.testing.assert_close(  # noqa: E731

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.compare import one_process, same_numbers, spread_over
 from support.ranks import Outcome
-from wanma.data.batch import IGNORED
+from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
 
 
@@ -136,7 +136,9 @@ def own_data(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def squared_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
     return losses.view(targets.shape).square()
 
 

@@ -15,14 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from support.ranks import run_ranks
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.models.layers.attention import AttentionMask, DotProductAttention
-from wanma.models.structure.parallel_spec import Layout
-from wanma.parallel.context.context_parallel import split_context
-from wanma.parallel.context.sequence_shards import context_positions
-from wanma.parallel.memory.recompute import recompute
-from wanma.parallel.mesh.parallel_mesh import process_grid
-from wanma.parallel.profiling.collective_counter import CollectiveRecorder
+from wanma.models.structure.parallel_spec import ParallelSpec
+from wanma.parallel.context.context_parallel import apply_context_parallel
+from wanma.parallel.context.sequence_shards import context_rank_positions
+from wanma.parallel.memory.recompute import apply_recompute
+from wanma.parallel.mesh.parallel_mesh import open_mesh
+from wanma.parallel.profiling.collective_counter import CollectiveCounter
 
 ROWS, LENGTH = 3, 32
 
@@ -58,7 +58,7 @@ SPREAD = [("ring", 2), ("ring", 4), ("all_to_all", 2), ("all_to_all", 4)]
 class Attention(nn.Module):
     """The two modules that context parallelism replaces."""
 
-    layout = Layout(blocks=None, mask="mask", attention="core")
+    layout = ParallelSpec(blocks=None, mask_module="mask", attention_cores="core")
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +91,13 @@ def whole_tensors(case: Case) -> tuple[list[Tensor], Tensor | None, Tensor]:
     return inputs, documents, gradient
 
 
-def attend_in_ranks(worker: Worker, kind: Any) -> dict[str, Any]:
+def attend_in_ranks(worker: WorkerContext, kind: Any) -> dict[str, Any]:
     """All cases on one rank: its positions, output and gradients by case."""
     results: dict[str, Any] = {}
-    with process_grid(worker, Plan(cp=worker.world_size, cp_method=kind), 60) as grid:
+    with open_mesh(worker, Plan(cp=worker.world_size, cp_method=kind), 60) as grid:
         model = Attention()
-        split_context(model, model.layout, grid)
-        positions = context_positions(LENGTH, kind, worker.world_size, grid.at("cp"))
+        apply_context_parallel(model, model.layout, grid)
+        positions = context_rank_positions(LENGTH, kind, worker.world_size, grid.coordinate("cp"))
         for name, case in CASES.items():
             inputs, documents, gradient = whole_tensors(case)
             mine = [x[:, positions].requires_grad_() for x in inputs]
@@ -140,11 +140,11 @@ def test_ranks_that_share_a_sequence_attend_as_one_process_does(
         torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=TOLERANCES[case.dtype])
 
 
-def largest_allocation(worker: Worker, kind: Any, length: int, with_documents: bool) -> int:
+def largest_allocation(worker: WorkerContext, kind: Any, length: int, with_documents: bool) -> int:
     """Bytes of the largest piece of memory that one head of attention takes, forward and backward."""
-    with process_grid(worker, Plan(cp=worker.world_size, cp_method=kind), 60) as grid:
+    with open_mesh(worker, Plan(cp=worker.world_size, cp_method=kind), 60) as grid:
         model = Attention()
-        split_context(model, model.layout, grid)
+        apply_context_parallel(model, model.layout, grid)
         local, heads = length // worker.world_size, worker.world_size
         query = torch.randn(1, local, heads, 4, requires_grad=True)
         documents = torch.zeros(1, local, dtype=torch.int64) if with_documents else None
@@ -164,12 +164,12 @@ def test_no_rank_holds_scores_of_a_whole_sequence(kind: str, documents: bool) ->
         assert taken <= length * length * fp32 // 16
 
 
-def messages_of_backward(worker: Worker, kind: Any) -> int:
+def messages_of_backward(worker: WorkerContext, kind: Any) -> int:
     """Number of messages of a ring in the backward of a block that recomputes."""
-    with process_grid(worker, Plan(cp=worker.world_size), 60) as grid:
+    with open_mesh(worker, Plan(cp=worker.world_size), 60) as grid:
         model = Attention()
-        split_context(model, model.layout, grid)
-        recompute([model], Plan(recompute=kind))
+        apply_context_parallel(model, model.layout, grid)
+        apply_recompute([model], Plan(recompute=kind))
         query = torch.randn(1, 4, 4, 8, requires_grad=True)
         output = model(query, query, query, None, None)
         sent = 0
@@ -190,7 +190,7 @@ def test_selective_recompute_keeps_a_rings_result_and_full_sends_again(kind: str
     assert run_ranks(messages_of_backward, 2, (kind,)) == [messages] * 2
 
 
-def sent_and_told(worker: Worker, dtype: torch.dtype) -> tuple[list[int], dict[str, list[int]]]:
+def sent_and_told(worker: WorkerContext, dtype: torch.dtype) -> tuple[list[int], dict[str, list[int]]]:
     """Bytes of the messages that a ring sends, and those that a recorder is told of, by kind."""
     sent: list[int] = []
     begin = dist.batch_isend_irecv
@@ -199,18 +199,18 @@ def sent_and_told(worker: Worker, dtype: torch.dtype) -> tuple[list[int], dict[s
         sent.extend(x.tensor.nbytes for x in operations if x.op is dist.isend)
         return begin(operations)
 
-    with process_grid(worker, Plan(cp=worker.world_size), 60) as grid:
+    with open_mesh(worker, Plan(cp=worker.world_size), 60) as grid:
         dist.batch_isend_irecv = count
         model = Attention()
-        split_context(model, model.layout, grid)
+        apply_context_parallel(model, model.layout, grid)
         query = torch.randn(1, 4, 4, 8, dtype=dtype, requires_grad=True)
-        with CollectiveRecorder() as recorder:
+        with CollectiveCounter() as recorder:
             model(query, query[:, :, :2], query[:, :, :2, :6], None, None).sum().backward()
         told = {
-            kind: [c.tensor_bytes for c in recorder.counts.elements() if c.kind == kind]
+            kind: [c.tensor_bytes for c in recorder.counts.elements() if c.operation == kind]
             for kind in ("send", "receive")
         }
-        assert {c.ranks for c in recorder.counts} == {tuple(range(worker.world_size))}
+        assert {c.group_ranks for c in recorder.counts} == {tuple(range(worker.world_size))}
     return sent, told
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.context.sequence_shards import context_positions, residual_positions, split_sequence
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.context.sequence_shards import context_rank_positions, residual_positions, shard_sequence
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 KINDS = ("ring", "all_to_all")
 
 
-def grid(plan: Plan, rank: int) -> Grid:
+def grid(plan: Plan, rank: int) -> ParallelMesh:
     """Without process groups, which cutting does not need."""
-    return Grid(plan, rank, torch.device("cpu"), cast(Any, None), cast(Any, None), None)
+    return ParallelMesh(plan, rank, torch.device("cpu"), cast(Any, None), cast(Any, None), None)
 
 
 def batch(*inputs: Tensor, targets: Tensor | None = None, **keywords: Tensor) -> Batch:
@@ -39,7 +39,7 @@ def batch(*inputs: Tensor, targets: Tensor | None = None, **keywords: Tensor) ->
 @given(kind=st.sampled_from(KINDS), ranks=st.integers(1, 6), pieces=st.integers(1, 5))
 def test_every_position_is_held_once_and_in_rising_order(kind: Any, ranks: int, pieces: int) -> None:
     length = 2 * ranks * pieces
-    held = [context_positions(length, kind, ranks, rank) for rank in range(ranks)]
+    held = [context_rank_positions(length, kind, ranks, rank) for rank in range(ranks)]
     assert sorted(torch.cat(held).tolist()) == list(range(length))
     for positions in held:
         assert positions.tolist() == sorted(positions.tolist())
@@ -49,14 +49,14 @@ def test_every_position_is_held_once_and_in_rising_order(kind: Any, ranks: int, 
 @given(ranks=st.integers(1, 6), pieces=st.integers(1, 5))
 def test_a_ring_gives_each_rank_the_same_work_under_a_causal_mask(ranks: int, pieces: int) -> None:
     length = 2 * ranks * pieces
-    seen = {int((context_positions(length, "ring", ranks, rank) + 1).sum()) for rank in range(ranks)}
+    seen = {int((context_rank_positions(length, "ring", ranks, rank) + 1).sum()) for rank in range(ranks)}
     assert len(seen) == 1
 
 
 def test_a_ring_pairs_a_piece_from_the_front_with_its_mirror() -> None:
-    held = [context_positions(8, "ring", 2, rank).tolist() for rank in range(2)]
+    held = [context_rank_positions(8, "ring", 2, rank).tolist() for rank in range(2)]
     assert held == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [context_positions(8, "all_to_all", 2, rank).tolist() for rank in range(2)] == [
+    assert [context_rank_positions(8, "all_to_all", 2, rank).tolist() for rank in range(2)] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
     ]
@@ -73,7 +73,7 @@ def test_the_residual_stream_holds_every_position_once_per_copy(
     kind: Any, cp: int, tp: int, sequence: bool, pieces: int
 ) -> None:
     plan = Plan(cp=cp, tp=tp, sequence_parallel=sequence and tp > 1, cp_method=kind)
-    length = plan.sequence_unit * pieces
+    length = plan.sequence_length_multiple * pieces
     tokens = batch(torch.zeros(1, length, dtype=torch.int64))
     held = [residual_positions(tokens, plan, rank) for rank in range(plan.world_size)]
     if plan.cp == 1 and not plan.sequence_parallel:
@@ -87,7 +87,7 @@ def test_the_residual_stream_holds_every_position_once_per_copy(
 def test_a_rank_is_given_its_positions_of_everything_that_has_a_sequence() -> None:
     tokens = torch.arange(16).view(2, 8)
     whole = batch(tokens, documents=tokens // 3, weight=torch.ones(2))
-    part = split_sequence(whole, grid(Plan(cp=2), 1))
+    part = shard_sequence(whole, grid(Plan(cp=2), 1))
     assert part.inputs[0].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert part.targets.tolist() == [[1002, 1003, 1004, 1005], [1010, 1011, 1012, 1013]]
     assert part.keywords["documents"].tolist() == [[0, 1, 1, 1], [3, 3, 4, 4]]
@@ -99,13 +99,13 @@ def test_a_rank_is_given_its_positions_of_everything_that_has_a_sequence() -> No
 def test_positions_within_documents_stay_those_of_the_data() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    part = split_sequence(batch(tokens, positions=positions), grid(Plan(cp=2), 0))
+    part = shard_sequence(batch(tokens, positions=positions), grid(Plan(cp=2), 0))
     assert part.keywords["positions"].tolist() == [[0, 1, 3, 4]]
 
 
 def test_inputs_by_name_are_cut_too() -> None:
     tokens = torch.arange(8).view(1, 8)
-    part = split_sequence(
+    part = shard_sequence(
         batch(targets=tokens + 1, input_ids=tokens), grid(Plan(cp=2, cp_method="all_to_all"), 1)
     )
     assert part.keywords["input_ids"].tolist() == [[4, 5, 6, 7]]
@@ -115,7 +115,7 @@ def test_inputs_by_name_are_cut_too() -> None:
 def test_sequence_parallel_alone_keeps_the_batch_whole_and_tells_the_positions() -> None:
     tokens = torch.arange(8).view(1, 8)
     plan = Plan(tp=2, sequence_parallel=True)
-    part = split_sequence(batch(tokens), grid(plan, 1))
+    part = shard_sequence(batch(tokens), grid(plan, 1))
     assert part.inputs[0] is tokens
     assert part.keywords["positions"].tolist() == [list(range(8))]
     positions = residual_positions(batch(tokens), plan, 1)
@@ -125,7 +125,7 @@ def test_sequence_parallel_alone_keeps_the_batch_whole_and_tells_the_positions()
 
 def test_without_either_a_batch_is_left_alone() -> None:
     images = batch(torch.zeros(2, 3, 8, 8), targets=torch.zeros(2, dtype=torch.int64))
-    assert split_sequence(images, grid(Plan(), 0)) is images
+    assert shard_sequence(images, grid(Plan(), 0)) is images
     assert residual_positions(images, Plan(), 0) is None
 
 
@@ -142,7 +142,7 @@ def test_without_either_a_batch_is_left_alone() -> None:
 def test_what_has_no_sequence_is_refused(inputs: Tensor, targets: Tensor) -> None:
     whole = batch(inputs, targets=targets)
     with pytest.raises(WanmaError, match=r"parallel.cp = 2 cuts sequences, but a sample has inputs of shape"):
-        split_sequence(whole, grid(Plan(cp=2), 0))
+        shard_sequence(whole, grid(Plan(cp=2), 0))
 
 
 def test_sequence_parallel_refuses_inputs_without_a_sequence() -> None:
@@ -163,18 +163,18 @@ def test_sequence_parallel_refuses_inputs_without_a_sequence() -> None:
     ids=str,
 )
 def test_lengths_that_cannot_be_cut_evenly_are_refused_with_the_unit(plan: Plan, unit: int) -> None:
-    assert plan.sequence_unit == unit
-    split_sequence(batch(torch.zeros(1, unit)), grid(plan, 0))
+    assert plan.sequence_length_multiple == unit
+    shard_sequence(batch(torch.zeros(1, unit)), grid(plan, 0))
     with pytest.raises(WanmaError, match=f"a multiple of {unit}"):
-        split_sequence(batch(torch.zeros(1, unit + 1)), grid(plan, 0))
+        shard_sequence(batch(torch.zeros(1, unit + 1)), grid(plan, 0))
 
 
 def test_masks_of_pairs_of_positions_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
     with pytest.raises(WanmaError, match=r"attention_mask has the shape \(1, 8, 8\) per sample"):
-        split_sequence(batch(tokens, attention_mask=mask), grid(Plan(cp=2), 0))
+        shard_sequence(batch(tokens, attention_mask=mask), grid(Plan(cp=2), 0))
     alone = replace(batch(tokens), keywords={"attention_mask": mask})
     assert (
-        split_sequence(alone, grid(Plan(tp=2, sequence_parallel=True), 0)).keywords["attention_mask"] is mask
+        shard_sequence(alone, grid(Plan(tp=2, sequence_parallel=True), 0)).keywords["attention_mask"] is mask
     )

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from support.ranks import run_ranks
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
-from wanma.models.model_spec import custom_spec
-from wanma.parallel.data_parallel.replicated import Whole
-from wanma.parallel.memory.disk_pool import Scratch
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.job.run.worker import WorkerContext
+from wanma.models.model_spec import wrap_module
+from wanma.parallel.data_parallel.replicated import Replicated
+from wanma.parallel.memory.disk_pool import DiskPool
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
-from wanma.parallel.parameters.stale_parameters import Strays
-from wanma.parallel.tensor.local_parameters import distribute
+from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
+from wanma.parallel.tensor.local_parameters import distribute_parameters
 
 
 class Branches(nn.Module):
@@ -126,9 +126,9 @@ def test_a_parameter_that_the_model_takes_from_elsewhere_is_refused_by_name(plan
 def test_a_gradient_from_before_the_training_is_no_reason_to_refuse() -> None:
     model = Listed()
     model(torch.ones(3)).sum().backward()
-    strays = Strays(model)
+    strays = StaleParameterCheck(model)
     model(torch.ones(3)).sum().backward()
-    strays.refuse()
+    strays.check()
 
 
 def test_a_gradient_that_tensor_ranks_hold_by_parts_is_put_together() -> None:
@@ -143,74 +143,74 @@ def given(rank: int) -> Tensor:
     return torch.full((2, 3), 1.0 + rank)
 
 
-def gradients(worker: Worker, bucket_bytes: int) -> dict[str, Any]:
+def gradients(worker: WorkerContext, bucket_bytes: int) -> dict[str, Any]:
     plan = Plan(dp_replicate=2, precision="fp32", bucket_bytes=bucket_bytes)
-    with process_grid(worker, plan, 60) as grid:
+    with open_mesh(worker, plan, 60) as grid:
         model = Branches()
-        held = Whole(model, grid, Stopwatch(), None)
+        held = Replicated(model, grid, CommunicationTimer(), None)
         model(given(worker.rank), worker.rank == 1).sum().backward()
-        held.end_backward()
+        held.finalize_gradients()
         return {
             name: None if parameter.grad is None else parameter.grad.to_local().flatten().tolist()
             for name, parameter in model.named_parameters()
         }
 
 
-def memory(worker: Worker) -> dict[str, Any]:
-    with process_grid(worker, Plan(dp_replicate=2, precision="fp32"), 60) as grid:
+def memory(worker: WorkerContext) -> dict[str, Any]:
+    with open_mesh(worker, Plan(dp_replicate=2, precision="fp32"), 60) as grid:
         model = Branches()
-        held = Whole(model, grid, Stopwatch(), None)
+        held = Replicated(model, grid, CommunicationTimer(), None)
         found: dict[str, Any] = {"names": [name for name, _ in model.named_parameters()]}
         found["at rest"] = [local(parameter).data_ptr() for parameter in model.parameters()]
         found["kind at rest"] = [isinstance(parameter, DTensor) for parameter in model.parameters()]
         model(given(0), False).sum().backward()
         found["while it computes"] = [local(parameter).data_ptr() for parameter in model.parameters()]
         found["kind while it computes"] = [isinstance(parameter, DTensor) for parameter in model.parameters()]
-        held.end_backward()
+        held.finalize_gradients()
         assert [local(parameter).data_ptr() for parameter in model.parameters()] == found["at rest"]
         model(given(0), False)
-        held.rest()
+        held.reshard()
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         return found
 
 
-def recurrent_gradients(worker: Worker) -> dict[str, list[float]]:
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
-        parallel = parallelize(custom_spec(Recurrent()), grid.plan, grid, 1)
+def recurrent_gradients(worker: WorkerContext) -> dict[str, list[float]]:
+    with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
+        parallel = parallelize(wrap_module(Recurrent()), grid.plan, grid, 1)
         parallel.module(given(worker.rank)).sum().backward()
-        parallel.end_backward()
+        parallel.finalize_gradients()
         return {name: whole_gradient(parameter) for name, parameter in parallel.named_parameters()}
 
 
-def train_listed(worker: Worker, plan: Plan) -> None:
-    with process_grid(worker, plan, 60) as grid, Scratch(worker.run_directory) as scratch:
-        parallel = parallelize(custom_spec(Listed()), plan, grid, 1, scratch)
-        parallel.begin_micro_batch(last=True)
+def train_listed(worker: WorkerContext, plan: Plan) -> None:
+    with open_mesh(worker, plan, 60) as grid, DiskPool(worker.run_directory) as scratch:
+        parallel = parallelize(wrap_module(Listed()), plan, grid, 1, scratch)
+        parallel.begin_micro_batch(is_last=True)
         parallel.module(torch.ones(3)).sum().backward()
-        parallel.end_backward()
+        parallel.finalize_gradients()
 
 
-def gradient_by_parts(worker: Worker) -> list[float]:
-    with process_grid(worker, Plan(tp=2), 60) as grid:
+def gradient_by_parts(worker: WorkerContext) -> list[float]:
+    with open_mesh(worker, Plan(tp=2), 60) as grid:
         model = Scaled()
-        distribute(model, grid.axis("tp"), {"weight": Replicate()})
-        held = Whole(model, grid, Stopwatch(), None)
+        distribute_parameters(model, grid.dim_mesh("tp"), {"weight": Replicate()})
+        held = Replicated(model, grid, CommunicationTimer(), None)
         first = 1.0 + 2 * worker.rank
         model(torch.tensor([first, first + 1])).sum().backward()
-        held.end_backward()
+        held.finalize_gradients()
         return whole_gradient(model.weight)
 
 
-def frozen_by_steps(worker: Worker) -> list[bool]:
-    with process_grid(worker, Plan(), 60) as grid:
+def frozen_by_steps(worker: WorkerContext) -> list[bool]:
+    with open_mesh(worker, Plan(), 60) as grid:
         model = Branches()
-        held = Whole(model, grid, Stopwatch(), None)
+        held = Replicated(model, grid, CommunicationTimer(), None)
         found = []
         for trained in (True, False, True):
             model.first.bias.grad = None
             model.first.bias.requires_grad_(trained)
             model(given(0), False).sum().backward()
-            held.end_backward()
+            held.finalize_gradients()
             found.append(model.first.bias.grad is not None)
         return found
 
@@ -224,10 +224,10 @@ def whole_gradient(parameter: nn.Parameter) -> list[float]:
     return values
 
 
-def precision_of_output(worker: Worker) -> str:
-    with process_grid(worker, Plan(precision="fp64"), 60) as grid:
+def precision_of_output(worker: WorkerContext) -> str:
+    with open_mesh(worker, Plan(precision="fp64"), 60) as grid:
         model = Branches().double()
-        Whole(model, grid, Stopwatch(), torch.float64)
+        Replicated(model, grid, CommunicationTimer(), torch.float64)
         return str(model(given(0), False).dtype)
 
 

@@ -24,11 +24,11 @@ from support.shared import shared_world
 from wanma.collectives.shared_memory.backend import allocated_bytes
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
-from wanma.models.model_spec import custom_spec
+from wanma.job.run.worker import WorkerContext
+from wanma.models.model_spec import wrap_module
 from wanma.parallel.data_parallel.sharded import Sharded
-from wanma.parallel.mesh.parallel_mesh import process_grid
-from wanma.parallel.parallelize import Parallel, parallelize
+from wanma.parallel.mesh.parallel_mesh import open_mesh
+from wanma.parallel.parallelize import ParallelModel, parallelize
 
 MODEL = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "tie_embeddings": True}
 UNEVEN = {**MODEL, "feed_forward": 51}
@@ -129,24 +129,24 @@ class Own(nn.Module):
 
 
 @contextmanager
-def spread(worker: Worker, model: nn.Module, plan: Plan) -> Iterator[Parallel]:
-    with process_grid(worker, plan, 60, "shared_memory") as grid:
-        parallel = parallelize(custom_spec(model, 1), plan, grid, 1)
+def spread(worker: WorkerContext, model: nn.Module, plan: Plan) -> Iterator[ParallelModel]:
+    with open_mesh(worker, plan, 60, "shared_memory") as grid:
+        parallel = parallelize(wrap_module(model, 1), plan, grid, 1)
         (sharded,) = parallel.data_parallel
         assert isinstance(sharded, Sharded)
-        assert sharded.weights is not None
-        assert len(sharded.weights.tensors) == len(list(model.parameters()))
+        assert sharded.shared_memory_weights is not None
+        assert len(sharded.shared_memory_weights.parameters) == len(list(model.parameters()))
         yield parallel
 
 
-def held(worker: Worker, precision: Any) -> dict[str, Any]:
+def held(worker: WorkerContext, precision: Any) -> dict[str, Any]:
     """Model memory of a rank that all ranks share, and whether its shards lie there."""
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     with spread(worker, model, replace(PLAN, precision=precision)) as parallel:
         (sharded,) = parallel.data_parallel
         assert isinstance(sharded, Sharded)
-        assert sharded.weights is not None
-        parts = {tensor._part.data_ptr() for tensor in sharded.weights.tensors}
+        assert sharded.shared_memory_weights is not None
+        parts = {tensor._own_part.data_ptr() for tensor in sharded.shared_memory_weights.parameters}
         shards = [one.to_local() for one in parallel.module.parameters() if isinstance(one, DTensor)]
         return {
             "elements": sum(shard.numel() for shard in shards),
@@ -163,7 +163,7 @@ def test_a_model_lies_there_once(precision: Any, width: int) -> None:
         assert 0 <= rank["common"] - rank["elements"] * width < 4096 * 4
 
 
-def replaced(worker: Worker, precision: Any) -> list[bool]:
+def replaced(worker: WorkerContext, precision: Any) -> list[bool]:
     numbers = torch.arange(11)
     expected = Own()(numbers)
     close = partial(torch.allclose, rtol=1e-6 if precision == "fp32" else 0.05, atol=0.05)
@@ -171,13 +171,13 @@ def replaced(worker: Worker, precision: Any) -> list[bool]:
     with spread(worker, Own(), replace(PLAN, precision=precision)) as parallel, torch.no_grad():
         model = parallel.module.to("cpu")
         found.append(close(model(numbers).float(), expected))
-        parallel.rest()
-        parallel.settle()
+        parallel.reshard()
+        parallel.wait_until_weights_unused()
         twice = {name: value * 2 if name == "scale" else value for name, value in model.state_dict().items()}
         model.load_state_dict(twice, assign=True)
         found.append(close(model(numbers).float(), expected * 2))
-        parallel.rest()
-        parallel.settle()
+        parallel.reshard()
+        parallel.wait_until_weights_unused()
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.to_local().mul_(0)
@@ -190,12 +190,12 @@ def test_any_module_computes_with_its_own_numbers_whoever_replaces_them(precisio
     assert run_ranks(replaced, 2, (precision,)) == [[True] * 3] * 2
 
 
-def changed_in_forward(worker: Worker) -> str:
+def changed_in_forward(worker: WorkerContext) -> str:
     with spread(worker, Own(max_norm=0.1), PLAN) as parallel, torch.no_grad():
         parallel.module(torch.arange(11))
-        parallel.rest()
+        parallel.reshard()
         try:
-            parallel.settle()
+            parallel.wait_until_weights_unused()
         except WanmaError as error:
             return error.message
     return ""
@@ -206,23 +206,23 @@ def test_weights_that_change_as_they_compute_are_refused_by_name() -> None:
         assert message.startswith("embedding.weight was changed in a forward pass")
 
 
-def changed_between_steps(worker: Worker, precision: Any) -> list[float]:
+def changed_between_steps(worker: WorkerContext, precision: Any) -> list[float]:
     """As of a loop that evaluates by itself, and then changes weights."""
     found = []
     with spread(worker, Own(), replace(PLAN, precision=precision)) as parallel:
         for change in (2.0, 3.0):
             with torch.no_grad():
                 parallel.module(torch.arange(11))
-                parallel.rest()
-                parallel.settle()
+                parallel.reshard()
+                parallel.wait_until_weights_unused()
                 if worker.rank == 1:
                     time.sleep(0.1)
                 for parameter in parallel.module.parameters():
                     if parameter.is_floating_point():
                         parameter.to_local().fill_(change)
-            parallel.begin_micro_batch(last=True)
+            parallel.begin_micro_batch(is_last=True)
             found.append(float(parallel.module(torch.arange(11)).detach().float().mean()))
-            parallel.rest()
+            parallel.reshard()
     return found
 
 
@@ -233,11 +233,11 @@ def test_weights_changed_by_hand_are_those_of_the_next_step(precision: Any) -> N
     assert run_ranks(changed_between_steps, 2, (precision,)) == [pytest.approx(expected, rel=0.02)] * 2
 
 
-def in_common(worker: Worker) -> list[Any]:
+def in_common(worker: WorkerContext) -> list[Any]:
     with shared_world(worker) as (group, _):
         parts = [(5, torch.float32), (70_000, torch.bfloat16), (1, torch.float64), (0, torch.int64)]
         found = []
-        for one in group.allocate_common(parts):
+        for one in group.allocate_shared(parts):
             assert one is not None
             found.append(one)
             one[1].fill_(worker.rank + 1)
@@ -254,9 +254,9 @@ def test_what_one_rank_writes_all_read() -> None:
         assert run_ranks(in_common, ranks, ()) == [[[everybodys] * 3, 0]] * ranks
 
 
-def too_much(worker: Worker) -> list[bool]:
+def too_much(worker: WorkerContext) -> list[bool]:
     with shared_world(worker) as (group, _):
-        found = group.allocate_common([(1 << 50, torch.float32), (10, torch.float32)])
+        found = group.allocate_shared([(1 << 50, torch.float32), (10, torch.float32)])
         return [one is not None for one in found]
 
 

@@ -13,7 +13,7 @@ from support.compare import one_process, same_tensors, spread_over
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ModelSection
-from wanma.models.model_spec import build_model, model_spec
+from wanma.models.model_spec import build_model, resolve_model_spec
 
 STEPS = 3
 SAMPLES = 6
@@ -95,9 +95,9 @@ def same_run(one: Outcome, other: Outcome, text: dict[str, Any]) -> None:
         assert [s[key] for s in other.steps] == pytest.approx([s[key] for s in one.steps], rel=1e-10), key
     expected, got = one.tensors(), other.tensors()
     same_tensors(expected, got, 1e-10)
-    spec = model_spec(
+    spec = resolve_model_spec(
         ModelSection.model_validate(text["model"]),
-        vocabulary=257,
+        vocabulary_size=257,
         sequence_length=16,
         image_shape=None,
         classes=None,

@@ -19,8 +19,8 @@ from support.ranks import run_ranks
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
-from wanma.models.user_modules.parameter_hooks import hooks_of, register_hooks
+from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.models.user_modules.parameter_hooks import collect_hooks, register_hooks
 
 RATE = 0.1
 
@@ -52,10 +52,10 @@ def job(**parallel: Any) -> dict[str, Any]:
     return session_job(train=train, parallel=parallel)
 
 
-def weights(worker: Worker, text: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Any]]:
+def weights(worker: WorkerContext, text: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """Gradients of a run, and the inputs and targets of each of this rank's micro-batches."""
     RunDirectory(folder).create()
-    current_worker.set(replace(worker, run_directory=folder))
+    current_worker_context.set(replace(worker, run_directory=folder))
     seen = []
     with wanma.session(text) as session:
         model = session.prepare(seeded(Hooked))
@@ -111,8 +111,8 @@ def test_hooks_of_a_parameter_that_was_frozen_afterwards_travel_too() -> None:
     model.first.weight.register_hook(torch.zeros_like)
     model.first.weight.register_post_accumulate_grad_hook(only_the_sign)
     other.first.weight.requires_grad_(False)
-    register_hooks(other, hooks_of(model))
-    assert hooks_of(other) == hooks_of(model)
+    register_hooks(other, collect_hooks(model))
+    assert collect_hooks(other) == collect_hooks(model)
     assert not other.first.weight.requires_grad
 
 
@@ -123,9 +123,9 @@ def steps_itself(parameter: Tensor) -> None:
         parameter -= RATE * parameter.grad
 
 
-def stepping(worker: Worker, folder: Path) -> str:
+def stepping(worker: WorkerContext, folder: Path) -> str:
     RunDirectory(folder).create()
-    current_worker.set(replace(worker, run_directory=folder))
+    current_worker_context.set(replace(worker, run_directory=folder))
     with wanma.session(job()) as session:
         model = session.prepare(seeded(Plain))
         model.get_parameter("last.weight").register_post_accumulate_grad_hook(steps_itself)

@@ -10,42 +10,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wanma.collectives.timing.communication_timer import Stopwatch
-from wanma.parallel.gradients.gradient_reducer import Bucket, GradientSums, Size, buckets
+from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.parallel.gradients.gradient_reducer import Bucket, GradientReducer, GradientSpec, assign_buckets
 
 FOUR = torch.float32  # bytes of an element
 
 
-def size(parameter: int, elements: int, dtype: torch.dtype = FOUR, *, early: bool = True) -> Size:
-    return Size(parameter, torch.Size([elements]), dtype, early)
+def size(parameter: int, elements: int, dtype: torch.dtype = FOUR, *, early: bool = True) -> GradientSpec:
+    return GradientSpec(parameter, torch.Size([elements]), dtype, early)
 
 
 def numbers_of(layout: list[Bucket]) -> list[list[int]]:
-    return [[size.parameter for size in bucket.sizes] for bucket in layout]
+    return [[size.parameter_index for size in bucket.specs] for bucket in layout]
 
 
 def test_large_gradients_go_alone_and_small_ones_together_from_the_last_on() -> None:
     sizes = [size(0, 30), size(1, 500), size(2, 40), size(3, 70), size(4, 10), size(5, 100)]
-    assert numbers_of(buckets(sizes, 400)) == [[5], [4, 3, 2], [1], [0]]
+    assert numbers_of(assign_buckets(sizes, 400)) == [[5], [4, 3, 2], [1], [0]]
 
 
 def test_one_byte_is_a_bucket_of_each_and_a_large_number_one_of_all() -> None:
     sizes = [size(number, 3) for number in range(4)]
-    assert numbers_of(buckets(sizes, 1)) == [[3], [2], [1], [0]]
-    assert numbers_of(buckets(sizes, 1 << 30)) == [[3, 2, 1, 0]]
+    assert numbers_of(assign_buckets(sizes, 1)) == [[3], [2], [1], [0]]
+    assert numbers_of(assign_buckets(sizes, 1 << 30)) == [[3, 2, 1, 0]]
 
 
 def test_what_must_wait_comes_last_and_dtypes_are_not_mixed() -> None:
     sizes = [size(0, 1), size(1, 1, early=False), size(2, 1, torch.float64), size(3, 1)]
-    layout = buckets(sizes, 1 << 20)
+    layout = assign_buckets(sizes, 1 << 20)
     assert numbers_of(layout) == [[3, 0], [2], [1]]
-    assert [bucket.is_early for bucket in layout] == [True, True, False]
+    assert [bucket.is_complete_in_backward for bucket in layout] == [True, True, False]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=12), st.integers(1, 300))
 def test_every_parameter_is_in_one_bucket(parameters: list[tuple[int, bool]], limit: int) -> None:
     sizes = [size(number, count, early=early) for number, (count, early) in enumerate(parameters)]
-    found = [number for bucket in numbers_of(buckets(sizes, limit)) for number in bucket]
+    found = [number for bucket in numbers_of(assign_buckets(sizes, limit)) for number in bucket]
     assert sorted(found) == list(range(len(sizes)))
 
 
@@ -63,18 +63,18 @@ class Rank:
         self.begun.append(bucket.tolist())
         return self
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return False
 
     def wait(self) -> None:
         pass
 
 
-def sums_of(rank: Rank, layout: list[Bucket]) -> GradientSums:
-    return GradientSums(layout, torch.device("cpu"), rank.take, rank.begin, Stopwatch())
+def sums_of(rank: Rank, layout: list[Bucket]) -> GradientReducer:
+    return GradientReducer(layout, torch.device("cpu"), rank.take, rank.begin, CommunicationTimer())
 
 
-LAYOUT = buckets([size(number, 1) for number in range(4)], 8)  # [3, 2], [1, 0]
+LAYOUT = assign_buckets([size(number, 1) for number in range(4)], 8)  # [3, 2], [1, 0]
 
 
 def of(*parameters: int) -> dict[int, Tensor]:
@@ -84,26 +84,26 @@ def of(*parameters: int) -> dict[int, Tensor]:
 def test_a_bucket_begins_when_its_last_gradient_is_made() -> None:
     rank = Rank(of(0, 1, 2, 3))
     sums = sums_of(rank, LAYOUT)
-    sums.arrived(2)
+    sums.mark_ready(2)
     assert rank.begun == []
-    sums.arrived(3)
+    sums.mark_ready(3)
     assert rank.begun == [[3.0, 2.0]]
-    sums.arrived(0)
-    sums.arrived(1)
+    sums.mark_ready(0)
+    sums.mark_ready(1)
     assert rank.begun == [[3.0, 2.0], [1.0, 0.0]]
-    assert {number: total.tolist() for number, total in sums.finish(rank.take).items()} == {
+    assert {number: total.tolist() for number, total in sums.finalize(rank.take).items()} == {
         number: [float(number)] for number in range(4)
     }
-    assert not sums.came_late
+    assert not sums.has_late_gradients
 
 
 def test_buckets_begin_in_their_order_even_where_a_later_one_is_complete_first() -> None:
     rank = Rank(of(0, 1, 2, 3))
     sums = sums_of(rank, LAYOUT)
     for parameter in (0, 1, 2):
-        sums.arrived(parameter)
+        sums.mark_ready(parameter)
     assert rank.begun == []
-    sums.arrived(3)
+    sums.mark_ready(3)
     assert rank.begun == [[3.0, 2.0], [1.0, 0.0]]
 
 
@@ -111,9 +111,9 @@ def test_a_missing_gradient_is_sent_as_zeros_at_the_end_and_told() -> None:
     rank = Rank(of(0, 1, 3))
     sums = sums_of(rank, LAYOUT)
     for parameter in (3, 1, 0):
-        sums.arrived(parameter)
+        sums.mark_ready(parameter)
     assert rank.begun == []  # the first bucket holds up the second
-    found = sums.finish(rank.take)
+    found = sums.finalize(rank.take)
     told = [
         1.0,
         0.0,
@@ -133,11 +133,11 @@ def test_a_gradient_that_comes_after_its_bucket_has_begun_is_added() -> None:
     rank = Rank(of(0, 1, 2, 3))
     sums = sums_of(rank, LAYOUT)
     for parameter in (3, 2, 1, 0):
-        sums.arrived(parameter)
+        sums.mark_ready(parameter)
     rank.gradients = {2: torch.tensor([0.5])}
-    sums.arrived(2)
-    found = sums.finish(rank.take)
-    assert sums.came_late
+    sums.mark_ready(2)
+    found = sums.finalize(rank.take)
+    assert sums.has_late_gradients
     assert found[2].tolist() == [2.5]
     assert found[3].tolist() == [3.0]
     assert rank.begun[-1] == [0.5]
@@ -146,25 +146,25 @@ def test_a_gradient_that_comes_after_its_bucket_has_begun_is_added() -> None:
 def test_a_parameter_that_arrives_twice_does_not_stand_for_another() -> None:
     rank = Rank(of(0, 1, 2, 3))
     sums = sums_of(rank, LAYOUT)
-    sums.arrived(3)
-    sums.arrived(3)
+    sums.mark_ready(3)
+    sums.mark_ready(3)
     assert rank.begun == []
 
 
 def test_what_must_wait_does_so_though_it_has_arrived() -> None:
-    layout = buckets([size(0, 1, early=False), size(1, 1)], 8)
+    layout = assign_buckets([size(0, 1, early=False), size(1, 1)], 8)
     rank = Rank(of(0, 1))
     sums = sums_of(rank, layout)
-    sums.arrived(0)
-    sums.arrived(1)
+    sums.mark_ready(0)
+    sums.mark_ready(1)
     assert rank.begun == [[1.0]]
-    sums.finish(rank.take)
+    sums.finalize(rank.take)
     assert rank.begun[1] == [0.0]
 
 
 def test_a_model_of_which_nothing_is_trained_sends_nothing() -> None:
     rank = Rank({})
-    assert sums_of(rank, []).finish(rank.take) == {}
+    assert sums_of(rank, []).finalize(rank.take) == {}
     assert rank.begun == []
 
 
@@ -177,7 +177,7 @@ class Delayed:
     def begin(self, bucket: Tensor) -> Delayed:
         return self
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return self.done
 
     def wait(self) -> None:
@@ -185,20 +185,20 @@ class Delayed:
 
 
 def test_of_a_slow_sum_what_backward_does_not_hide_is_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, watch = Delayed(), Stopwatch()
+    slow, watch = Delayed(), CommunicationTimer()
     monkeypatch.setattr("wanma.parallel.gradients.gradient_reducer.time.perf_counter", lambda: slow.now)
     gradients = of(0, 1, 2, 3)
-    sums = GradientSums(
+    sums = GradientReducer(
         LAYOUT, torch.device("cpu"), lambda parameter: gradients.pop(parameter, None), slow.begin, watch
     )
     slow.now = 1.0
     for parameter in (3, 2):
-        sums.arrived(parameter)  # the first sum begins at 1
+        sums.mark_ready(parameter)  # the first sum begins at 1
     slow.now, slow.done_at = 3.0, 10.0
     for parameter in (1, 0):
-        sums.arrived(parameter)
+        sums.mark_ready(parameter)
     slow.now = 4.0  # backward ends
-    sums.finish(lambda parameter: gradients.pop(parameter, None))
-    spent = watch.take()
-    assert spent.waited == {"data": 6.0}  # from 4 to 10
-    assert spent.under_way == {"data": 9.0}  # from 1 to 10
+    sums.finalize(lambda parameter: gradients.pop(parameter, None))
+    spent = watch.take_totals()
+    assert spent.exposed_seconds == {"data": 6.0}  # from 4 to 10
+    assert spent.total_seconds == {"data": 9.0}  # from 1 to 10

@@ -19,13 +19,13 @@ from support.ranks import run_job, run_ranks
 from support.text import REAL_TEXT
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job, ModelSection
-from wanma.models.model_spec import ModelSpec, custom_spec, model_spec
-from wanma.parallel.gradients.gradient_reducer import GradientSums
-from wanma.parallel.mesh.parallel_mesh import Grid, process_grid
-from wanma.parallel.parallelize import Parallel, parallelize
-from wanma.training.loss.loss_functions import classification_loss
+from wanma.models.model_spec import ModelSpec, resolve_model_spec, wrap_module
+from wanma.parallel.gradients.gradient_reducer import GradientReducer
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh
+from wanma.parallel.parallelize import ParallelModel, parallelize
+from wanma.training.loss.loss_functions import cross_entropy_loss
 from wanma.training.step.forward_backward import ForwardBackward
 
 LENGTH, VOCABULARY, ROWS, MICRO_BATCHES = 16, 64, 2, 3
@@ -197,7 +197,7 @@ def test_sums_by_nodes_are_those_of_all_ranks(counts: tuple[int, ...], tmp_path:
         "checkpoint": {"every_steps": 0},
     }
     plan = Plan(dp_replicate=4, micro_batch=1, precision="fp64", bucket_bytes=1 << 12)
-    nodes = {rank: {"ranks_by_node": counts} for rank in range(4)}
+    nodes = {rank: {"local_world_sizes": counts} for rank in range(4)}
     plain = run_job(tmp_path / "plain", job, plan)
     by_nodes = run_job(tmp_path / "by-nodes", job, replace(plan, hierarchical=True), workers=nodes)
     assert by_nodes.losses == pytest.approx(plain.losses, rel=1e-12)
@@ -210,14 +210,14 @@ def test_sums_by_nodes_are_those_of_all_ranks(counts: tuple[int, ...], tmp_path:
 # ---------------------------------------------------------------- in each rank
 
 
-def decoder_both_ways(worker: Worker, plan: Plan, model: str) -> dict[int, tuple[list[str], int]]:
+def decoder_both_ways(worker: WorkerContext, plan: Plan, model: str) -> dict[int, tuple[list[str], int]]:
     """By size of buckets: names whose gradients differ between the two ways, and how many buckets began
     early."""
     begun = note_early_ones()
     tokens = torch.randint(
         VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH), generator=torch.Generator().manual_seed(worker.rank)
     )
-    with process_grid(worker, plan, 60) as grid:
+    with open_mesh(worker, plan, 60) as grid:
         if plan.tp > 1 or plan.cp > 1:  # ranks that share samples have the same
             tokens = torch.randint(
                 VOCABULARY, tokens.shape, generator=torch.Generator().manual_seed(grid.data_rank)
@@ -238,13 +238,19 @@ def decoder_both_ways(worker: Worker, plan: Plan, model: str) -> dict[int, tuple
 
 
 def step_gradients(
-    grid: Grid, spec: ModelSpec, batches: list[Batch], bucket_bytes: int, *, overlap: bool, begun: list[int]
+    grid: ParallelMesh,
+    spec: ModelSpec,
+    batches: list[Batch],
+    bucket_bytes: int,
+    *,
+    overlap: bool,
+    begun: list[int],
 ) -> tuple[dict[str, Tensor | None], int]:
     plan = replace(grid.plan, overlap=overlap, bucket_bytes=bucket_bytes)
     grid = replace(grid, plan=plan)
     parallel = parallelize(spec, plan, grid, 1)
-    parallel.initialize()
-    run = ForwardBackward(parallel, Job.model_validate({"model": DECODER}), plan, grid, classification_loss)
+    parallel.initialize_parameters()
+    run = ForwardBackward(parallel, Job.model_validate({"model": DECODER}), plan, grid, cross_entropy_loss)
     begun.clear()
     run(batches, 1.0)
     return gradients_of(parallel), sum(begun)
@@ -252,9 +258,9 @@ def step_gradients(
 
 def spec_of(model: str) -> ModelSpec:
     more = {"plain": {"dropout": 0.1}, "tied": {"tie_embeddings": True}, "experts": EXPERTS}[model]
-    return model_spec(
+    return resolve_model_spec(
         ModelSection.model_validate({**DECODER, **more}),
-        vocabulary=VOCABULARY,
+        vocabulary_size=VOCABULARY,
         sequence_length=LENGTH,
         image_shape=None,
         classes=None,
@@ -269,17 +275,17 @@ def batch_of(tokens: Tensor) -> Batch:
 def note_early_ones() -> list[int]:
     """Number of buckets that each step began before its end; this process ends with the test."""
     begun: list[int] = []
-    finish = GradientSums.finish
+    finish = GradientReducer.finalize
 
-    def noting(sums: GradientSums, *arguments: Any) -> dict[int, Tensor]:
-        begun.append(sums._begun)
+    def noting(sums: GradientReducer, *arguments: Any) -> dict[int, Tensor]:
+        begun.append(sums._next_bucket)
         return finish(sums, *arguments)
 
-    GradientSums.finish = noting  # type: ignore[method-assign]
+    GradientReducer.finalize = noting  # type: ignore[method-assign]
     return begun
 
 
-def gradients_of(parallel: Parallel) -> dict[str, Tensor | None]:
+def gradients_of(parallel: ParallelModel) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for name, parameter in parallel.named_parameters():
         gradient = parameter.grad
@@ -311,30 +317,30 @@ def custom_gradients(model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> dict
     }
 
 
-def routed_both_ways(worker: Worker) -> list[dict[str, Any]]:
+def routed_both_ways(worker: WorkerContext) -> list[dict[str, Any]]:
     found = []
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+    with open_mesh(worker, Plan(dp_replicate=2), 60) as grid:
         for bucket_bytes in BUCKETS:
             for overlap in (True, False):
                 plan = replace(grid.plan, bucket_bytes=bucket_bytes, overlap=overlap)
-                parallel = parallelize(custom_spec(Routed()), plan, replace(grid, plan=plan), 1)
+                parallel = parallelize(wrap_module(Routed()), plan, replace(grid, plan=plan), 1)
                 for at in (0, 1):
-                    parallel.begin_micro_batch(last=at == 1)
+                    parallel.begin_micro_batch(is_last=at == 1)
                     parallel.module(given(worker.rank, at), expert(worker.rank, at)).sum().backward()
-                parallel.end_backward()
+                parallel.finalize_gradients()
                 found.append(listed(gradients_of(parallel)))
     return found
 
 
-def again_both_ways(worker: Worker) -> list[tuple[dict[str, Any], int]]:
+def again_both_ways(worker: WorkerContext) -> list[tuple[dict[str, Any], int]]:
     begun, found = note_early_ones(), []
-    with process_grid(worker, Plan(dp_replicate=2, bucket_bytes=1), 60) as grid:
-        parallel = parallelize(custom_spec(Again()), grid.plan, grid, 1)
+    with open_mesh(worker, Plan(dp_replicate=2, bucket_bytes=1), 60) as grid:
+        parallel = parallelize(wrap_module(Again()), grid.plan, grid, 1)
         for _ in range(3):
             begun.clear()
-            parallel.begin_micro_batch(last=True)
+            parallel.begin_micro_batch(is_last=True)
             parallel.module(given(worker.rank, 0)).sum().backward()
-            parallel.end_backward()
+            parallel.finalize_gradients()
             found.append((listed(gradients_of(parallel)), sum(begun)))
             for _, parameter in parallel.named_parameters():
                 parameter.grad = None

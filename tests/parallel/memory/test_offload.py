@@ -18,15 +18,15 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import TrainSection
 from wanma.job.sections.parallel import Recompute
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.parallel.memory.disk_pool import Scratch
-from wanma.parallel.memory.offload import offload_activations
-from wanma.parallel.memory.recompute import recompute
-from wanma.planner.memory.peak import forecast_memory, memory_of_ranks
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.parallel.memory.disk_pool import DiskPool
+from wanma.parallel.memory.offload import apply_activation_offload
+from wanma.parallel.memory.recompute import apply_recompute
+from wanma.planner.memory.peak import forecast_memory, pipeline_rank_memory
 from wanma.training.loss.cross_entropy import cross_entropy_sum
-from wanma.training.optimizer.named_optimizer import GroupRule, Updater
-from wanma.training.optimizer.optimizer_state_offload import StateHome
+from wanma.training.optimizer.named_optimizer import NamedOptimizer, ParameterRule
+from wanma.training.optimizer.optimizer_state_offload import OptimizerStateOffload
 
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
@@ -104,15 +104,15 @@ def test_a_checkpoint_does_not_know_where_state_was(tmp_path: Path) -> None:
 
 
 def test_parameters_are_updated_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wanma.training.optimizer.named_optimizer.UPDATED_TOGETHER", 70)
+    monkeypatch.setattr("wanma.training.optimizer.named_optimizer.OPTIMIZER_CHUNK_PARAMETERS", 70)
     train = TrainSection(learning_rate=0.1)
 
-    def run(home: StateHome | None) -> tuple[dict[str, Tensor], int]:
+    def run(home: OptimizerStateOffload | None) -> tuple[dict[str, Tensor], int]:
         torch.manual_seed(0)
         parameters = {name: nn.Parameter(torch.randn(8, 8)) for name in "abc"}
         parameters["d"] = nn.Parameter(torch.randn(4))
-        rules = {name: GroupRule(1.0, 0.1) for name in parameters}
-        updater = Updater(parameters, rules, train, home=home)
+        rules = {name: ParameterRule(1.0, 0.1) for name in parameters}
+        updater = NamedOptimizer(parameters, rules, train, state_offload=home)
         for _ in range(3):
             for parameter in parameters.values():
                 parameter.grad = torch.randn(parameter.shape)
@@ -122,9 +122,9 @@ def test_parameters_are_updated_some_at_a_time(tmp_path: Path, monkeypatch: pyte
         )
 
     plain, together = run(None)
-    with Scratch(tmp_path / "scratch") as scratch:
-        stored, in_turn = run(StateHome("disk", scratch))
-        assert scratch.bytes >= 2 * (3 * 64 + 4) * 4
+    with DiskPool(tmp_path / "scratch") as scratch:
+        stored, in_turn = run(OptimizerStateOffload("disk", scratch))
+        assert scratch.reserved_bytes >= 2 * (3 * 64 + 4) * 4
         assert (together, in_turn) == (1, 3)  # a, b, and c with d
         assert stored.keys() == plain.keys()
         assert all(torch.equal(stored[name], plain[name]) for name in plain)
@@ -135,29 +135,29 @@ def test_what_stays_of_the_activations_is_what_the_forecast_says(
     mode: Recompute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent: list[int] = []
-    borrow = Scratch.borrow
+    acquire = DiskPool.acquire
 
-    def count(scratch: Scratch, size: int) -> Tensor:
+    def count(pool: DiskPool, size: int) -> Tensor:
         lent.append(size)
-        return borrow(scratch, size)
+        return acquire(pool, size)
 
-    monkeypatch.setattr(Scratch, "borrow", count)
-    dimensions = DecoderDimensions(4, 64, 4, 4, 192, 320)
+    monkeypatch.setattr(DiskPool, "acquire", count)
+    dimensions = DecoderConfig(4, 64, 4, 4, 192, 320)
     torch.manual_seed(0)
     model = Decoder(dimensions)
     blocks = list(model.layers.values())
     plan = Plan(micro_batch=6, recompute=mode, offload_activations="disk")
-    workload = decoder_workload(dimensions, 32)
-    forecast = memory_of_ranks(workload, plan, "adamw", dimensions=dimensions)[0]
+    workload = compute_decoder_workload(dimensions, 32)
+    forecast = pipeline_rank_memory(workload, plan, "adamw", dimensions=dimensions)[0]
     at_loss = forecast.moments[0]
     tokens = torch.randint(64, (6, 32))
     losses: list[Tensor] = []
-    with Scratch(tmp_path / "scratch") as scratch:
-        recompute(blocks, plan)
-        offload_activations(blocks, plan, scratch)
+    with DiskPool(tmp_path / "scratch") as scratch:
+        apply_recompute(blocks, plan)
+        apply_activation_offload(blocks, plan, scratch)
         kept = held_after(lambda: losses.append(cross_entropy_sum(model(tokens), tokens)))
         assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.1)
-        assert forecast.away == pytest.approx(sum(lent), rel=0.1)
+        assert forecast.offloaded_activations == pytest.approx(sum(lent), rel=0.1)
         losses[0].backward()
 
 
@@ -165,10 +165,8 @@ def test_a_tensor_that_blocks_share_goes_once_and_again_when_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent: list[int] = []
-    borrow = Scratch.borrow
-    monkeypatch.setattr(
-        Scratch, "borrow", lambda scratch, size: (lent.append(size), borrow(scratch, size))[1]
-    )
+    acquire = DiskPool.acquire
+    monkeypatch.setattr(DiskPool, "acquire", lambda pool, size: (lent.append(size), acquire(pool, size))[1])
 
     class Scale(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -176,8 +174,8 @@ def test_a_tensor_that_blocks_share_goes_once_and_again_when_it_has_changed(
 
     def gradient(changes: bool) -> Tensor:
         blocks = [Scale(), Scale()]
-        with Scratch(tmp_path / "scratch") as scratch:
-            offload_activations(blocks, Plan(offload_activations="disk"), scratch)
+        with DiskPool(tmp_path / "scratch") as scratch:
+            apply_activation_offload(blocks, Plan(offload_activations="disk"), scratch)
             x = torch.ones(64, 64, requires_grad=True)
             mask = torch.full((64, 64), 3.0)
             hidden = blocks[0](x, mask)
@@ -197,12 +195,14 @@ def test_a_run_needs_less_memory_by_what_is_on_disk(tmp_path: Path) -> None:
     """52M parameters; a checkpoint is saved too, which in memory would be another copy of all state."""
     text = job(tmp_path, steps=2, global_batch=2)
     text["model"] = {"family": "decoder", "layers": 16, "hidden": 512, "heads": 8, "vocabulary": 320}
-    dimensions = DecoderDimensions(16, 512, 8, 8, 1408, 320)
+    dimensions = DecoderConfig(16, 512, 8, 8, 1408, 320)
     peaks, forecasts = [], []
     for plan in (Plan(micro_batch=2), Plan(micro_batch=2, **ALL)):
         run = run_job(tmp_path / plan.offload_parameters, text, plan)
         peaks.append(max(step["memory_bytes"] for step in run.steps))
-        forecasts.append(forecast_memory(decoder_workload(dimensions, 32), plan, "adamw", micro_batches=1))
+        forecasts.append(
+            forecast_memory(compute_decoder_workload(dimensions, 32), plan, "adamw", micro_batches=1)
+        )
     assert forecasts[1].disk_bytes > 51_000_000 * 12
     saved = forecasts[0].memory_bytes - forecasts[1].memory_bytes
     # The kinds that a forecast adds up are not all at their largest at once.

@@ -17,11 +17,11 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.keyed_random.dropout import keyed_samples
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.parallel.memory.recompute import recompute
-from wanma.parallel.memory.recomputed_attributes import RecomputedAttributes
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.keyed_random.dropout import bind_samples
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.parallel.memory.recompute import apply_recompute
+from wanma.parallel.memory.recomputed_attributes import RecomputedAttributeCheck
 
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
@@ -40,16 +40,16 @@ DECODER: dict[str, Any] = {
 
 def build(plan: Plan) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(DecoderDimensions(4, 32, 4, 2, 96, 64, dropout=0.1))
+    model = Decoder(DecoderConfig(4, 32, 4, 2, 96, 64, dropout=0.1))
     names = [name for name, _ in model.named_parameters()]
-    recompute(list(model.layers.values()), plan)
+    apply_recompute(list(model.layers.values()), plan)
     assert [name for name, _ in model.named_parameters()] == names
     return model
 
 
 def forward(model: Decoder) -> Tensor:
     tokens = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(1))
-    with keyed_samples(model, 1, torch.arange(3)):
+    with bind_samples(model, 1, torch.arange(3)):
         loss: Tensor = model(tokens).square().sum()
     return loss
 
@@ -87,17 +87,17 @@ def test_every_mode_and_share_gives_the_same_bits_and_keeps_less_the_more_it_rec
 def test_a_block_keeps_as_many_elements_as_forecasts_count(function: Any, mode: Recompute) -> None:
     tokens, held = torch.randint(64, (3, 16)), []
     for layers in (2, 6):
-        dimensions = DecoderDimensions(layers, 32, 4, 4, 128, 64, activation_function=function)
+        dimensions = DecoderConfig(layers, 32, 4, 4, 128, 64, activation_function=function)
         model, losses = Decoder(dimensions), []
-        recompute(list(model.layers.values()), Plan(recompute=mode))
+        apply_recompute(list(model.layers.values()), Plan(recompute=mode))
         held.append(held_after(lambda model=model, losses=losses: losses.append(model(tokens).sum())))
-    layer = decoder_workload(dimensions, 16).layers[1]
-    assert layer.input_elements_per_sample is not None
-    assert layer.costly_elements_per_sample is not None
+    layer = compute_decoder_workload(dimensions, 16).layers[1]
+    assert layer.full_recompute_elements_per_sample is not None
+    assert layer.selective_recompute_elements_per_sample is not None
     counted = {
         "none": layer.activation_elements_per_sample,
-        "selective": layer.input_elements_per_sample + layer.costly_elements_per_sample,
-        "full": layer.input_elements_per_sample,
+        "selective": layer.full_recompute_elements_per_sample + layer.selective_recompute_elements_per_sample,
+        "full": layer.full_recompute_elements_per_sample,
     }
     assert (held[1] - held[0]) / 4 == 4 * 3 * counted[mode]
 
@@ -183,7 +183,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_a_block_that_changes_a_buffer_is_refused(policy: Recompute) -> None:
     block = Counting()
-    recompute([block], Plan(recompute=policy))
+    apply_recompute([block], Plan(recompute=policy))
     with torch.no_grad():
         block(torch.ones(2, 8))  # nothing is run again
     with pytest.raises(JobError, match="Counting changes its buffer count"):
@@ -230,7 +230,7 @@ def test_a_block_whose_attributes_a_second_run_changes_again_is_refused(
     policy: Recompute, keep: Callable[[Any, Tensor], None]
 ) -> None:
     block = Keeping(keep)
-    recompute([block], Plan(recompute=policy))
+    apply_recompute([block], Plan(recompute=policy))
     with torch.no_grad():
         block(torch.ones(2, 8))  # nothing is run again
     output = block(torch.ones(2, 8))
@@ -240,7 +240,7 @@ def test_a_block_whose_attributes_a_second_run_changes_again_is_refused(
 
 def test_a_block_that_sets_attributes_anew_is_not() -> None:
     block = Keeping(sets_anew)
-    recompute([block], Plan(recompute="full"))
+    apply_recompute([block], Plan(recompute="full"))
     for index in range(6):
         block(torch.full((2, 8), float(index))).sum().backward()
     first, second = block(torch.ones(2, 8)), block(torch.zeros(2, 8))
@@ -250,6 +250,6 @@ def test_a_block_that_sets_attributes_anew_is_not() -> None:
 
 def test_only_the_first_runs_are_compared() -> None:
     block = Keeping(sets_anew)
-    watch, forward = RecomputedAttributes(block), block.forward
-    watched = [watch.watched(forward) is not forward for _ in range(6)]
+    watch, forward = RecomputedAttributeCheck(block), block.forward
+    watched = [watch.wrap_forward(forward) is not forward for _ in range(6)]
     assert watched == [True] * 4 + [False] * 2

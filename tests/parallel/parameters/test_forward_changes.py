@@ -14,7 +14,7 @@ from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, Plain, seeded
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.parameters.forward_changes import ForwardChanges, checksum
+from wanma.parallel.parameters.forward_changes import ForwardChangeCheck, checksum
 
 
 class Clamped(Plain):
@@ -198,19 +198,19 @@ def test_a_change_that_begins_late_is_refused_when_values_are_looked_at_again(
         spread_over(tmp_path, text, plan, objects={"model": seeded(Late), "data": Numbers()}, seconds=40)
 
 
-def step(changes: ForwardChanges, weight: Tensor, factor: float) -> None:
+def step(changes: ForwardChangeCheck, weight: Tensor, factor: float) -> None:
     """Two micro-batches whose forwards multiply a weight."""
     for index in range(2):
         changes.begin_micro_batch()
         if index == 0:
-            changes.begin([weight])
+            changes.begin_step([weight])
         weight.data.mul_(factor)
-    changes.end_backward()
+    changes.end_step()
 
 
 def test_micro_batches_that_each_change_a_weight_late_are_refused() -> None:
     weight = torch.ones(3, 3)
-    changes = ForwardChanges(["weight"])
+    changes = ForwardChangeCheck(["weight"])
     for number in range(100):
         step(changes, weight, 1.0 if number < 80 else 0.9)
     with pytest.raises(JobError, match="weight was changed in a forward pass, of which a step has several"):

@@ -16,11 +16,11 @@ from support.huggingface import write_config
 from support.ranks import Outcome, run_here, run_job
 from wanma.api.checkpoints.export import export
 from wanma.job.errors import WanmaError
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.sections.job import Job
-from wanma.models.layers.lora import is_adapter, merge
+from wanma.models.layers.lora import is_lora_parameter, merge_lora
 
 BEFORE = "support.frozen:keep_in_fp32"
 MODEL = {
@@ -59,7 +59,7 @@ def same_but_rounded(before: Outcome, after: Outcome) -> None:
     assert after.losses == before.losses
     assert after.norms == before.norms
     expected, got = before.tensors(), after.tensors()
-    frozen = {name for name in got if name.startswith("model.") and not is_adapter(name)}
+    frozen = {name for name in got if name.startswith("model.") and not is_lora_parameter(name)}
     averages = {name.replace("model.", "average.") for name in frozen}
     assert frozen
     assert expected.keys() - averages == got.keys()
@@ -90,7 +90,7 @@ FURTHER = {
 
 @pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)])
 def test_every_plan_gives_the_numbers_of_fp32_copies(name: str, tmp_path: Path) -> None:
-    plan = {**PLANS, **FURTHER}[name].but(precision="bf16")
+    plan = {**PLANS, **FURTHER}[name].with_changes(precision="bf16")
     text = job(tmp_path, collectives="gloo" if "Gloo" in name else "auto")
     before = run_job(tmp_path / "before", text, plan, patch=BEFORE)
     same_but_rounded(before, run_job(tmp_path / "after", text, plan))
@@ -108,7 +108,7 @@ def test_every_plan_gives_the_numbers_of_fp32_copies(name: str, tmp_path: Path) 
 )
 def test_experts_give_the_numbers_of_fp32_copies(plan: Plan, tmp_path: Path) -> None:
     experts = {"experts": 4, "experts_per_token": 2, "expert_feed_forward": 32}
-    text, plan = job(tmp_path, **experts), plan.but(precision="bf16")
+    text, plan = job(tmp_path, **experts), plan.with_changes(precision="bf16")
     before = run_job(tmp_path / "before", text, plan, patch=BEFORE)
     same_but_rounded(before, run_job(tmp_path / "after", text, plan))
 
@@ -138,10 +138,10 @@ def test_a_run_carries_on_under_another_plan(tmp_path: Path, one: Outcome) -> No
         job(tmp_path, steps=4, collectives="gloo"),
         Plan(dp_shard=2, shard="optimizer", micro_batch=2),
     )
-    after = run_job(tmp_path / "run", text, plan.but(precision="bf16"))
+    after = run_job(tmp_path / "run", text, plan.with_changes(precision="bf16"))
     assert after.losses[-2:] == pytest.approx(one.losses[-2:], rel=1e-4)
     for name, tensor in one.tensors().items():
-        if name.startswith("model.") and not is_adapter(name):
+        if name.startswith("model.") and not is_lora_parameter(name):
             assert torch.equal(after.tensors()[name], tensor), name
 
 
@@ -166,10 +166,10 @@ def test_an_export_has_the_weights_that_were_published(tmp_path: Path) -> None:
     text["model"] = {"lora_rank": 3, **keys}
     text["checkpoint"]["start_from"] = str(tmp_path / "base")
     run = run_here(tmp_path / "run", text, Plan(micro_batch=4, precision="bf16"), {})
-    (run.directory / "job.toml").write_text(to_toml(Job.model_validate(text)))
+    (run.directory / "job.toml").write_text(job_to_toml(Job.model_validate(text)))
 
     done = export(RunDirectory(run.directory), tmp_path / "out")
-    assert done.rounded == 0
+    assert done.rounded_parameters == 0
     base = load_file(tmp_path / "base" / "model.safetensors")
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
@@ -179,13 +179,15 @@ def test_an_export_has_the_weights_that_were_published(tmp_path: Path) -> None:
             continue
         layer = f"{name.removesuffix('.weight')}.key"
         halves = {part: run.tensors()[f"average.{layer}.{part}"] for part in ("lora_a", "lora_b")}
-        merged = merge({"weight": tensor[:, 32:64].T, **halves}, 6.0)["weight"]
+        merged = merge_lora({"weight": tensor[:, 32:64].T, **halves}, 6.0)["weight"]
         assert torch.equal(out[name][:, 32:64].T, merged)
         assert torch.equal(out[name][:, :32], tensor[:, :32])
 
     shutil.rmtree(tmp_path / "base")
     without = export(RunDirectory(run.directory), tmp_path / "without")
-    assert without.rounded == len([n for n in run.tensors() if n.startswith("model.") and not is_adapter(n)])
+    assert without.rounded_parameters == len(
+        [n for n in run.tensors() if n.startswith("model.") and not is_lora_parameter(n)]
+    )
     rounded = load_file(tmp_path / "without" / "model.safetensors")
     for name, tensor in base.items():
         if not name.endswith("c_attn.weight"):
@@ -199,6 +201,6 @@ def test_a_merged_weight_has_the_precision_of_its_adapter() -> None:
         "lora_a": torch.full((1, 2), 1e-3),
         "lora_b": torch.ones(2, 1),
     }
-    merged = merge(tensors, 1.0)["weight"]
+    merged = merge_lora(tensors, 1.0)["weight"]
     assert merged.dtype == torch.float32
     assert torch.equal(merged, torch.full((2, 2), 1.001))

@@ -16,12 +16,12 @@ from support.compare import one_process, same_numbers, spread_over
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.batch_norm import GroupedBatchNorm
-from wanma.models.structure.parallel_spec import Layout
-from wanma.parallel.pipeline.stage_partition import keep_stage, stage_layout
+from wanma.models.structure.parallel_spec import ParallelSpec
+from wanma.parallel.pipeline.stage_partition import extract_stage, pipeline_parallel_spec
 
-DIMENSIONS = DecoderDimensions(layers=4, hidden=8, heads=2, kv_heads=2, feed_forward=16, vocabulary=32)
+DIMENSIONS = DecoderConfig(layers=4, hidden=8, heads=2, kv_heads=2, feed_forward=16, vocabulary=32)
 
 
 def decoder() -> Decoder:
@@ -36,14 +36,16 @@ def sequence(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def stages(model: nn.Module, layout: Layout, plan: Plan) -> list[nn.Module]:
-    return [keep_stage(model, layout, plan, stage) for stage in range(plan.stages)]
+def stages(model: nn.Module, layout: ParallelSpec, plan: Plan) -> list[nn.Module]:
+    return [extract_stage(model, layout, plan, stage) for stage in range(plan.stage_count)]
 
 
 def test_stages_hold_every_parameter_once_under_its_own_name() -> None:
     model = decoder()
     whole = [name for name, _ in model.named_parameters()]
-    parts = stages(model, model.layout, Plan(pp=2, virtual_stages=2, schedule="zbv", stage_cuts=(0, 2, 4)))
+    parts = stages(
+        model, model.parallel_spec, Plan(pp=2, virtual_stages=2, schedule="zbv", stage_cuts=(0, 2, 4))
+    )
     names = [[name for name, _ in part.named_parameters()] for part in parts]
     assert sorted(itertools.chain(*names)) == sorted(whole)
     assert names[0] == ["embedding.weight"]
@@ -57,7 +59,7 @@ def test_stages_one_after_the_other_compute_what_the_whole_computes() -> None:
     model = Decoder(DIMENSIONS).double()
     tokens = torch.arange(12).view(2, 6)
     given = tokens
-    for part in stages(model, model.layout, Plan(pp=3, stage_cuts=(1, 3))):
+    for part in stages(model, model.parallel_spec, Plan(pp=3, stage_cuts=(1, 3))):
         given = part(given)
     assert torch.equal(given, model(tokens))
 
@@ -65,7 +67,7 @@ def test_stages_one_after_the_other_compute_what_the_whole_computes() -> None:
 def test_a_sequence_is_cut_between_its_children_with_their_numbers_kept() -> None:
     torch.manual_seed(0)
     model = sequence(4, 8, 8, 2)
-    parts = stages(model, stage_layout(model, None, Plan(pp=2)), Plan(pp=2, stage_cuts=(2,)))
+    parts = stages(model, pipeline_parallel_spec(model, None, Plan(pp=2)), Plan(pp=2, stage_cuts=(2,)))
     assert [name for name, _ in parts[0].named_children()] == ["0", "1"]
     assert [name for name, _ in parts[1].named_children()] == ["2", "3", "4"]
     x = torch.randn(3, 4)
@@ -74,16 +76,16 @@ def test_a_sequence_is_cut_between_its_children_with_their_numbers_kept() -> Non
 
 def test_a_sequence_that_nobody_measured_is_cut_by_its_parameters() -> None:
     model = sequence(4, 4, 4, 400, 4)
-    parts = stages(model, Layout(blocks=""), Plan(pp=2))
+    parts = stages(model, ParallelSpec(blocks=""), Plan(pp=2))
     sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
     assert sizes == [5 * 4 * 2 + 5 * 400, 401 * 4]
 
 
-REFUSED: dict[str, tuple[nn.Module, Layout | None, str]] = {
+REFUSED: dict[str, tuple[nn.Module, ParallelSpec | None, str]] = {
     "blocks that nobody declared": (nn.ModuleList([nn.Linear(2, 2)]), None, "does not declare its blocks"),
-    "a layout without blocks": (sequence(2, 2, 2), Layout(blocks=None), "does not declare its blocks"),
+    "a layout without blocks": (sequence(2, 2, 2), ParallelSpec(blocks=None), "does not declare its blocks"),
     "statistics over samples": (
-        nn.Sequential(nn.Linear(2, 2), GroupedBatchNorm(2, group=4)),
+        nn.Sequential(nn.Linear(2, 2), GroupedBatchNorm(2, group_size=4)),
         None,
         "batch normalisation",
     ),
@@ -94,13 +96,13 @@ REFUSED: dict[str, tuple[nn.Module, Layout | None, str]] = {
 def test_what_cannot_be_cut_is_refused(name: str) -> None:
     model, layout, says = REFUSED[name]
     with pytest.raises(JobError, match=says):
-        stage_layout(model, layout, Plan(pp=2))
+        pipeline_parallel_spec(model, layout, Plan(pp=2))
 
 
 def test_children_that_share_a_parameter_are_refused() -> None:
     first = nn.Linear(2, 2)
     with pytest.raises(JobError, match=r"0\.weight and 2\.weight are one parameter"):
-        stage_layout(nn.Sequential(first, nn.Tanh(), first), None, Plan(pp=2))
+        pipeline_parallel_spec(nn.Sequential(first, nn.Tanh(), first), None, Plan(pp=2))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_children_that_share_a_parameter_are_refused() -> None:
 def test_cuts_that_do_not_fit_the_model_are_refused(plan: Plan, says: str) -> None:
     model = decoder()
     with pytest.raises(JobError, match=says):
-        keep_stage(model, model.layout, plan, 0)
+        extract_stage(model, model.parallel_spec, plan, 0)
 
 
 # ------------------------------------------------------------------ a user's sequence, trained
@@ -220,7 +222,7 @@ def test_hooks_that_every_stage_would_run_are_refused() -> None:
         model = sequence(2, 2, 2)
         getattr(model, register)(print)
         with pytest.raises(JobError, match=r"Sequential has a hook, which every stage would run"):
-            stage_layout(model, None, Plan(pp=2))
+            pipeline_parallel_spec(model, None, Plan(pp=2))
 
 
 class Pairs(nn.Module):
@@ -268,9 +270,9 @@ def test_torch_that_takes_a_backward_apart_wrongly_is_refused_for_modules_nobody
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = sequence(2, 2, 2, 2, 2)
-    monkeypatch.setattr("wanma.parallel.pipeline.stage_partition.installed_torch", lambda: (2, 11))
+    monkeypatch.setattr("wanma.parallel.pipeline.stage_partition.installed_torch_version", lambda: (2, 11))
     with pytest.raises(JobError, match=r"torch 2\.11 computes wrong gradients"):
-        stage_layout(model, None, APART)
-    stage_layout(decoder(), decoder().layout, APART)
-    monkeypatch.setattr("wanma.parallel.pipeline.stage_partition.installed_torch", lambda: (2, 13))
-    assert stage_layout(model, None, APART).blocks == ""
+        pipeline_parallel_spec(model, None, APART)
+    pipeline_parallel_spec(decoder(), decoder().parallel_spec, APART)
+    monkeypatch.setattr("wanma.parallel.pipeline.stage_partition.installed_torch_version", lambda: (2, 13))
+    assert pipeline_parallel_spec(model, None, APART).blocks == ""

@@ -20,16 +20,16 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ModelSection
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.layers.lora import add_adapters
-from wanma.parallel.precision.float8 import compute_in_fp8
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.layers.lora import apply_lora
+from wanma.parallel.precision.float8 import apply_float8
 
 FP8 = Plan(fp8=True, precision="bf16")
 
 
 def decoder(**changes: Any) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(DecoderDimensions(**{**SIZES, **changes}))
+    return Decoder(DecoderConfig(**{**SIZES, **changes}))
 
 
 SIZES: dict[str, Any] = {
@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 
 def convert(model: nn.Module, plan: Plan = FP8) -> list[str]:
     """Paths of the layers that compute in fp8."""
-    compute_in_fp8(list(model.layers.values()), plan, pretend=True)  # type: ignore[union-attr,operator]
+    apply_float8(list(model.layers.values()), plan, emulate=True)  # type: ignore[union-attr,operator]
     return [path for path, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
 
 
@@ -74,7 +74,7 @@ def test_dims_that_do_not_suit_are_left_alone() -> None:
 
 def test_layers_with_adapters_are_left_alone() -> None:
     model = decoder()
-    add_adapters(model, ModelSection(preset="gpt-1m", lora_rank=2))
+    apply_lora(model, ModelSection(preset="gpt-1m", lora_rank=2))
     assert all("attention" not in path for path in convert(model))
 
 
@@ -141,4 +141,4 @@ def test_a_device_without_products_in_fp8_is_refused() -> None:
     with pytest.raises(
         WanmaError, match=r"train\.fp8: this device has compute capability 0\.0, .* need 8\.9"
     ):
-        compute_in_fp8(list(decoder().layers.values()), FP8)
+        apply_float8(list(decoder().layers.values()), FP8)

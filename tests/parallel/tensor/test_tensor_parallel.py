@@ -25,15 +25,15 @@ from support.text import REAL_TEXT
 from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import ModelSection
-from wanma.models.model_spec import model_spec
-from wanma.models.structure.parallel_spec import Layout
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.models.model_spec import resolve_model_spec
+from wanma.models.structure.parallel_spec import ParallelSpec
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
-from wanma.parallel.tensor.tensor_parallel import heads_seen, split_tensors
+from wanma.parallel.tensor.tensor_parallel import apply_tensor_parallel, local_kv_heads
 from wanma.training.loss.cross_entropy import cross_entropy_sum
-from wanma.training.loss.loss_functions import classification_loss
+from wanma.training.loss.loss_functions import cross_entropy_loss
 
 STEPS = 3
 DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2}
@@ -230,13 +230,15 @@ class Once:
     end: dict[str, int]
 
 
-def train_once(worker: Worker, plan: Plan) -> Once:
+def train_once(worker: WorkerContext, plan: Plan) -> Once:
     """Twice, for the modes that watch see each other."""
     section = ModelSection.model_validate({**DECODER, "vocabulary": VOCABULARY})
-    spec = model_spec(section, vocabulary=None, sequence_length=LENGTH, image_shape=None, classes=None)
-    with process_grid(worker, plan, 60, "gloo") as grid:  # torch tells its collectives
+    spec = resolve_model_spec(
+        section, vocabulary_size=None, sequence_length=LENGTH, image_shape=None, classes=None
+    )
+    with open_mesh(worker, plan, 60, "gloo") as grid:  # torch tells its collectives
         parallel = parallelize(spec, plan, grid, 1)
-        parallel.initialize()
+        parallel.initialize_parameters()
         tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
         batch = Batch(
             inputs=(tokens,), targets=tokens, samples=torch.arange(ROWS), real=torch.ones(ROWS).bool()
@@ -248,14 +250,14 @@ def train_once(worker: Worker, plan: Plan) -> Once:
 
         with Largest() as largest:
             logits = forward()
-            classification_loss(logits, batch)[0].backward()
+            cross_entropy_loss(logits, batch)[0].backward()
         with CommDebugMode() as in_forward:
             again = forward()
-        loss, _ = classification_loss(again, batch)
+        loss, _ = cross_entropy_loss(again, batch)
         with CommDebugMode() as in_backward:
             loss.backward()
         with CommDebugMode() as in_end:
-            parallel.end_backward()
+            parallel.finalize_gradients()
         return Once(
             tuple(logits.to_local().shape),
             largest.elements,
@@ -340,13 +342,13 @@ def make_small() -> Small:
     return Small().double()
 
 
-def split_small(worker: Worker, sequence: bool, roles: dict[str, Any], length: int) -> Any:
+def split_small(worker: WorkerContext, sequence: bool, roles: dict[str, Any], length: int) -> Any:
     """Gradients of the split module, or what was said against splitting or running it."""
     plan = Plan(tp=worker.world_size, sequence_parallel=sequence)
-    with process_grid(worker, plan, 60) as grid:
+    with open_mesh(worker, plan, 60) as grid:
         module = make_small()
         try:
-            split_tensors(module, Layout(blocks=None, tensor=roles), grid)
+            apply_tensor_parallel(module, ParallelSpec(blocks=None, tensor_parallel_styles=roles), grid)
             if length != 8:
                 module(torch.zeros(1, length, dtype=torch.int64))
         except WanmaError as error:
@@ -388,16 +390,16 @@ def test_each_query_head_meets_its_own_key_and_value_head(kv_heads: int, group: 
     for ranks in (ranks for ranks in range(1, heads + 1) if heads % ranks == 0):
         share = heads // ranks
         for rank in range(ranks):
-            seen = heads_seen(heads, kv_heads, ranks, rank)
+            seen = local_kv_heads(heads, kv_heads, ranks, rank)
             assert share % len(seen) == 0
             for query in range(share):
                 assert seen[query // (share // len(seen))] == (rank * share + query) // group
 
 
 def test_no_rank_computes_a_head_twice_where_grouped_attention_needs_it_once() -> None:
-    assert heads_seen(14, 2, 7, 3) == [0, 1]
-    assert heads_seen(8, 2, 4, 2) == [1]
-    assert heads_seen(6, 3, 2, 0) == [0, 0, 1]
+    assert local_kv_heads(14, 2, 7, 3) == [0, 1]
+    assert local_kv_heads(8, 2, 4, 2) == [1]
+    assert local_kv_heads(6, 3, 2, 0) == [0, 0, 1]
 
 
 @pytest.mark.slow

@@ -7,37 +7,39 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
 from wanma.planner.cost.gradient_collectives import (
-    CPU_INT8_BYTES,
-    KERNELS,
-    MOVED_BYTES,
-    TOGETHER_ELEMENTS,
-    Summing,
-    error_bytes,
-    sent_bytes,
+    CODEC_CHUNK_ELEMENTS,
+    CODEC_KERNELS,
+    CODEC_TRAFFIC_BYTES,
+    CPU_INT8_TRAFFIC_BYTES,
+    GradientCollectives,
+    error_feedback_bytes,
+    reduction_sent_bytes,
 )
-from wanma.planner.hardware_model.builder import machine_of
-from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds, all_reduce_seconds
-from wanma.planner.hardware_model.operator_time import streaming_seconds
+from wanma.planner.hardware_model.builder import build_hardware_model
+from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, all_reduce_seconds
+from wanma.planner.hardware_model.operator_time import memory_bound_seconds
 
-NODES = machine_of(parse_cluster("16x8 A100, 1x10G"))
-ONE_EACH = Group(16, 8)
+NODES = build_hardware_model(parse_shorthand("16x8 A100, 1x10G"))
+ONE_EACH = RankGroup(16, 8)
 """One rank of each node."""
-ALL = Group(128, 1)
+ALL = RankGroup(128, 1)
 ELEMENTS = 1e10
 """So that latencies hardly count."""
 
 
-def summing(kind: Compression, whole_bytes: float = 4.0, **fields: Any) -> Summing:
+def summing(kind: Compression, whole_bytes: float = 4.0, **fields: Any) -> GradientCollectives:
     """By default of FSDP2's units, which are summed one after the other."""
-    return Summing(replace(Plan(), compression=kind, **{"device": "cuda", **fields}), NODES, whole_bytes)
+    return GradientCollectives(
+        replace(Plan(), compression=kind, **{"device": "cuda", **fields}), NODES, whole_bytes
+    )
 
 
 def moving(kind: Compression, elements: float = ELEMENTS) -> float:
-    return streaming_seconds(NODES.chip, elements * MOVED_BYTES[kind], KERNELS[kind])
+    return memory_bound_seconds(NODES.chip, elements * CODEC_TRAFFIC_BYTES[kind], CODEC_KERNELS[kind])
 
 
 @pytest.mark.parametrize(("kind", "share"), [("bf16", 2 / 4), ("fp16", 2 / 4), ("int8", 1 / 4)])
@@ -48,9 +50,9 @@ def test_replicas_of_a_hybrid_take_their_links_for_less_time(kind: Compression, 
 
 
 def test_of_replicas_on_cpus_one_part_is_made_smaller_while_another_travels() -> None:
-    parts, part = 100, float(TOGETHER_ELEMENTS)
+    parts, part = 100, float(CODEC_CHUNK_ELEMENTS)
     one, nothing = (summing("int8").all_reduce(ONE_EACH, size) - moving("int8", size) for size in (part, 1.0))
-    computing = streaming_seconds(NODES.chip, part * CPU_INT8_BYTES, KERNELS["int8"])
+    computing = memory_bound_seconds(NODES.chip, part * CPU_INT8_TRAFFIC_BYTES, CODEC_KERNELS["int8"])
     assert computing < moving("int8", part), "on processors its codec is compiled"
     bandwidth, latency = one - nothing, nothing
     travelling = parts * bandwidth + parts / 2 * latency
@@ -59,7 +61,7 @@ def test_of_replicas_on_cpus_one_part_is_made_smaller_while_another_travels() ->
     assert in_flight.all_reduce(ONE_EACH, parts * part) == pytest.approx(expected)
     # A single part has nothing to hide behind, and within a machine all is moved by those that compute.
     assert in_flight.all_reduce(ONE_EACH, part) == pytest.approx(one + computing)
-    inside = Group(8)
+    inside = RankGroup(8)
     alone = summing("int8").all_reduce(inside, part) - moving("int8", part) + computing
     assert in_flight.all_reduce(inside, parts * part) == pytest.approx(parts * alone)
 
@@ -76,7 +78,9 @@ def test_an_exchange_of_all_with_all_does_not_gain_where_a_nodes_ranks_share_its
 
 
 def test_what_top_k_sends_grows_with_the_ranks() -> None:
-    few, many = (summing("topk").all_reduce(Group(size, 8), ELEMENTS) - moving("topk") for size in (2, 16))
+    few, many = (
+        summing("topk").all_reduce(RankGroup(size, 8), ELEMENTS) - moving("topk") for size in (2, 16)
+    )
     expected = all_gather_seconds(NODES, ONE_EACH, 16 * ELEMENTS * 0.01 * 8)
     assert many == pytest.approx(expected)
     assert many > 10 * few
@@ -93,8 +97,8 @@ def test_thin_matrices_take_their_rank() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "bf16", "fp16", "int8", "topk", "powersgd"])
 def test_nobody_makes_smaller_what_is_not_exchanged(kind: Compression) -> None:
-    assert summing(kind).all_reduce(Group(1), ELEMENTS) == 0.0
-    assert summing(kind).reduce_scatter(Group(1), ELEMENTS, compressed=True) == 0.0
+    assert summing(kind).all_reduce(RankGroup(1), ELEMENTS) == 0.0
+    assert summing(kind).reduce_scatter(RankGroup(1), ELEMENTS, compressed=True) == 0.0
 
 
 def test_gradients_that_are_small_already_stay_as_they_are() -> None:
@@ -103,7 +107,7 @@ def test_gradients_that_are_small_already_stay_as_they_are() -> None:
 
 
 def test_shards_that_replicas_repeat_are_summed_whole_within_a_replica() -> None:
-    within = Group(8)
+    within = RankGroup(8)
     plain = summing("none").reduce_scatter(within, ELEMENTS, compressed=True)
     assert summing("int8").reduce_scatter(within, ELEMENTS, compressed=False) == plain
 
@@ -119,9 +123,9 @@ def test_shards_that_replicas_repeat_are_summed_whole_within_a_replica() -> None
     ids=str,
 )
 def test_what_is_left_out_is_kept_of_what_a_rank_hands_over(plan: Plan, elements: int) -> None:
-    shards = 800 / plan.shard_ranks
-    assert error_bytes(replace(plan, compression="int8"), 800, shards) == 4 * elements
-    assert error_bytes(replace(plan, compression="bf16"), 800, shards) == 0
+    shards = 800 / plan.shard_group_size
+    assert error_feedback_bytes(replace(plan, compression="int8"), 800, shards) == 4 * elements
+    assert error_feedback_bytes(replace(plan, compression="bf16"), 800, shards) == 0
 
 
 @pytest.mark.parametrize(
@@ -140,4 +144,4 @@ def test_what_is_left_out_is_kept_of_what_a_rank_hands_over(plan: Plan, elements
 def test_a_rank_sends_its_part_to_all_others(
     plan: Plan, kind: Compression, sent: float, whole: float
 ) -> None:
-    assert sent_bytes(replace(plan, compression=kind), 1000) == pytest.approx((sent, whole))
+    assert reduction_sent_bytes(replace(plan, compression=kind), 1000) == pytest.approx((sent, whole))

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from wanma.hardware.catalogue.lookup import named
-from wanma.hardware.cluster_file.node_builder import machines
+from wanma.hardware.catalogue.lookup import require_device_kind
+from wanma.hardware.cluster_file.node_builder import build_node_group
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job, ModelSection, ParameterGroupSection
-from wanma.models.model_spec import model_spec
+from wanma.models.model_spec import resolve_model_spec
 from wanma.models.structure.parameter_roles import is_frozen
-from wanma.models.workload.model_workload import section_dimensions, section_workload
-from wanma.planner.forecast.plan_forecast import anatomy, pieces_of
-from wanma.planner.forecast.plan_forecast import time as step_time
-from wanma.planner.forecast.problem import Problem, problem_of
+from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
+from wanma.planner.forecast.plan_forecast import forecast_step_time as step_time
+from wanma.planner.forecast.plan_forecast import model_cost_of, step_components
+from wanma.planner.forecast.problem import PlanningProblem, build_problem
 
 MODEL = {"family": "decoder", "layers": 4, "hidden": 256, "heads": 4, "vocabulary": 512}
 SEQUENCE, BATCH = 128, 8
@@ -30,7 +30,7 @@ def frozen(*names: str) -> list[ParameterGroupSection]:
     return [ParameterGroupSection(match=name, frozen=True) for name in names]
 
 
-def problem(groups: list[ParameterGroupSection], device: str = "H100 SXM", **model: Any) -> Problem:
+def problem(groups: list[ParameterGroupSection], device: str = "H100 SXM", **model: Any) -> PlanningProblem:
     section = ModelSection(**{**MODEL, **model})
     job = Job.model_validate(
         {
@@ -39,12 +39,17 @@ def problem(groups: list[ParameterGroupSection], device: str = "H100 SXM", **mod
             "train": {"global_batch": BATCH, "parameter_groups": groups},
         }
     )
-    workload = section_workload(
-        section, groups=groups, vocabulary=None, sequence_length=SEQUENCE, image_shape=None, classes=None
+    workload = build_section_workload(
+        section,
+        parameter_groups=groups,
+        vocabulary_size=None,
+        sequence_length=SEQUENCE,
+        image_shape=None,
+        classes=None,
     )
     assert workload is not None
-    cluster = Cluster((machines(named(device), cards=None),))
-    return problem_of(job, cluster, workload, section_dimensions(section, None))
+    cluster = Cluster((build_node_group(require_device_kind(device), nics=None),))
+    return build_problem(job, cluster, workload, resolve_section_decoder_config(section, None))
 
 
 MATRICES = frozen("layers.*.attention.*", "layers.*.feed_forward.*")
@@ -52,36 +57,36 @@ PLAN = Plan(micro_batch=BATCH, precision="bf16", device="cuda")
 
 
 def test_backward_of_frozen_matrices_is_that_of_their_inputs() -> None:
-    trained, found = (pieces_of(problem(groups), PLAN).blocks[0].part for groups in ([], MATRICES))
+    trained, found = (model_cost_of(problem(groups), PLAN).blocks[0].cost for groups in ([], MATRICES))
     assert found.forward == trained.forward
-    assert found.backward_inputs == trained.backward_inputs
-    assert found.backward_weights < 0.01 * trained.backward_weights
+    assert found.backward_input == trained.backward_input
+    assert found.backward_weight < 0.01 * trained.backward_weight
 
 
 def test_what_lies_before_all_that_is_trained_has_no_backward() -> None:
     groups = frozen("embedding.*", "layers.[012].*")
-    trained, found = (pieces_of(problem(one), PLAN) for one in ([], groups))
-    assert found.before[0].part.backward_inputs == 0
-    assert found.after == trained.after
-    part, whole = found.blocks[0].part, trained.blocks[0].part
-    assert part.backward_inputs == pytest.approx(whole.backward_inputs / 4)
-    assert part.backward_weights == pytest.approx(whole.backward_weights / 4)
+    trained, found = (model_cost_of(problem(one), PLAN) for one in ([], groups))
+    assert found.pre_block[0].cost.backward_input == 0
+    assert found.post_block == trained.post_block
+    part, whole = found.blocks[0].cost, trained.blocks[0].cost
+    assert part.backward_input == pytest.approx(whole.backward_input / 4)
+    assert part.backward_weight == pytest.approx(whole.backward_weight / 4)
     # As later layers are frozen instead, gradients pass them.
-    later = pieces_of(problem(frozen("layers.[123].*")), PLAN).blocks[0].part
-    assert later.backward_inputs == whole.backward_inputs
-    assert later.backward_weights == pytest.approx(whole.backward_weights / 4)
+    later = model_cost_of(problem(frozen("layers.[123].*")), PLAN).blocks[0].cost
+    assert later.backward_input == whole.backward_input
+    assert later.backward_weight == pytest.approx(whole.backward_weight / 4)
 
 
 def test_adapters_cost_their_own_products() -> None:
-    part = pieces_of(problem(MATRICES), PLAN).blocks[0].part
-    adapted = pieces_of(problem([], lora_rank=4), PLAN).blocks[0].part
+    part = model_cost_of(problem(MATRICES), PLAN).blocks[0].cost
+    adapted = model_cost_of(problem([], lora_rank=4), PLAN).blocks[0].cost
     assert part.forward < adapted.forward
-    assert adapted.backward_weights > 0
+    assert adapted.backward_weight > 0
 
 
 def test_gradients_and_updates_are_those_of_trained_parameters() -> None:
-    plan = PLAN.but(dp_replicate=8, micro_batch=1)
-    whole, part = (anatomy(problem(groups), plan) for groups in ([], frozen("layers.[012].*")))
+    plan = PLAN.with_changes(dp_replicate=8, micro_batch=1)
+    whole, part = (step_components(problem(groups), plan) for groups in ([], frozen("layers.[012].*")))
     assert part.reduce_seconds < whole.reduce_seconds
     assert part.optimizer_seconds <= whole.optimizer_seconds
 
@@ -93,16 +98,16 @@ def test_model_flops_leave_out_what_is_not_computed() -> None:
     *_, head = workload([]).layers
     head_only = workload(frozen("embedding.*", "layers.*", "norm.*"))
     forward = sum(layer.count * layer.flops_per_sample for layer in head_only.layers)
-    trained = head.flops_per_sample * (1 + head_only.layers[-1].trained_share)
+    trained = head.flops_per_sample * (1 + head_only.layers[-1].trainable_share)
     assert head_only.flops_per_sample == pytest.approx(forward + trained)
 
 
 def measured_seconds(groups: list[ParameterGroupSection]) -> float:
     """Processor seconds of a forward and backward on one core, the least of five."""
-    spec = model_spec(
-        ModelSection(**MODEL), vocabulary=None, sequence_length=SEQUENCE, image_shape=None, classes=None
+    spec = resolve_model_spec(
+        ModelSection(**MODEL), vocabulary_size=None, sequence_length=SEQUENCE, image_shape=None, classes=None
     )
-    model = spec.make()
+    model = spec.build_module()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.requires_grad_(not is_frozen(name, groups))

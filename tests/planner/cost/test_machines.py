@@ -9,43 +9,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.hardware.catalogue.efficiency import ATTAINED
-from wanma.hardware.catalogue.lookup import CATALOGUE, named
-from wanma.hardware.cluster_file.node_builder import Cards, machines
-from wanma.hardware.cluster_file.reader import load_cluster, read_cluster
-from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.hardware.catalogue.efficiency import DEVICE_EFFICIENCIES
+from wanma.hardware.catalogue.lookup import CATALOGUE, require_device_kind
+from wanma.hardware.cluster_file.node_builder import Nics, build_node_group
+from wanma.hardware.cluster_file.reader import load_cluster_file, read_cluster
+from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.cost.decoder import step_time
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.hardware_model.builder import (
     DISK_BYTES_PER_SECOND,
     HOST_LINK_SHARE,
-    machine_of,
-    nearest_kind,
+    build_hardware_model,
+    nearest_catalogue_device,
 )
-from wanma.planner.hardware_model.calibration import Calibration, Corrections, Measured
-from wanma.planner.hardware_model.collective_time import Group, all_to_all_seconds, crosses
-from wanma.planner.hardware_model.efficiency_curves import GENERATIONS
-from wanma.planner.hardware_model.model import Host, Link, Machine
+from wanma.planner.hardware_model.calibration import Calibration, CorrectionFactors, DeviceCalibration
+from wanma.planner.hardware_model.collective_time import RankGroup, all_to_all_seconds, leaves_innermost_level
+from wanma.planner.hardware_model.efficiency_curves import GENERATION_CURVES
+from wanma.planner.hardware_model.model import HardwareModel, HostModel, LinkLevel
 
-MODEL = DecoderDimensions(8, 2048, 16, 16, 8192, 32000)
+MODEL = DecoderConfig(8, 2048, 16, 16, 8192, 32000)
 ACCELERATORS = [kind.name for kind in CATALOGUE if kind.kind != "cpu"]
 PROCESSORS = [kind.name for kind in CATALOGUE if kind.kind == "cpu"]
 
 
-def step_seconds(machine: Machine, **plan: object) -> float:
+def step_seconds(machine: HardwareModel, **plan: object) -> float:
     precision = next(one for one in ("bf16", "fp16", "fp32") if one in machine.chip.products)
-    return step_time(MODEL, 1024, Plan(precision=precision, **plan), 32, machine).seconds  # type: ignore[arg-type]
+    return decoder_step_time(MODEL, 1024, Plan(precision=precision, **plan), 32, machine).seconds  # type: ignore[arg-type]
 
 
 def described(tmp_path: Path, text: str) -> Cluster:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    return load_cluster(path)
+    return load_cluster_file(path)
 
 
 def test_a_dgx_h100_attains_what_was_measured_on_one() -> None:
-    machine = machine_of(read_cluster("4x8 H100 SXM, 8x400G"))
+    machine = build_hardware_model(read_cluster("4x8 H100 SXM, 8x400G"))
     inside, between = machine.links
     assert (inside.devices, between.devices) == (8, 32)
     assert inside.bandwidth_bytes_per_second == pytest.approx(351e9)
@@ -57,9 +57,9 @@ def test_a_dgx_h100_attains_what_was_measured_on_one() -> None:
 
 
 def test_trays_of_one_nvlink_domain_are_one_level() -> None:
-    machine = machine_of(read_cluster("36x4 GB200, 4x400G"))
+    machine = build_hardware_model(read_cluster("36x4 GB200, 4x400G"))
     assert [link.devices for link in machine.links] == [72, 144]
-    part = machine_of(read_cluster("2x4 GB200, 4x400G"))
+    part = build_hardware_model(read_cluster("2x4 GB200, 4x400G"))
     assert [link.devices for link in part.links] == [8]
     assert part.links[0].bandwidth_bytes_per_second == pytest.approx(658e9, rel=1e-3)
 
@@ -76,27 +76,27 @@ def test_trays_of_one_nvlink_domain_are_one_level() -> None:
 def test_machines_lie_evenly_on_the_fewest_racks_and_the_placement_is_told(
     count: int, each: int, told: str
 ) -> None:
-    machine = machine_of(read_cluster(f"{count}x4 GB200, 4x400G"))
+    machine = build_hardware_model(read_cluster(f"{count}x4 GB200, 4x400G"))
     assert [link.devices for link in machine.links] == [4 * each, 4 * count]
     assert machine.assumed == (f"placement assumed: {count} machines of GB200 lie {told}",)
 
 
 def test_experts_over_64_ranks_stay_in_a_rack_that_a_run_of_whole_racks_lacks() -> None:
     """64 of a rack's 72 devices hold a group; where all 72 are used, groups lie across its edge."""
-    even, packed = (machine_of(read_cluster(f"{count}x4 GB200, 4x400G")) for count in (64, 144))
-    assert not crosses(even, Group(64))
-    assert crosses(packed, Group(64))
-    exchange = [all_to_all_seconds(one, Group(64), 1e9) for one in (even, packed)]
+    even, packed = (build_hardware_model(read_cluster(f"{count}x4 GB200, 4x400G")) for count in (64, 144))
+    assert not leaves_innermost_level(even, RankGroup(64))
+    assert leaves_innermost_level(packed, RankGroup(64))
+    exchange = [all_to_all_seconds(one, RankGroup(64), 1e9) for one in (even, packed)]
     assert exchange[1] > 5 * exchange[0]
 
 
 def test_cards_that_devices_share_are_split_between_them() -> None:
-    (_, between) = machine_of(read_cluster("16x8 A100, 4x100G")).links
+    (_, between) = build_hardware_model(read_cluster("16x8 A100, 4x100G")).links
     assert between.bandwidth_bytes_per_second == pytest.approx(0.9 * 4 * 12.5e9 / 8)
 
 
 def test_pcie_is_shared_beyond_a_pair() -> None:
-    pair, rest = machine_of(read_cluster("1x8 L40S")).links
+    pair, rest = build_hardware_model(read_cluster("1x8 L40S")).links
     assert (pair.devices, rest.devices) == (2, 8)
     assert pair.bandwidth_bytes_per_second == pytest.approx(19.5e9, rel=0.01)
     assert rest.bandwidth_bytes_per_second < pair.bandwidth_bytes_per_second / 5
@@ -104,26 +104,28 @@ def test_pcie_is_shared_beyond_a_pair() -> None:
 
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_every_accelerator_of_the_catalogue_is_forecast_at_a_plausible_rate(name: str) -> None:
-    machine = machine_of(Cluster((machines(named(name), cards=None),)))
+    machine = build_hardware_model(Cluster((build_node_group(require_device_kind(name), nics=None),)))
     flops = 6.0 * 8 * (4 * 2048 * 2048 + 3 * 2048 * 8192) * 1024 * 32
     precision = "bf16" if "bf16" in machine.chip.products else "fp16"
     share = flops / step_seconds(machine) / machine.chip.peak_flops_per_second[precision]
     assert 0.1 < share < 0.8
     assert machine.unknown == ""
-    assert bool(machine.assumed) == (machine.doubt > 0) == bool(ATTAINED[name].guess)
+    assert bool(machine.assumed) == (machine.doubt > 0) == bool(DEVICE_EFFICIENCIES[name].estimate_basis)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_every_processor_of_the_catalogue_is_forecast_and_says_it_is_not_calibrated(name: str) -> None:
-    machine = machine_of(Cluster((machines(named(name), cards=None),)), ranks=4)
+    machine = build_hardware_model(
+        Cluster((build_node_group(require_device_kind(name), nics=None),)), ranks=4
+    )
     assert 0 < step_seconds(machine, dp_replicate=4) < 1e4
     assert machine.doubt > 0.3
     assert "--calibrate" in machine.assumed[0]
 
 
 def test_every_kind_attained_has_its_generation_and_is_in_the_catalogue() -> None:
-    assert set(ATTAINED) == set(ACCELERATORS)
-    assert {one.generation for one in ATTAINED.values()} == set(GENERATIONS)
+    assert set(DEVICE_EFFICIENCIES) == set(ACCELERATORS)
+    assert {one.generation for one in DEVICE_EFFICIENCIES.values()} == set(GENERATION_CURVES)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +140,9 @@ def test_every_kind_attained_has_its_generation_and_is_in_the_catalogue() -> Non
 )
 def test_an_unknown_device_attains_as_the_nearest_generation(peaks: dict[str, float], reference: str) -> None:
     device = Device("cuda", "Brand New", 80 * 10**9, peaks, 2e12)
-    assert nearest_kind(device) == reference
-    machine = machine_of(Cluster((Node("box", 64, 10**12, (device,)),)))
-    assert machine.chip.sustained == ATTAINED[reference].sustained
+    assert nearest_catalogue_device(device) == reference
+    machine = build_hardware_model(Cluster((NodeGroup("box", 64, 10**12, (device,)),)))
+    assert machine.chip.sustained == DEVICE_EFFICIENCIES[reference].sustained_fraction
     assert machine.chip.peak_flops_per_second == peaks
     assert machine.doubt == 0.2
     assert reference in machine.assumed[0]
@@ -162,9 +164,9 @@ def test_a_catalogued_device_with_other_figures_keeps_its_curves_and_takes_the_f
         devices = 2
         """,
     )
-    machine = machine_of(cluster)
+    machine = build_hardware_model(cluster)
     assert machine.chip.peak_flops_per_second == {"bf16": 500e12}
-    assert machine.chip.products == {"bf16": GENERATIONS["hopper"].products["bf16"]}
+    assert machine.chip.products == {"bf16": GENERATION_CURVES["hopper"].matmul_curves["bf16"]}
     # Its own description names no link, so that of every server is assumed.
     assert "PCIe" in machine.assumed[0]
     assert machine.links[0].bandwidth_bytes_per_second == pytest.approx(31.5e9 * 0.06)
@@ -194,72 +196,74 @@ def test_an_unknown_rate_leaves_a_machine_without_products_that_says_why(
         network = "1x100G"
         """,
     )
-    machine = machine_of(cluster)
+    machine = build_hardware_model(cluster)
     assert told in machine.unknown
     assert machine.chip.products == {}
-    assert machine.devices == 8
+    assert machine.device_count == 8
 
 
 def test_nodes_without_a_network_are_not_forecast_and_one_node_is() -> None:
-    node = machines(named("A100"), 2, cards=None)
-    machine = machine_of(Cluster((node,)))
+    node = build_node_group(require_device_kind("A100"), 2, nics=None)
+    machine = build_hardware_model(Cluster((node,)))
     assert "the network between all 2 nodes" in machine.unknown
-    assert machine_of(Cluster((replace(node, count=1),))).unknown == ""
+    assert build_hardware_model(Cluster((replace(node, count=1),))).unknown == ""
 
 
 def test_a_node_of_unlike_devices_is_not_forecast() -> None:
-    devices = (named("A100").device(), named("H100").device())
-    machine = machine_of(Cluster((Node("odd", 64, 10**12, devices),)))
+    devices = (require_device_kind("A100").to_device(), require_device_kind("H100").to_device())
+    machine = build_hardware_model(Cluster((NodeGroup("odd", 64, 10**12, devices),)))
     assert "odd has different devices in one machine (A100 SXM 80 GB, H100 SXM)" in machine.unknown
 
 
 def test_ranks_of_a_processor_share_its_cores_and_its_memory() -> None:
     cluster = read_cluster("2x112 cores Xeon 8480+, 100G")
-    whole, four = machine_of(cluster), machine_of(cluster, ranks=4)
+    whole, four = build_hardware_model(cluster), build_hardware_model(cluster, ranks=4)
     assert four.chip.multiprocessors == whole.chip.multiprocessors / 4 == 28
     for key in ("fp32", "bf16"):
         assert four.chip.peak_flops_per_second[key] == whole.chip.peak_flops_per_second[key] / 4
     assert four.chip.bandwidth_bytes_per_second == whole.chip.bandwidth_bytes_per_second / 4
     assert [link.devices for link in four.links] == [4, 8]
     assert four.links[1].bandwidth_bytes_per_second == pytest.approx(0.9 * 12.5e9 / 4)
-    half = machine_of(cluster, ranks=4, threads=14)
+    half = build_hardware_model(cluster, ranks=4, threads=14)
     assert half.chip.peak_flops_per_second["fp32"] == four.chip.peak_flops_per_second["fp32"] / 2
 
 
 def test_a_processor_of_which_nothing_is_known_is_to_be_calibrated() -> None:
-    machine = machine_of(Cluster((Node("laptop", 8, 10**10, ()),)), ranks=2)
+    machine = build_hardware_model(Cluster((NodeGroup("laptop", 8, 10**10, ()),)), ranks=2)
     assert "peak rate of the processors of laptop: measure it there" in machine.unknown
-    assert machine.devices == 2
+    assert machine.device_count == 2
 
 
-def measured_on(cluster: Cluster, device: str, ranks: int, threads: int = 0) -> Measured:
-    own = machine_of(cluster)
+def measured_on(cluster: Cluster, device: str, ranks: int, threads: int = 0) -> DeviceCalibration:
+    own = build_hardware_model(cluster)
     chip = replace(own.chip, launch_seconds=9e-6)
-    return Measured(device, ranks, threads, Machine(chip, (Link(ranks, 5e-6, 99e9),)))
+    return DeviceCalibration(device, ranks, threads, HardwareModel(chip, (LinkLevel(ranks, 5e-6, 99e9),)))
 
 
 def test_what_was_measured_counts_inside_a_machine_and_its_network_stays_the_clusters() -> None:
     cluster = read_cluster("4x8 B300, 8x800G")
-    assert machine_of(cluster).doubt > 0
+    assert build_hardware_model(cluster).doubt > 0
     # Under its driver's name, while the cluster has the catalogue's.
     calibration = Calibration((measured_on(cluster, "NVIDIA B300", 4),))
-    machine = machine_of(cluster, 0, calibration)
+    machine = build_hardware_model(cluster, 0, calibration)
     assert machine.chip.launch_seconds == 9e-6
     assert (machine.doubt, machine.assumed) == (0.0, ())
-    assert machine.links == (Link(8, 5e-6, 99e9), machine_of(cluster).links[1])
+    assert machine.links == (LinkLevel(8, 5e-6, 99e9), build_hardware_model(cluster).links[1])
 
 
 def test_a_device_measured_alone_tells_nothing_of_its_links() -> None:
     cluster = read_cluster("1x8 H100, 8x400G")
-    machine = machine_of(cluster, 0, Calibration((measured_on(cluster, "H100 SXM", 1),)))
+    machine = build_hardware_model(cluster, 0, Calibration((measured_on(cluster, "H100 SXM", 1),)))
     assert machine.chip.launch_seconds == 9e-6
-    assert machine.links == machine_of(cluster).links
+    assert machine.links == build_hardware_model(cluster).links
 
 
 def test_what_runs_taught_corrects_every_rate_also_where_nothing_was_measured() -> None:
     cluster = read_cluster("4x8 H100, 8x400G")
-    taught = Calibration(corrections={"NVIDIA H100 80GB HBM3": Corrections(compute=1.25, communication=2.0)})
-    plain, corrected = machine_of(cluster), machine_of(cluster, 0, taught)
+    taught = Calibration(
+        corrections={"NVIDIA H100 80GB HBM3": CorrectionFactors(compute=1.25, communication=2.0)}
+    )
+    plain, corrected = build_hardware_model(cluster), build_hardware_model(cluster, 0, taught)
     assert corrected.chip.sustained == pytest.approx(plain.chip.sustained / 1.25)
     for before, after in zip(plain.links, corrected.links, strict=True):
         assert after.bandwidth_bytes_per_second == before.bandwidth_bytes_per_second / 2
@@ -267,7 +271,7 @@ def test_what_runs_taught_corrects_every_rate_also_where_nothing_was_measured() 
 
 def test_a_kind_of_node_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="node kind 1 of 1"):
-        machine_of(read_cluster("8 H100"), 1)
+        build_hardware_model(read_cluster("8 H100"), 1)
 
 
 layouts = st.sampled_from(
@@ -284,7 +288,7 @@ layouts = st.sampled_from(
 @settings(max_examples=30, deadline=None)
 @given(layouts, st.floats(1.0, 8.0), st.sampled_from(["link", "network", "memory", "peak"]))
 def test_nothing_that_is_faster_slows_a_step(layout: dict[str, object], factor: float, what: str) -> None:
-    node = machines(named("A100"), 2, cards=Cards(4, 100e9))
+    node = build_node_group(require_device_kind("A100"), 2, nics=Nics(4, 100e9))
     if what == "memory":
         device = replace(
             node.devices[0],
@@ -298,18 +302,18 @@ def test_nothing_that_is_faster_slows_a_step(layout: dict[str, object], factor: 
         faster = replace(node, inside=tuple(_faster(level, factor) for level in node.inside))
     else:
         faster = replace(node, network=tuple(_faster(level, factor) for level in node.network))
-    before = step_seconds(machine_of(Cluster((node,))), **layout)
-    assert step_seconds(machine_of(Cluster((faster,))), **layout) <= before * (1 + 1e-9)
+    before = step_seconds(build_hardware_model(Cluster((node,))), **layout)
+    assert step_seconds(build_hardware_model(Cluster((faster,))), **layout) <= before * (1 + 1e-9)
 
 
-def _faster(level: Level, factor: float) -> Level:
+def _faster(level: InterconnectLevel, factor: float) -> InterconnectLevel:
     return replace(level, bandwidth_bytes_per_second=level.bandwidth_bytes_per_second * factor)
 
 
 def test_a_device_reaches_its_host_as_its_datasheet_says(tmp_path: Path) -> None:
     lanes = {"V100": 15.75, "A100": 31.5, "H100": 63.0, "MI300X": 63.0, "GB200": 225.0, "RTX 4090": 31.5}
     for name, gigabytes in lanes.items():
-        found = machine_of(read_cluster(f"8x {name}" if name != "GB200" else "4x GB200"))
+        found = build_hardware_model(read_cluster(f"8x {name}" if name != "GB200" else "4x GB200"))
         assert found.host.link_bytes_per_second == pytest.approx(HOST_LINK_SHARE * gigabytes * 1e9), name
         assert found.host.doubt > 0
     own = described(
@@ -318,22 +322,22 @@ def test_a_device_reaches_its_host_as_its_datasheet_says(tmp_path: Path) -> None
         "gb_per_second = 2000\nhost_gb_per_second = 100\n"
         '[[nodes]]\ndevice = "mine"\ndevices = 4\ndisk_gb_per_second = 12\n',
     )
-    host = machine_of(own).host
+    host = build_hardware_model(own).host
     assert host.link_bytes_per_second == pytest.approx(HOST_LINK_SHARE * 100e9)
     assert host.disk_bytes_per_second == 12e9 / 4
 
 
 def test_ranks_of_a_machine_share_its_disk_and_its_memory() -> None:
     cluster = read_cluster("1x 64 cores EPYC 7742")
-    alone, shared = (machine_of(cluster, ranks=ranks).host for ranks in (1, 8))
+    alone, shared = (build_hardware_model(cluster, ranks=ranks).host for ranks in (1, 8))
     assert alone.disk_bytes_per_second == DISK_BYTES_PER_SECOND == 8 * shared.disk_bytes_per_second
     assert alone.memory_bytes_per_second == pytest.approx(8 * shared.memory_bytes_per_second)
 
 
 def test_a_measured_host_counts_before_what_is_known_of_its_kind() -> None:
     cluster = read_cluster("8x H100")
-    plain = machine_of(cluster)
-    for host, counts in ((Host(link_bytes_per_second=1e9, doubt=0.0), True), (Host(1e9), False)):
-        measured = Measured("H100 SXM", 8, 0, replace(plain, host=host))
-        found = machine_of(cluster, calibration=Calibration((measured,)))
+    plain = build_hardware_model(cluster)
+    for host, counts in ((HostModel(link_bytes_per_second=1e9, doubt=0.0), True), (HostModel(1e9), False)):
+        measured = DeviceCalibration("H100 SXM", 8, 0, replace(plain, host=host))
+        found = build_hardware_model(cluster, calibration=Calibration((measured,)))
         assert found.host == (host if counts else plain.host)

@@ -14,16 +14,16 @@ from torch import nn
 from support.problems import SMALL, job, problem
 from wanma.job.forecast.forecast import StepTime
 from wanma.job.plan.plan import Plan
-from wanma.models.workload.model_workload import module_workload
-from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.models.workload.model_workload import trace_module_workload
+from wanma.planner.cost.data_parallel import OVERLAP_SLOWDOWN
 from wanma.planner.cost.step import OPTIMIZER_KERNELS
-from wanma.planner.forecast.plan_forecast import forecast, pieces_of
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.hardware_model.model import Host
-from wanma.planner.memory.memory_table import tabulate
-from wanma.planner.memory.peak import memory_of_ranks
+from wanma.planner.forecast.plan_forecast import forecast_plan, model_cost_of
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.hardware_model.model import HostModel
+from wanma.planner.memory.memory_table import build_memory_table
+from wanma.planner.memory.peak import pipeline_rank_memory
 
-HOST = Host(
+HOST = HostModel(
     link_bytes_per_second=20e9,
     memory_bytes_per_second=10e9,
     file_read_bytes_per_second=4e9,
@@ -35,22 +35,22 @@ GPU = Plan(precision="bf16", device="cuda", micro_batch=4)
 CPU = replace(GPU, device="cpu")
 
 
-def given_problem(batch: int = 16, **host: Any) -> Problem:
+def given_problem(batch: int = 16, **host: Any) -> PlanningProblem:
     of = problem(job(global_batch=batch))
-    return replace(of, machine=replace(of.machine, host=replace(HOST, **host)))
+    return replace(of, hardware=replace(of.hardware, host=replace(HOST, **host)))
 
 
-def step(plan: Plan, of: Problem | None = None) -> StepTime:
-    found = forecast(of or given_problem(), plan).step
+def step(plan: Plan, of: PlanningProblem | None = None) -> StepTime:
+    found = forecast_plan(of or given_problem(), plan).step
     assert found is not None
     return found
 
 
-def parameters(of: Problem) -> float:
+def parameters(of: PlanningProblem) -> float:
     """As forecasts of time count them: those of matrices."""
-    pieces = pieces_of(of, GPU)
-    ends = sum(end.parameters for end in (*pieces.before, *pieces.after))
-    return ends + sum(kind.number * kind.parameters for kind in pieces.blocks)
+    pieces = model_cost_of(of, GPU)
+    ends = sum(end.parameters for end in (*pieces.pre_block, *pieces.post_block))
+    return ends + sum(kind.block_count * kind.parameters for kind in pieces.blocks)
 
 
 def test_nothing_that_waits_elsewhere_costs_nothing() -> None:
@@ -97,9 +97,9 @@ def test_weights_come_for_each_forward_and_backward_beside_computing() -> None:
     found = step(plan, slow)
     each = 4 * parameters(slow) / 1e7
     # Four micro-batches; of what computes beside a copy, that loses a little and hides the rest.
-    assert found.moving == pytest.approx(4 * 2 * each - (1 - INTERFERENCE) * found.compute, rel=1e-3)
+    assert found.moving == pytest.approx(4 * 2 * each - (1 - OVERLAP_SLOWDOWN) * found.compute, rel=1e-3)
     # Gradients go once: beside the last backward.
-    last = (1 - INTERFERENCE) * (found.compute + found.moving) / 4
+    last = (1 - OVERLAP_SLOWDOWN) * (found.compute + found.moving) / 4
     assert max(0.0, each - last) < found.data < each
 
 
@@ -121,9 +121,9 @@ def test_a_pipeline_brings_weights_once_a_step() -> None:
     assert found.data == pytest.approx(2 * 4 * parameters(of) / 2 / 1e6, rel=0.01)
 
 
-def kept_bytes(plan: Plan, of: Problem) -> float:
-    (rank,) = memory_of_ranks(of.workload, plan, "adamw", dimensions=SMALL)
-    return rank.away
+def kept_bytes(plan: Plan, of: PlanningProblem) -> float:
+    (rank,) = pipeline_rank_memory(of.workload, plan, "adamw", dimensions=SMALL)
+    return rank.offloaded_activations
 
 
 def test_activations_in_files_are_waited_for_on_both_ways() -> None:
@@ -160,8 +160,8 @@ def test_memory_that_files_have_given_back_is_asked_for_again() -> None:
         before, after = step(plan, of), step(plan, slow)
         return after.moving - before.moving, after.optimizer - before.optimizer
 
-    table = tabulate(of.workload, CPU, SMALL, of.software)
-    logits = of.software.logits_copies * table.logits + table.head
+    table = build_memory_table(of.workload, CPU, SMALL, of.framework)
+    logits = of.framework.logits_copies * table.logits_bytes + table.head_saved_bytes
     kept = kept_bytes(replace(CPU, offload_activations="disk"), of)
     gradients = 4 * parameters(of) / 3e9
     # After the update alone: what one micro-batch keeps, once a step.
@@ -179,12 +179,12 @@ def test_a_module_of_ones_own_sends_what_its_repeated_blocks_keep(repeats: bool)
         halves = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4 if repeats else 1)]
         return nn.Sequential(nn.Linear(16, 64), nn.Sequential(*halves), nn.Linear(64, 4))
 
-    workload = module_workload(made, [torch.zeros(1, 16)])
+    workload = trace_module_workload(made, [torch.zeros(1, 16)])
     assert any(layer.is_block for layer in workload.layers) == repeats
     of = replace(given_problem(), workload=workload, dimensions=None)
     plan = replace(CPU, offload_activations="disk")
-    (rank,) = memory_of_ranks(workload, plan, "adamw")
-    kept = 4 * rank.away if repeats else 0.0
+    (rank,) = pipeline_rank_memory(workload, plan, "adamw")
+    kept = 4 * rank.offloaded_activations if repeats else 0.0
     assert step(plan, of).moving == pytest.approx(kept * (1 / 2e9 + 1 / 4e9))
 
 
@@ -220,7 +220,7 @@ def test_nothing_is_faster_for_being_elsewhere_and_a_faster_link_never_hurts(
     kinds = [getattr(found, name) for name in ("compute", "tensor", "data", "moving", "bubble", "optimizer")]
     assert sum(kinds) + found.loading + found.checkpoint == pytest.approx(found.seconds)
     assert step(away, faster).seconds <= found.seconds * (1 + 1e-9)
-    launches = OPTIMIZER_KERNELS * of.machine.chip.launch_seconds
+    launches = OPTIMIZER_KERNELS * of.hardware.chip.launch_seconds
     on_host = weights != "none"  # whose processors start no kernels
     least = step(plan, of)
     assert found.seconds >= (least.seconds - least.checkpoint - launches * on_host) * (1 - 1e-9)

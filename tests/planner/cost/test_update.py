@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
-from wanma.job.forecast.forecast import Forecast, Layer, Workload
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
+from wanma.job.forecast.forecast import Forecast, LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.cost.optimizer_update import orthogonalizing_flops, update_of
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import Problem, problem_of
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.cost.optimizer_update import newton_schulz_flops, optimizer_cost_of
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import PlanningProblem, build_problem
 
-MODEL = DecoderDimensions(8, 4096, 32, 32, 4096, 32000)
+MODEL = DecoderConfig(8, 4096, 32, 32, 4096, 32000)
 """All of a block's matrices are square."""
 ALONE = Plan(precision="bf16", device="cuda")
 SHARED = Plan(dp_shard=8, shard="optimizer", precision="bf16", device="cuda")
 
 
-def given(**train: Any) -> Problem:
+def given(**train: Any) -> PlanningProblem:
     job = Job.model_validate(
         {
             "model": {"family": "decoder"},
@@ -30,11 +30,11 @@ def given(**train: Any) -> Problem:
             "train": {"global_batch": 8, "precision": "bf16", **train},
         }
     )
-    return problem_of(job, parse_cluster("8 H100"), decoder_workload(MODEL, 1024), MODEL)
+    return build_problem(job, parse_shorthand("8 H100"), compute_decoder_workload(MODEL, 1024), MODEL)
 
 
 def forecast_of(plan: Plan = ALONE, **train: Any) -> Forecast:
-    return forecast(given(**train), plan)
+    return forecast_plan(given(**train), plan)
 
 
 def update_seconds(plan: Plan = ALONE, **train: Any) -> float:
@@ -56,16 +56,16 @@ def update_seconds(plan: Plan = ALONE, **train: Any) -> float:
 )
 def test_an_update_takes_the_bytes_that_its_rule_moves(train: dict[str, Any], moved: int) -> None:
     problem = given(**train)
-    assert update_of(problem.job.train, problem.workload, MODEL).moved_bytes == moved
+    assert optimizer_cost_of(problem.job.train, problem.workload, MODEL).moved_bytes == moved
     assert update_seconds(**train) == pytest.approx(update_seconds() * moved / 42, rel=0.01)
 
 
 def test_muon_computes_what_its_iterations_take_and_ranks_share_it() -> None:
     problem = given(optimizer="muon")
-    rule = update_of(problem.job.train, problem.workload, MODEL)
+    rule = optimizer_cost_of(problem.job.train, problem.workload, MODEL)
     assert rule.flops == pytest.approx(5 * 6 * 4096)  # of a square: three products of 2 h³ each
     alone, rest = update_seconds(optimizer="muon"), update_seconds() * rule.moved_bytes / 42
-    chip = problem.machine.chip
+    chip = problem.hardware.chip
     rate = chip.peak_flops_per_second["bf16"] * chip.products["bf16"].attainable * chip.sustained
     assert alone == pytest.approx(rest + problem.workload.parameters * rule.flops / rate, rel=0.02)
     # Eight ranks compute an eighth each, and send their matrices to the others.
@@ -73,11 +73,11 @@ def test_muon_computes_what_its_iterations_take_and_ranks_share_it() -> None:
 
 
 def test_matrices_that_are_wider_than_high_take_less_per_parameter() -> None:
-    wide = Workload((Layer("block", 2, 100 * 100, 1.0, 1.0, is_block=True),), 1)
-    assert orthogonalizing_flops(wide, None) == pytest.approx(30 * 100)  # of a module: as one square
-    wider = DecoderDimensions(2, 128, 2, 2, 128_000, 100)
-    assert orthogonalizing_flops(wide, wider) == pytest.approx(20 * 128, rel=0.01)
-    assert orthogonalizing_flops(Workload((), 1), None) == 0.0
+    wide = Workload((LayerWorkload("block", 2, 100 * 100, 1.0, 1.0, is_block=True),), 1)
+    assert newton_schulz_flops(wide, None) == pytest.approx(30 * 100)  # of a module: as one square
+    wider = DecoderConfig(2, 128, 2, 2, 128_000, 100)
+    assert newton_schulz_flops(wide, wider) == pytest.approx(20 * 128, rel=0.01)
+    assert newton_schulz_flops(Workload((), 1), None) == 0.0
 
 
 def test_a_rule_without_state_keeps_and_saves_none() -> None:
@@ -91,5 +91,5 @@ def test_a_rule_without_state_keeps_and_saves_none() -> None:
         found = forecast_of(**train)
         assert found.optimizer_bytes == pytest.approx(4 * copies * parameters, rel=1e-3)
         assert found.step is not None
-        saved = found.step.checkpoint * 100 * given().machine.host.link_bytes_per_second
+        saved = found.step.checkpoint * 100 * given().hardware.host.link_bytes_per_second
         assert saved == pytest.approx(4 * (1 + copies) * parameters, rel=1e-6)

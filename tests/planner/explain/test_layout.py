@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.job.plan.plan import AXES, Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.explain.rank_layout import axes, group_of, holding, stages
+from wanma.job.plan.plan import MESH_DIMS, Plan
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.explain.rank_layout import mesh_dimensions, rank_contents, ranks_of_group, stage_layouts
 
-DIMENSIONS = DecoderDimensions(8, 64, 8, 4, 192, 320)
+DIMENSIONS = DecoderConfig(8, 64, 8, 4, 192, 320)
 sizes = st.sampled_from([1, 2, 4])
 
 
@@ -40,32 +40,34 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(plans())
 @settings(max_examples=60, deadline=None)
 def test_every_block_is_held_by_one_stage_and_every_rank_holds_the_stages_its_plan_gives(plan: Plan) -> None:
-    found = stages(plan, 8)
+    found = stage_layouts(plan, 8)
     assert [block for stage in found for block in stage.blocks] == list(range(8))
     assert [stage.has_embedding for stage in found] == [True] + [False] * (len(found) - 1)
     assert [stage.has_head for stage in found] == [False] * (len(found) - 1) + [True]
     for rank in range(plan.world_size):
         mine = {stage.number for stage in found if rank in stage.ranks}
-        assert mine == set(plan.stages_of(plan.coordinates(rank)["pp"]))
+        assert mine == set(plan.stages_of_pipeline_rank(plan.coordinates(rank)["pp"]))
 
 
 @given(plans())
 @settings(max_examples=60, deadline=None)
 def test_the_groups_of_an_axis_part_the_world_and_differ_in_that_axis_alone(plan: Plan) -> None:
-    for axis in AXES:
-        groups = {group_of(plan, axis, rank) for rank in range(plan.world_size)}
+    for axis in MESH_DIMS:
+        groups = {ranks_of_group(plan, axis, rank) for rank in range(plan.world_size)}
         assert sorted(rank for group in groups for rank in group) == list(range(plan.world_size))
         for group in groups:
             places = [plan.coordinates(rank) for rank in group]
             assert [place.pop(axis) for place in places] == list(range(getattr(plan, axis)))
             assert all(place == places[0] for place in places)
-    assert [axis.name for axis in axes(plan)] == [axis for axis in AXES if getattr(plan, axis) > 1]
+    assert [axis.name for axis in mesh_dimensions(plan)] == [
+        axis for axis in MESH_DIMS if getattr(plan, axis) > 1
+    ]
 
 
 @given(plans())
 @settings(max_examples=60, deadline=None)
 def test_tensor_ranks_together_hold_every_head_column_and_token_once(plan: Plan) -> None:
-    held = [holding(plan, DIMENSIONS, rank) for rank in group_of(plan, "tp", 0)]
+    held = [rank_contents(plan, DIMENSIONS, rank) for rank in ranks_of_group(plan, "tp", 0)]
     assert [head for one in held for head in one.heads] == list(range(8))
     assert [column for one in held for column in one.feed_forward] == list(range(192))
     assert [token for one in held for token in one.vocabulary] == list(range(320))
@@ -85,12 +87,12 @@ def test_positions_are_those_that_the_runtime_gives(plan: Plan) -> None:
     batch = Batch((tokens,), tokens, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
     for rank in range(min(plan.world_size, 16)):
         expected = residual_positions(batch, plan, rank)
-        held = [at for run in holding(plan, DIMENSIONS, rank, 64).positions for at in run]
+        held = [at for run in rank_contents(plan, DIMENSIONS, rank, 64).positions for at in run]
         assert held == (list(range(64)) if expected is None else expected.tolist())
 
 
 def test_expert_groups_are_neighbours_on_the_data_axes() -> None:
     plan = Plan(pp=2, dp_replicate=2, dp_shard=2, tp=2, shard="parameters", ep=2)
-    assert group_of(plan, "ep", 0) == (0, 2)
-    assert group_of(plan, "ep", 3) == (1, 3)
-    assert group_of(plan, "ep", 13) == (13, 15)
+    assert ranks_of_group(plan, "ep", 0) == (0, 2)
+    assert ranks_of_group(plan, "ep", 3) == (1, 3)
+    assert ranks_of_group(plan, "ep", 13) == (13, 15)

@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import Forecast, StepTime
 from wanma.job.plan.plan import Plan
-from wanma.planner.explain.scaling import MOST_POINTS, scale_counts, scaling
-from wanma.planner.search.result import Candidate, Found
+from wanma.planner.explain.scaling import MAX_POINTS, parse_device_range, scaling_curve
+from wanma.planner.search.result import Candidate, SearchResult
 
-CLUSTER = parse_cluster("8x8 H100 SXM, 8x400G")
+CLUSTER = parse_shorthand("8x8 H100 SXM, 8x400G")
 
 
-def found_at(rate: float | None) -> Found:
+def found_at(rate: float | None) -> SearchResult:
     if rate is None:
-        return Found((), (), None, 0)
+        return SearchResult((), (), None, 0)
     forecast = Forecast(1, 1, 1, 1, 1, step=StepTime(1.0, 1.0), samples_per_second=rate)
     one = Candidate(Plan(), forecast)
-    return Found((one,), (one,), None, 1)
+    return SearchResult((one,), (one,), None, 1)
 
 
 @pytest.mark.parametrize(
@@ -35,36 +35,36 @@ def found_at(rate: float | None) -> Found:
     ],
 )
 def test_a_range_is_its_doublings_and_its_end(text: str, counts: list[int]) -> None:
-    assert scale_counts(text) == counts
+    assert parse_device_range(text) == counts
 
 
-@pytest.mark.parametrize("text", ["64", "64-128", "128..64", "0..8", "a..b", f"1..{2**MOST_POINTS}", "-8..8"])
+@pytest.mark.parametrize("text", ["64", "64-128", "128..64", "0..8", "a..b", f"1..{2**MAX_POINTS}", "-8..8"])
 def test_other_ranges_are_refused(text: str) -> None:
     with pytest.raises(JobError, match="--scale"):
-        scale_counts(text)
+        parse_device_range(text)
 
 
 def test_efficiency_is_that_of_a_device_next_to_the_first_points() -> None:
     rates = {8: 10.0, 16: 18.0, 32: 20.0}
-    points = scaling(CLUSTER, [8, 16, 32], lambda cluster: found_at(rates[cluster.device_count]))
-    assert [point.devices for point in points] == [8, 16, 32]
+    points = scaling_curve(CLUSTER, [8, 16, 32], lambda cluster: found_at(rates[cluster.device_count]))
+    assert [point.device_count for point in points] == [8, 16, 32]
     assert [point.efficiency for point in points] == pytest.approx([1.0, 0.9, 0.5])
 
 
 def test_where_wanma_runs_no_plan_the_points_are_forecasts_only() -> None:
     (one,) = found_at(10.0).candidates
-    foreign = replace(one, forecast_only="wanma does not run on TPU v4")
-    (point,) = scaling(CLUSTER, [8], lambda _: Found((foreign,), (foreign,), None, 1))
+    foreign = replace(one, unsupported_reason="wanma does not run on TPU v4")
+    (point,) = scaling_curve(CLUSTER, [8], lambda _: SearchResult((foreign,), (foreign,), None, 1))
     assert point.best == foreign
 
 
 def test_points_without_a_plan_say_why() -> None:
-    def plans(cluster: Cluster) -> Found:
+    def plans(cluster: Cluster) -> SearchResult:
         if cluster.device_count == 16:
             raise JobError("too few samples")
         return found_at(None if cluster.device_count == 8 else 30.0)
 
-    points = scaling(CLUSTER, [8, 16, 20, 24], plans)
+    points = scaling_curve(CLUSTER, [8, 16, 20, 24], plans)
     assert [point.best is None for point in points] == [True, True, True, False]
     assert points[0].reason == "there is no plan"
     assert points[1].reason == "too few samples"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.machines import machine
 from support.problems import SMALL
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.decoder import step_anatomy
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.cost.step import Anatomy, step_of
-from wanma.planner.explain.timeline import Timeline, chrome_trace, timeline
+from wanma.planner.cost.decoder import decoder_step_components
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.step import StepComponents, assemble_step_time
+from wanma.planner.explain.timeline import Timeline, build_timeline, chrome_trace
 
 PLAN = Plan(pp=4, dp_replicate=2, precision="bf16", device="cuda")
 
@@ -42,8 +42,8 @@ plans = st.builds(
 )
 
 
-def anatomy(plan: Plan = PLAN, batch: int = 32, software: Software | None = None) -> Anatomy:
-    return step_anatomy(SMALL, 512, plan, batch, machine(32), software)
+def anatomy(plan: Plan = PLAN, batch: int = 32, software: FrameworkTraits | None = None) -> StepComponents:
+    return decoder_step_components(SMALL, 512, plan, batch, machine(32), software)
 
 
 @given(plans, st.sampled_from([32, 48]), st.booleans())
@@ -51,9 +51,9 @@ def anatomy(plan: Plan = PLAN, batch: int = 32, software: Software | None = None
 def test_a_step_takes_as_long_as_forecast_and_every_rank_is_accounted_for(
     plan: Plan, batch: int, overlap: bool
 ) -> None:
-    parts = anatomy(plan, batch, Software(data_overlap=overlap))
-    steps = timeline(parts, checkpoint_seconds=0.001, loading_seconds=0.002)
-    assert steps.seconds == pytest.approx(step_of(parts).seconds + 0.003, rel=0.02)
+    parts = anatomy(plan, batch, FrameworkTraits(data_overlap=overlap))
+    steps = build_timeline(parts, checkpoint_seconds=0.001, loading_seconds=0.002)
+    assert steps.seconds == pytest.approx(assemble_step_time(parts).seconds + 0.003, rel=0.02)
     for rank in range(plan.pp):
         computing = [span for span in steps.spans if span.rank == rank and span.track == "compute"]
         assert (computing[0].kind, computing[0].start, computing[0].seconds) == ("load", 0.0, 0.002)
@@ -67,8 +67,8 @@ def test_a_step_takes_as_long_as_forecast_and_every_rank_is_accounted_for(
 
 def test_what_is_exchanged_apart_from_computing_comes_before_and_after_it() -> None:
     parts = replace(anatomy(), gather_seconds=0.25, reduce_seconds=0.5, is_overlapped=False)
-    steps = timeline(parts)
-    assert steps.seconds == pytest.approx(step_of(parts).seconds, rel=1e-6)
+    steps = build_timeline(parts)
+    assert steps.seconds == pytest.approx(assemble_step_time(parts).seconds, rel=1e-6)
     first = min(span.start for span in steps.spans if span.kind == "forward")
     last = max(span.end for span in steps.spans if span.kind == "backward")
     assert first == pytest.approx(0.25)
@@ -78,18 +78,18 @@ def test_what_is_exchanged_apart_from_computing_comes_before_and_after_it() -> N
 
 @pytest.mark.parametrize("shared", [2, 4])
 def test_ranks_that_share_cores_are_drawn_as_fast_as_they_are_forecast(shared: int) -> None:
-    parts = replace(anatomy(), shared=shared)
-    steps = timeline(parts)
-    assert steps.seconds == pytest.approx(step_of(parts).seconds)
-    assert steps.seconds < timeline(anatomy()).seconds
+    parts = replace(anatomy(), threads_per_core=shared)
+    steps = build_timeline(parts)
+    assert steps.seconds == pytest.approx(assemble_step_time(parts).seconds)
+    assert steps.seconds < build_timeline(anatomy()).seconds
     for span in steps.spans:
         assert sum(span.parts.values()) == pytest.approx(span.seconds if span.parts else 0.0)
 
 
 def test_the_gaps_of_the_busiest_rank_are_the_forecast_bubble() -> None:
     parts = anatomy(replace(PLAN, dp_replicate=1))
-    forecast = step_of(parts)
-    steps = timeline(parts)
+    forecast = assemble_step_time(parts)
+    steps = build_timeline(parts)
     waits = [
         sum(span.seconds for span in steps.spans if span.rank == rank and span.kind == "wait")
         for rank in range(4)
@@ -100,7 +100,7 @@ def test_the_gaps_of_the_busiest_rank_are_the_forecast_bubble() -> None:
 
 def test_the_optimizer_starts_on_all_ranks_at_once_when_all_gradients_are_reduced() -> None:
     parts = anatomy()
-    steps = timeline(parts)
+    steps = build_timeline(parts)
     assert parts.reduce_seconds > 0
     starts = {span.start for span in steps.spans if span.kind == "optimizer"}
     assert len(starts) == 1
@@ -111,14 +111,14 @@ def test_the_optimizer_starts_on_all_ranks_at_once_when_all_gradients_are_reduce
 
 def test_a_stages_output_travels_to_the_next_rank_only() -> None:
     parts = anatomy()
-    steps = timeline(parts)
+    steps = build_timeline(parts)
     sends = [span for span in steps.spans if span.kind == "send"]
     # Four stages have three borders, which each of 16 micro-batches crosses both ways.
     assert len(sends) == 2 * 3 * 16
-    assert {span.seconds for span in sends} == {parts.boundary_seconds}
+    assert {span.seconds for span in sends} == {parts.stage_send_seconds}
     first = next(s for s in steps.spans if s.kind == "forward" and (s.rank, s.micro_batch) == (0, 0))
     received = next(s for s in steps.spans if s.kind == "forward" and (s.rank, s.micro_batch) == (1, 0))
-    assert received.start == pytest.approx(first.end + parts.boundary_seconds)
+    assert received.start == pytest.approx(first.end + parts.stage_send_seconds)
 
 
 def trace_of(steps: Timeline) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def trace_of(steps: Timeline) -> list[dict[str, Any]]:
     ],
 )
 def test_the_trace_is_what_viewers_read(plan: Plan) -> None:
-    steps = timeline(anatomy(plan))
+    steps = build_timeline(anatomy(plan))
     events = trace_of(steps)
     named = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "process_name"}
     assert [pid for pid, _ in sorted(named)] == list(range(plan.pp))
@@ -160,7 +160,7 @@ def test_the_trace_is_what_viewers_read(plan: Plan) -> None:
 def test_the_trace_names_stages_ranks_and_what_forwards_wait_for() -> None:
     plan = replace(PLAN, pp=2, tp=2, sequence_parallel=True, dp_replicate=4)
     parts = anatomy(plan)
-    events = trace_of(timeline(parts))
+    events = trace_of(build_timeline(parts))
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["stage 0 on ranks 0–7", "stage 1 on ranks 8–15"]
     forward = next(event for event in events if event["name"] == "forward 0")

@@ -14,31 +14,44 @@ from support.machines import machine
 from wanma.job.errors import WanmaError
 from wanma.planner.hardware_model.calibration import (
     FACTOR_BOUNDS,
+    BenchmarkPoint,
     Calibration,
-    Corrections,
-    Measured,
-    Point,
+    CorrectionFactors,
+    DeviceCalibration,
     calibration_file,
     load_calibration,
     save_calibration,
 )
-from wanma.planner.hardware_model.collective_time import Group, all_reduce_seconds
-from wanma.planner.hardware_model.model import AttentionCurve, Host, Link, Machine, Program
-from wanma.planner.hardware_model.operator_time import product_seconds, streaming_seconds
+from wanma.planner.hardware_model.collective_time import RankGroup, all_reduce_seconds
+from wanma.planner.hardware_model.model import (
+    AttentionCurve,
+    FrameworkOverhead,
+    HardwareModel,
+    HostModel,
+    LinkLevel,
+)
+from wanma.planner.hardware_model.operator_time import matmul_seconds, memory_bound_seconds
 
 factors = st.floats(*FACTOR_BOUNDS)
 
 
-def measured(device: str = "CPU", ranks: int = 2, threads: int = 1, dispatch: float = 1e-6) -> Measured:
+def measured(
+    device: str = "CPU", ranks: int = 2, threads: int = 1, dispatch: float = 1e-6
+) -> DeviceCalibration:
     found = machine(8)
     chip = replace(found.chip, attention_in={"fp32": AttentionCurve(0.3, 100, 0.8)})
-    links = (Link(ranks, 1e-5, 1e9, 4096.0),)
-    points = (Point("product", (8, 16, 32), 1e-5, "fp32"), Point("all_reduce", (2, 4096), 2e-4))
-    return Measured(
+    links = (LinkLevel(ranks, 1e-5, 1e9, 4096.0),)
+    points = (
+        BenchmarkPoint("product", (8, 16, 32), 1e-5, "fp32"),
+        BenchmarkPoint("all_reduce", (2, 4096), 2e-4),
+    )
+    return DeviceCalibration(
         device,
         ranks,
         threads,
-        Machine(chip, links, dispatch_seconds=dispatch, program=Program(1e-5, 5e-3, 2e-3, 3e-3)),
+        HardwareModel(
+            chip, links, dispatch_seconds=dispatch, program=FrameworkOverhead(1e-5, 5e-3, 2e-3, 3e-3)
+        ),
         "a host",
         "2026",
         points,
@@ -46,7 +59,7 @@ def measured(device: str = "CPU", ranks: int = 2, threads: int = 1, dispatch: fl
 
 
 def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
-    kept = Calibration((measured(), measured("GPU", 8, 0)), {"GPU": Corrections(compute=1.25, runs=3)})
+    kept = Calibration((measured(), measured("GPU", 8, 0)), {"GPU": CorrectionFactors(compute=1.25, runs=3)})
     path = save_calibration(kept, tmp_path / "deep" / "calibration.json")
     assert load_calibration(path) == kept
 
@@ -78,18 +91,20 @@ def test_keys_of_another_version_are_refused(tmp_path: Path) -> None:
 def test_a_file_without_a_program_is_loaded_without_one() -> None:
     value = json.loads(json.dumps(Calibration((measured(),)).to_json()))
     del value["measured"][0]["machine"]["program"]
-    (older,) = Calibration.from_json(value).measured
-    assert older.machine == replace(measured().machine, program=Program())
+    (older,) = Calibration.from_json(value).devices
+    assert older.machine == replace(measured().machine, program=FrameworkOverhead())
 
 
 def test_a_file_without_a_host_is_loaded_with_the_usual_one() -> None:
     found = measured()
-    found = replace(found, machine=replace(found.machine, host=Host(link_bytes_per_second=7.0, doubt=0.0)))
+    found = replace(
+        found, machine=replace(found.machine, host=HostModel(link_bytes_per_second=7.0, doubt=0.0))
+    )
     value = json.loads(json.dumps(Calibration((found,)).to_json()))
-    assert Calibration.from_json(value).measured == (found,)
+    assert Calibration.from_json(value).devices == (found,)
     del value["measured"][0]["machine"]["host"]
-    (older,) = Calibration.from_json(value).measured
-    assert older == replace(found, machine=replace(found.machine, host=Host()))
+    (older,) = Calibration.from_json(value).devices
+    assert older == replace(found, machine=replace(found.machine, host=HostModel()))
 
 
 def test_it_is_kept_in_the_users_cache_folder() -> None:
@@ -105,31 +120,31 @@ def test_the_nearest_number_of_ranks_and_threads_is_found() -> None:
 
 
 def test_a_new_measurement_replaces_the_old_one_and_what_was_learned_beside_it() -> None:
-    learned = {"CPU": Corrections(compute=2.0, runs=1), "GPU": Corrections(compute=0.5, runs=1)}
+    learned = {"CPU": CorrectionFactors(compute=2.0, runs=1), "GPU": CorrectionFactors(compute=0.5, runs=1)}
     kept = Calibration((measured(), measured("GPU", 8, 0)), learned)
-    new = kept.with_measured(measured(dispatch=5e-6))
+    new = kept.with_devices(measured(dispatch=5e-6))
     assert new.find("CPU", 2, 1) == measured(dispatch=5e-6)
-    assert len(new.measured) == 2
-    assert new.correction("CPU") == Corrections()
-    assert new.correction("GPU").compute == 0.5
+    assert len(new.devices) == 2
+    assert new.corrections_for("CPU") == CorrectionFactors()
+    assert new.corrections_for("GPU").compute == 0.5
 
 
 def test_of_two_files_the_other_counts() -> None:
-    mine = Calibration((measured(), measured("GPU", 8, 0)), {"CPU": Corrections(compute=2.0)})
-    other = Calibration((measured(dispatch=5e-6),), {"CPU": Corrections(compute=3.0)})
+    mine = Calibration((measured(), measured("GPU", 8, 0)), {"CPU": CorrectionFactors(compute=2.0)})
+    other = Calibration((measured(dispatch=5e-6),), {"CPU": CorrectionFactors(compute=3.0)})
     both = mine.merge(other)
     assert both.find("CPU", 2, 1) == measured(dispatch=5e-6)
     assert both.find("GPU", 8) == measured("GPU", 8, 0)
-    assert both.correction("CPU").compute == 3.0
+    assert both.corrections_for("CPU").compute == 3.0
 
 
 @given(factors, factors)
 def test_corrections_scale_what_they_name(compute: float, communication: float) -> None:
     found = measured().machine
-    corrected = Corrections(compute=compute, communication=communication).applied(found)
-    product = [product_seconds(m.chip, 4096, 4096, 4096, "bf16") for m in (found, corrected)]
-    stream = [streaming_seconds(m.chip, 1e8, 3) for m in (found, corrected)]
-    reduce = [all_reduce_seconds(m, Group(2), 1e6) for m in (found, corrected)]
+    corrected = CorrectionFactors(compute=compute, communication=communication).apply(found)
+    product = [matmul_seconds(m.chip, 4096, 4096, 4096, "bf16") for m in (found, corrected)]
+    stream = [memory_bound_seconds(m.chip, 1e8, 3) for m in (found, corrected)]
+    reduce = [all_reduce_seconds(m, RankGroup(2), 1e6) for m in (found, corrected)]
     assert product[1] == pytest.approx(compute * product[0])
     assert stream[1] == pytest.approx(compute * stream[0])
     assert reduce[1] == pytest.approx(communication * reduce[0])
@@ -142,11 +157,11 @@ def test_corrections_scale_what_they_name(compute: float, communication: float) 
 @given(factors, factors)
 def test_the_optimizer_has_a_factor_of_its_own(compute: float, optimizer: float) -> None:
     found = measured().machine
-    corrected = Corrections(compute=compute, optimizer=optimizer).applied(found)
-    update = [streaming_seconds(m.chip, 1e8, 3) * m.optimizer_factor for m in (found, corrected)]
+    corrected = CorrectionFactors(compute=compute, optimizer=optimizer).apply(found)
+    update = [memory_bound_seconds(m.chip, 1e8, 3) * m.optimizer_factor for m in (found, corrected)]
     assert update[1] == pytest.approx(optimizer * update[0])
 
 
 def test_corrections_beyond_their_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="compute = 5"):
-        Corrections(compute=5.0)
+        CorrectionFactors(compute=5.0)

@@ -11,40 +11,46 @@ from hypothesis import strategies as st
 
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.memory.model_states import Parameters, State, state_of
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
 
 PSI = 1_000_000.0
-MEGATRON = Software(weights="copies")
-GLOO = Software(sharing_machines=0)
+MEGATRON = FrameworkTraits(weight_storage="copies")
+GLOO = FrameworkTraits(shared_memory_nodes=0)
 
 
-def state(plan: Plan, software: Software | None = None, micro_batches: int = 1) -> State:
-    return state_of(
-        Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, shapes=PSI / 10),
+def state(plan: Plan, software: FrameworkTraits | None = None, micro_batches: int = 1) -> ModelStates:
+    return model_states_of(
+        RankParameters(
+            dense_blocks=PSI, experts=0.0, end_layers=0.0, largest_block=PSI / 10, distinct_matrices=PSI / 10
+        ),
         plan,
         "adamw",
         micro_batches=micro_batches,
         weight_average=False,
-        software=software or Software(),
+        framework=software or FrameworkTraits(),
     )
 
 
 @given(n=st.sampled_from([1, 2, 8, 64]))
 def test_whole_copies_take_what_zero_says_of_its_first_stage(n: int) -> None:
     # Rajbhandari et al. 2020, section 3.1 and 5.1: 2Ψ + 2Ψ + KΨ / N with K = 12, gradients in 16 bits.
-    found = state(Plan(dp_shard=n, shard="optimizer"), Software(weights="copies", accumulated_bytes=2))
-    assert found.parameters + found.accumulated + found.optimizer == pytest.approx(PSI * (2 + 2 + 12 / n))
+    found = state(
+        Plan(dp_shard=n, shard="optimizer"), FrameworkTraits(weight_storage="copies", accumulation_bytes=2)
+    )
+    assert found.parameters + found.accumulated_gradients + found.optimizer == pytest.approx(
+        PSI * (2 + 2 + 12 / n)
+    )
 
 
 def test_without_sharding_megatron_holds_18_bytes_per_parameter() -> None:
     found = state(Plan(), MEGATRON)
-    assert found.parameters + found.accumulated + found.optimizer == PSI * 18
+    assert found.parameters + found.accumulated_gradients + found.optimizer == PSI * 18
 
 
 def test_empty_gradients_are_one_of_every_shape() -> None:
-    more = state(Plan(), Software(weights="copies", empty_gradients=True))
-    assert more.accumulated - state(Plan(), MEGATRON).accumulated == 2 * PSI / 10
+    more = state(Plan(), FrameworkTraits(weight_storage="copies", dummy_weight_gradients=True))
+    assert more.accumulated_gradients - state(Plan(), MEGATRON).accumulated_gradients == 2 * PSI / 10
 
 
 @given(n=st.sampled_from([2, 8, 64]), micro_batches=st.sampled_from([1, 4]))
@@ -54,13 +60,13 @@ def test_shards_take_what_zero_says_of_its_third_stage_beside_the_blocks_that_ar
     # Weights, gradients and moments in fp32: 16Ψ / N (section 5.3, for K = 12 and fp32 gradients).
     plan = Plan(dp_shard=n, shard="parameters", precision="bf16", device="cuda")
     found = state(plan, micro_batches=micro_batches)
-    assert found.parameters - found.gathered == 4 * PSI / n
-    assert found.gathered == 2 * 2 * PSI / 10  # one block computes, the next one comes
+    assert found.parameters - found.gathered_parameters == 4 * PSI / n
+    assert found.gathered_parameters == 2 * 2 * PSI / 10  # one block computes, the next one comes
     assert found.optimizer == 8 * PSI / n
     # The sum for a unit's shard is made beside those of earlier micro-batches.
     beside = 4 * PSI / 10 / n if micro_batches > 1 else 0
-    assert found.final == pytest.approx(4 * PSI / n + 6 * PSI / 10 + beside)
-    assert found.accumulated == (4 * PSI / n if micro_batches > 1 else 0)
+    assert found.all_gradients == pytest.approx(4 * PSI / n + 6 * PSI / 10 + beside)
+    assert found.accumulated_gradients == (4 * PSI / n if micro_batches > 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +75,8 @@ def test_shards_take_what_zero_says_of_its_third_stage_beside_the_blocks_that_ar
 def test_gradients_wait_whole_or_sharded_between_micro_batches(shard: Shard, accumulated: float) -> None:
     replicas = 4 if shard == "none" else 1
     plan = Plan(dp_replicate=replicas, dp_shard=4 // replicas, shard=shard, precision="bf16")
-    assert state(plan, micro_batches=2).accumulated == accumulated
-    assert state(plan, micro_batches=1).accumulated == 0
+    assert state(plan, micro_batches=2).accumulated_gradients == accumulated
+    assert state(plan, micro_batches=1).accumulated_gradients == 0
 
 
 def test_what_rounding_to_8_bits_lost_is_kept_for_every_gradient() -> None:
@@ -82,22 +88,24 @@ def test_what_rounding_to_8_bits_lost_is_kept_for_every_gradient() -> None:
 
 def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:
     plan = Plan(dp_shard=4, shard="parameters")
-    assert state(plan, GLOO).receiving == pytest.approx(4 * PSI / 10 * 3 / 4)
-    assert state(plan).receiving == 0  # they are read where they are
-    assert state(Plan(dp_shard=4, shard="parameters", device="cuda"), GLOO).receiving == 0
+    assert state(plan, GLOO).receive_buffers == pytest.approx(4 * PSI / 10 * 3 / 4)
+    assert state(plan).receive_buffers == 0  # they are read where they are
+    assert state(Plan(dp_shard=4, shard="parameters", device="cuda"), GLOO).receive_buffers == 0
 
 
 def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None:
     arguments: dict[str, Any] = {"micro_batches": 1, "weight_average": False}
 
-    def of(ends: float, share: float = 1.0, **more: Any) -> State:
-        parameters = Parameters(blocks=PSI, experts=0.0, ends=ends, block=PSI / 10, trained_share=share)
+    def of(ends: float, share: float = 1.0, **more: Any) -> ModelStates:
+        parameters = RankParameters(
+            dense_blocks=PSI, experts=0.0, end_layers=ends, largest_block=PSI / 10, trainable_share=share
+        )
         plan = Plan(dp_shard=2, **more)
-        return state_of(parameters, plan, "adamw", software=Software(), **arguments)
+        return model_states_of(parameters, plan, "adamw", framework=FrameworkTraits(), **arguments)
 
     # Nothing is gathered; gradients of the largest unit are reduced.
     found = of(2 * PSI, shard="parameters")
-    assert (found.buffers, found.gathered) == (4 * 2 * PSI, 0)
+    assert (found.buffers, found.gathered_parameters) == (4 * 2 * PSI, 0)
     assert found.parameters == 4 * 3 * PSI / 2
     # In 16 bits there is one copy of the weights beside the shards.
     assert of(2 * PSI, shard="gradients", precision="bf16").buffers == 4 * 2 * PSI + 2 * 3 * PSI / 2
@@ -113,49 +121,60 @@ def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None
     # A small embedding leaves no room for the second block.
     assert of(PSI / 100, **away).buffers == pytest.approx(4 * (PSI / 100 + 2 * PSI / 10))
     # Experts of which no other rank has a part are not exchanged, and computed with in a copy.
-    experts = Parameters(blocks=PSI, experts=PSI, ends=2 * PSI, block=PSI / 5, routed=PSI / 10)
+    experts = RankParameters(
+        dense_blocks=PSI,
+        experts=PSI,
+        end_layers=2 * PSI,
+        largest_block=PSI / 5,
+        largest_block_experts=PSI / 10,
+    )
     plan = Plan(dp_shard=2, ep=2, shard="parameters")
-    found = state_of(experts, plan, "adamw", software=Software(), **arguments)
-    assert (found.buffers, found.gathered) == (4 * 2 * PSI, 4 * PSI / 10)
+    found = model_states_of(experts, plan, "adamw", framework=FrameworkTraits(), **arguments)
+    assert (found.buffers, found.gathered_parameters) == (4 * 2 * PSI, 4 * PSI / 10)
 
 
 def test_ranks_of_several_machines_share_memory_within_each() -> None:
     plan = Plan(dp_replicate=2, dp_shard=2, shard="parameters")
-    assert state(plan, Software(sharing_machines=2)).buffers == state(plan).buffers > 0
+    assert state(plan, FrameworkTraits(shared_memory_nodes=2)).buffers == state(plan).buffers > 0
     across = Plan(dp_shard=4, shard="parameters")
-    assert state(across, Software(sharing_machines=2)).buffers == 0
-    assert state(across, Software(sharing_machines=2)).receiving == state(across, GLOO).receiving
+    assert state(across, FrameworkTraits(shared_memory_nodes=2)).buffers == 0
+    assert (
+        state(across, FrameworkTraits(shared_memory_nodes=2)).receive_buffers
+        == state(across, GLOO).receive_buffers
+    )
 
 
 def test_replicas_sum_small_gradients_in_memory_that_they_share() -> None:
     # Three quarters are tensors larger than a bucket; one quarter nobody knows.
     tensors = ((100.0, 7.0), (PSI / 8, 6.0))
-    parameters = Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, tensors=tensors)
+    parameters = RankParameters(
+        dense_blocks=PSI, experts=0.0, end_layers=0.0, largest_block=PSI / 10, tensors=tensors
+    )
 
-    def of(software: Software, **more: Any) -> State:
+    def of(software: FrameworkTraits, **more: Any) -> ModelStates:
         arguments = {"micro_batches": 1, "weight_average": False}
         plan = Plan(dp_replicate=2, bucket_bytes=1000, **more)
-        return state_of(parameters, plan, "adamw", software=software, **arguments)
+        return model_states_of(parameters, plan, "adamw", framework=software, **arguments)
 
-    shared, gloo = of(Software()), of(GLOO)
+    shared, gloo = of(FrameworkTraits()), of(GLOO)
     assert shared.buffers == 4 * PSI / 4
-    assert shared.final == 4 * PSI * 3 / 4
+    assert shared.all_gradients == 4 * PSI * 3 / 4
     assert gloo.buffers == 0
-    assert gloo.final == 4 * PSI + 1000  # one bucket is copied at a time
-    assert of(Software(), compression="int8").buffers == 0
+    assert gloo.all_gradients == 4 * PSI + 1000  # one bucket is copied at a time
+    assert of(FrameworkTraits(), compression="int8").buffers == 0
 
 
 def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
-    half = {"trained_share": 0.5, "trained_blocks": 0.5}
-    parameters = Parameters(blocks=0.0, experts=PSI, ends=0.0, block=PSI, **half)
+    half = {"trainable_share": 0.5, "trainable_block_share": 0.5}
+    parameters = RankParameters(dense_blocks=0.0, experts=PSI, end_layers=0.0, largest_block=PSI, **half)
     plan = Plan(dp_shard=8, ep=4, shard="optimizer")
-    found = state_of(
+    found = model_states_of(
         parameters,
         plan,
         "sgd",
         micro_batches=1,
         weight_average=True,
-        software=Software(),
+        framework=FrameworkTraits(),
     )
     # 8 / 4 ranks share them; momentum and an average of half of them.
     assert found.optimizer == 2 * 4 * PSI / 2 * 0.5

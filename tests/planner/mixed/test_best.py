@@ -14,35 +14,40 @@ from hypothesis import strategies as st
 
 from support.fleets import START, costs, fleet
 from support.problems import SMALL, job, problem
-from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.errors import JobError
-from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.model_workload import decoder_workload
-from wanma.planner.forecast.problem import problem_of
-from wanma.planner.heterogeneous.costs import MixedCosts, mixed_step_time
-from wanma.planner.heterogeneous.node_pools import Fleet, fleet_of
-from wanma.planner.heterogeneous.placement_search import Share, placed_plan, search_mixed
-from wanma.planner.heterogeneous.replica_shapes import MixedSpace, Option, Options, Segment
-from wanma.planner.heterogeneous.simulation import simulated_seconds
-from wanma.planner.heterogeneous.stage_placement import Placed, Placer
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.model_workload import compute_decoder_workload
+from wanma.planner.forecast.problem import build_problem
+from wanma.planner.heterogeneous.costs import HeterogeneousCosts, placed_step_time
+from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware, build_heterogeneous_hardware
+from wanma.planner.heterogeneous.placement_search import PlacedGroup, placed_plan, search_placements
+from wanma.planner.heterogeneous.replica_shapes import (
+    HeterogeneousSpace,
+    ReplicaShape,
+    ReplicaShapes,
+    StageSegment,
+)
+from wanma.planner.heterogeneous.simulation import simulate_step
+from wanma.planner.heterogeneous.stage_placement import PlacedReplicas, StagePlacer
 
-TINY = MixedSpace(tp=(1, 2), stages=(1, 2, 3), micro_batch=(1, 2), recompute=("none", "full"))
+TINY = HeterogeneousSpace(tp=(1, 2), stage_counts=(1, 2, 3), micro_batch=(1, 2), recompute=("none", "full"))
 
 
 # ------------------------------------------------------------------ beside trying everything
 
 
-def everything(of: MixedCosts, space: MixedSpace, batch: int) -> float:
+def everything(of: HeterogeneousCosts, space: HeterogeneousSpace, batch: int) -> float:
     """The least time of a step over all sets of groups, options of each and shares of the batch."""
-    placer, best = Placer(of), math.inf
+    placer, best = StagePlacer(of), math.inf
     for shard in space.shard:
         for number in (1, 2):  # replicas that span both kinds leave devices of one at most
             for kinds in itertools.combinations([(0,), (1,), (0, 1)], number):
                 for options in itertools.product(
-                    *(list(options_of(of.fleet, space, kind)) for kind in kinds)
+                    *(list(options_of(of.hardware, space, kind)) for kind in kinds)
                 ):
                     groups = placed_groups(placer, options, shard, batch)
                     if groups is not None:
@@ -50,35 +55,37 @@ def everything(of: MixedCosts, space: MixedSpace, batch: int) -> float:
     return best
 
 
-def options_of(of: Fleet, space: MixedSpace, kinds: tuple[int, ...]) -> Iterator[Option]:
+def options_of(
+    of: HeterogeneousHardware, space: HeterogeneousSpace, kinds: tuple[int, ...]
+) -> Iterator[ReplicaShape]:
     for order in itertools.permutations(kinds):
-        for stages in itertools.product(space.stages, repeat=len(order)):
+        for stages in itertools.product(space.stage_counts, repeat=len(order)):
             for tps in itertools.product(space.tp, repeat=len(order)):
-                segments = tuple(map(Segment, order, tps, stages))
-                alright = sum(stages) in space.stages and sum(stages) <= SMALL.layers + 2
-                if alright and all(of.kinds[one.node].on_each % one.tp == 0 for one in segments):
+                segments = tuple(map(StageSegment, order, tps, stages))
+                alright = sum(stages) in space.stage_counts and sum(stages) <= SMALL.layers + 2
+                if alright and all(of.pools[one.pool].devices_per_node % one.tp == 0 for one in segments):
                     for size, recompute in itertools.product(space.micro_batch, space.recompute):
-                        yield Option(segments, size, recompute)
+                        yield ReplicaShape(segments, size, recompute)
 
 
 def placed_groups(
-    placer: Placer, options: tuple[Option, ...], shard: Shard, batch: int
-) -> list[Placed] | None:
+    placer: StagePlacer, options: tuple[ReplicaShape, ...], shard: Shard, batch: int
+) -> list[PlacedReplicas] | None:
     """Place options that span kinds first, as many as there are devices for; then the others on the rest."""
-    left = [kind.devices for kind in placer.costs.fleet.kinds]
+    left = [kind.device_count for kind in placer.costs.hardware.pools]
     found = []
     for option in sorted(options, key=lambda option: -len(option.segments)):
-        count = min([left[one.node] // (one.tp * one.stages) for one in option.segments] + [batch])
+        count = min([left[one.pool] // (one.tp * one.stage_count) for one in option.segments] + [batch])
         placed = placer.place(option, count, len(options), shard) if count else None
         if placed is None:
             return None
         for one in option.segments:
-            left[one.node] -= count * one.tp * one.stages
+            left[one.pool] -= count * one.tp * one.stage_count
         found.append(placed)
     return found
 
 
-def best_shares(groups: list[Placed], batch: int) -> float:
+def best_shares(groups: list[PlacedReplicas], batch: int) -> float:
     """Over every number of micro-batches of every group but the last, which does the rest."""
     if sum(one.replicas.count for one in groups) > batch:
         return math.inf
@@ -87,8 +94,8 @@ def best_shares(groups: list[Placed], batch: int) -> float:
     for numbers in itertools.product(*(range(1, batch // size + 2) for size in sizes[:-1])):
         done = sum(number * size for number, size in zip(numbers, sizes, strict=False))
         counts = (*numbers, max(math.ceil((batch - done) / sizes[-1]), 1))
-        counts = tuple(max(count, one.fewest) for count, one in zip(counts, groups, strict=True))
-        if all(count <= one.most_micro_batches(1e9) for count, one in zip(counts, groups, strict=True)):
+        counts = tuple(max(count, one.min_micro_batches) for count, one in zip(counts, groups, strict=True))
+        if all(count <= one.max_micro_batches(1e9) for count, one in zip(counts, groups, strict=True)):
             best = min(best, max(one.seconds(count) for count, one in zip(counts, groups, strict=True)))
     return best
 
@@ -107,13 +114,13 @@ def test_the_search_finds_what_trying_everything_finds(
 ) -> None:
     of = costs(fleet(fast, slow, fast_bytes=fast_bytes, slow_bytes=slow_bytes, across=across), batch=batch)
     expected = everything(of, TINY, batch)
-    found = search_mixed(of.problem, of.fleet, START, TINY, tolerance=0.0)
+    found = search_placements(of.problem, of.hardware, START, TINY, tolerance=0.0)
     if math.isinf(expected):
         assert found.candidates == ()
         return
     best = found.candidates[0]
     assert best.seconds == pytest.approx(expected, rel=1e-6)
-    assert best.forecast.step == mixed_step_time(of, best.plan, batch)
+    assert best.forecast.step == placed_step_time(of, best.plan, batch)
 
 
 @settings(max_examples=30, deadline=None)
@@ -121,16 +128,18 @@ def test_the_search_finds_what_trying_everything_finds(
 def test_no_option_does_more_than_its_bound(number: int, seconds: float) -> None:
     of = costs(fleet(8, 8))
     for nodes in ((0,), (1,), (0, 1)):
-        options = Options(of, MixedSpace(), nodes)
-        at = number % len(options.samples)
+        options = ReplicaShapes(of, HeterogeneousSpace(), nodes)
+        at = number % len(options.samples_per_micro_batch)
         option = options[at]
-        placed = Placer(of).place(option, 1, 2, "optimizer")
+        placed = StagePlacer(of).place(option, 1, 2, "optimizer")
         assert placed is not None
-        assert placed.most_micro_batches(seconds) <= options.most_micro_batches(seconds)[at]
-        pace = Placer(of).pace(option, True)
-        assert placed.most_micro_batches(seconds) <= options.most_at_pace(at, seconds, pace)
-        least = options.least_seconds(at, placed.fewest + 3, Placer(of).pace(option, True))
-        assert least <= placed.seconds(placed.fewest + 3) * (1 + 1e-9)
+        assert placed.max_micro_batches(seconds) <= options.max_micro_batches(seconds)[at]
+        pace = StagePlacer(of).slowest_stage_bound(option, True)
+        assert placed.max_micro_batches(seconds) <= options.max_micro_batches_at(at, seconds, pace)
+        least = options.min_seconds(
+            at, placed.min_micro_batches + 3, StagePlacer(of).slowest_stage_bound(option, True)
+        )
+        assert least <= placed.seconds(placed.min_micro_batches + 3) * (1 + 1e-9)
 
 
 # ------------------------------------------------------------------ cuts
@@ -143,14 +152,14 @@ def test_cuts_make_the_slowest_stage_as_fast_as_any_cuts_do(
 ) -> None:
     of = costs()
     nodes = (1, 0) if slow_first else (0, 1)
-    option = Option((Segment(nodes[0], 1, first), Segment(nodes[1], tp, second)), 1, "none")
-    found = Placer(of).replicas(option, 1, "optimizer")
+    option = ReplicaShape((StageSegment(nodes[0], 1, first), StageSegment(nodes[1], tp, second)), 1, "none")
+    found = StagePlacer(of).replicas(option, 1, "optimizer")
     assert found is not None
     assert sum(place.blocks for place in found.places) == SMALL.layers
 
     def pace(sizes: tuple[int, ...]) -> float:
         places = tuple(replace(place, blocks=n) for place, n in zip(found.places, sizes, strict=True))
-        return of.pipeline(replace(found, places=places), "optimizer").pace
+        return of.replica_pipeline(replace(found, places=places), "optimizer").slowest_stage_seconds
 
     stages = first + second
     possible = [
@@ -158,19 +167,21 @@ def test_cuts_make_the_slowest_stage_as_fast_as_any_cuts_do(
         for sizes in itertools.product(range(SMALL.layers + 1), repeat=stages)
         if sum(sizes) == SMALL.layers and all(sizes[1:-1])
     ]
-    assert of.pipeline(found, "optimizer").pace == pytest.approx(min(map(pace, possible)), rel=1e-9)
+    assert of.replica_pipeline(found, "optimizer").slowest_stage_seconds == pytest.approx(
+        min(map(pace, possible)), rel=1e-9
+    )
 
 
 def test_a_kind_with_little_memory_gets_fewer_blocks() -> None:
-    option = Option((Segment(0, 1, 1), Segment(1, 1, 1)), 4, "none")
-    roomy = Placer(costs()).replicas(option, 4, "none")
+    option = ReplicaShape((StageSegment(0, 1, 1), StageSegment(1, 1, 1)), 4, "none")
+    roomy = StagePlacer(costs()).replicas(option, 4, "none")
     assert roomy is not None
     blocks = [place.blocks for place in roomy.places]
     needed = costs().memory(roomy, "none", 2)[0].memory_bytes
-    tight = Placer(costs(fleet(fast_bytes=needed - 1))).replicas(option, 4, "none")
+    tight = StagePlacer(costs(fleet(fast_bytes=needed - 1))).replicas(option, 4, "none")
     assert tight is not None
     assert [place.blocks for place in tight.places] == [blocks[0] - 1, blocks[1] + 1]
-    assert Placer(costs(fleet(fast_bytes=1e9))).replicas(option, 4, "none") is None
+    assert StagePlacer(costs(fleet(fast_bytes=1e9))).replicas(option, 4, "none") is None
 
 
 # ------------------------------------------------------------------ whole searches
@@ -178,7 +189,7 @@ def test_a_kind_with_little_memory_gets_fewer_blocks() -> None:
 
 def test_a_placed_plan_computes_the_whole_batch_and_gives_slow_devices_less() -> None:
     of = costs(fleet(outer=50e9, across=50e9), batch=37)
-    best = search_mixed(of.problem, of.fleet, START, TINY).candidates[0].plan
+    best = search_placements(of.problem, of.hardware, START, TINY).candidates[0].plan
     assert sum(best.batch_shares) == 37
     by_kind = {
         one.places[0].node: best.batch_shares[sum(r.count for r in best.placement[:at])]
@@ -194,26 +205,29 @@ def test_a_placed_plan_computes_the_whole_batch_and_gives_slow_devices_less() ->
 @pytest.mark.parametrize(("batch", "expected"), [(12, (6, 6)), (10, (5, 5)), (7, (4, 3)), (2, (1, 1))])
 def test_the_batch_is_split_within_what_each_group_can_do(batch: int, expected: tuple[int, int]) -> None:
     of = costs(batch=batch)
-    shares = [Share(Placed(of, Replicas(1, (Place(node, 4),), 2), 2, "none"), 3) for node in (0, 1)]
+    shares = [
+        PlacedGroup(PlacedReplicas(of, ReplicaPlacement(1, (StagePlacement(node, 4),), 2), 2, "none"), 3)
+        for node in (0, 1)
+    ]
     plan = placed_plan(START, shares, "none", batch)
     assert sorted(plan.batch_shares, reverse=True) == list(expected)
 
 
 def test_a_mixed_plan_beats_each_kind_alone_and_even_shares_when_every_event_is_played() -> None:
     of = costs(batch=48)
-    found = search_mixed(of.problem, of.fleet, START, replace(TINY, micro_batch=(1, 2, 4)))
+    found = search_placements(of.problem, of.hardware, START, replace(TINY, micro_batch=(1, 2, 4)))
     best = found.candidates[0].plan
     alone = [one.plan for one in found.candidates if len(kinds_of(one.plan)) == 1]
     assert {kinds_of(plan) for plan in alone} == {(0,), (1,)}
     even = replace(
         best,
         batch_shares=(6,) * 8,
-        placement=tuple(Replicas(4, (Place(node, 4),), 2) for node in (0, 1)),
+        placement=tuple(ReplicaPlacement(4, (StagePlacement(node, 4),), 2) for node in (0, 1)),
         dp_replicate=8,
         pp=1,
         tp=1,
     )
-    seconds = [simulated_seconds(of, plan, 48) for plan in (best, *alone, even)]
+    seconds = [simulate_step(of, plan, 48) for plan in (best, *alone, even)]
     assert seconds[0] < 0.85 * min(seconds[1:])
 
 
@@ -224,63 +238,72 @@ def kinds_of(plan: Plan) -> tuple[int, ...]:
 def test_where_no_kind_holds_the_model_alone_replicas_span_both() -> None:
     """One or two devices do not hold it, and neither kind has three."""
     of = costs(fleet(2, 2, fast_bytes=1.13e9, slow_bytes=1.13e9))
-    found = search_mixed(of.problem, of.fleet, START, replace(TINY, stages=(1, 2, 3, 4), tp=(1,)))
+    found = search_placements(
+        of.problem, of.hardware, START, replace(TINY, stage_counts=(1, 2, 3, 4), tp=(1,))
+    )
     assert {kinds_of(one.plan) for one in found.candidates} == {(0, 1)}
     assert all(len(one.plan.placement[0].places) >= 3 for one in found.candidates)
 
 
 def test_found_plans_are_a_forecast_only_and_travel() -> None:
-    found = search_mixed(problem(), fleet(2, 2), START, TINY)
+    found = search_placements(problem(), fleet(2, 2), START, TINY)
     assert found.best is None
-    assert all(one.forecast_only for one in found.candidates)
-    assert found.pareto[0].seconds == found.candidates[0].seconds
+    assert all(one.unsupported_reason for one in found.candidates)
+    assert found.pareto_front[0].seconds == found.candidates[0].seconds
     assert pickle.loads(pickle.dumps(found)) == found
     seconds = [one.seconds for one in found.candidates]
     assert seconds == sorted(seconds)
 
 
 def test_a_kind_that_does_not_compute_in_the_precision_is_left_out() -> None:
-    cluster = parse_cluster("1x4 A100 SXM 40GB, 4x100G + 1x4 V100 SXM2 16GB, 4x100G")
-    of_cluster = fleet_of(cluster, 0.85)
-    found = search_mixed(problem(), of_cluster, START, TINY)
+    cluster = parse_shorthand("1x4 A100 SXM 40GB, 4x100G + 1x4 V100 SXM2 16GB, 4x100G")
+    of_cluster = build_heterogeneous_hardware(cluster, 0.85)
+    found = search_placements(problem(), of_cluster, START, TINY)
     assert {kinds_of(one.plan) for one in found.candidates} == {(0,)}
-    old = fleet_of(parse_cluster("1x4 V100 SXM2 16GB, 4x100G + 1x4 V100 SXM2 32GB, 4x100G"))
+    old = build_heterogeneous_hardware(
+        parse_shorthand("1x4 V100 SXM2 16GB, 4x100G + 1x4 V100 SXM2 32GB, 4x100G")
+    )
     with pytest.raises(JobError, match=r"train.precision = 'bf16': no device of the cluster \(V100"):
-        search_mixed(problem(), old, START, TINY)
+        search_placements(problem(), old, START, TINY)
 
 
 def test_other_models_than_decoders_and_machines_without_devices_are_refused() -> None:
     with pytest.raises(JobError, match="decoders only"):
-        search_mixed(replace(problem(), dimensions=None), fleet(), START)
+        search_placements(replace(problem(), dimensions=None), fleet(), START)
     with pytest.raises(JobError, match="without accelerators are not planned for together"):
-        fleet_of(parse_cluster("2x8 A100 SXM 40GB, 4x100G + 2x64 cores EPYC 7742, 1x100G"))
+        build_heterogeneous_hardware(
+            parse_shorthand("2x8 A100 SXM 40GB, 4x100G + 2x64 cores EPYC 7742, 1x100G")
+        )
 
 
 # ------------------------------------------------------------------ the case that others published
 
 
-OPT_350M = DecoderDimensions(24, 1024, 16, 16, 2752, 50272, tie_embeddings=True)
+OPT_350M = DecoderConfig(24, 1024, 16, 16, 2752, 50272, tie_embeddings=True)
 
 
 def test_on_128_a100_and_384_v100_the_plan_beats_every_kind_alone_and_the_even_split() -> None:
     """As Sailor's evaluation (Strati et al. 2025) has them; every event is played."""
-    cluster = parse_cluster("16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G")
+    cluster = parse_shorthand("16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G")
     asked = job(global_batch=2048, precision="fp16")
-    workload = decoder_workload(OPT_350M, 2048)
-    of = problem_of(asked, cluster, workload, OPT_350M)
+    workload = compute_decoder_workload(OPT_350M, 2048)
+    of = build_problem(asked, cluster, workload, OPT_350M)
     start = replace(START, precision="fp16")
-    space = MixedSpace(tp=(1, 2), stages=(1, 2, 4), micro_batch=(1, 2, 4), shard=("optimizer",))
-    everywhere = fleet_of(cluster, 0.85)
-    found = search_mixed(of, everywhere, start, space)
-    parts = MixedCosts(of, everywhere, start)
+    space = HeterogeneousSpace(tp=(1, 2), stage_counts=(1, 2, 4), micro_batch=(1, 2, 4), shard=("optimizer",))
+    everywhere = build_heterogeneous_hardware(cluster, 0.85)
+    found = search_placements(of, everywhere, start, space)
+    parts = HeterogeneousCosts(of, everywhere, start)
     best, *others = [one.plan for one in found.candidates]
     assert kinds_of(best) == (0, 1)
     assert {kinds_of(plan) for plan in others} >= {(0,), (1,)}
     even = replace(
         best,
-        placement=(Replicas(128, (Place(0, 24),), 1), Replicas(384, (Place(1, 24),), 1)),
+        placement=(
+            ReplicaPlacement(128, (StagePlacement(0, 24),), 1),
+            ReplicaPlacement(384, (StagePlacement(1, 24),), 1),
+        ),
         batch_shares=(4,) * 512,
     )
-    played = [simulated_seconds(parts, plan, 2048) for plan in (best, *others, even)]
+    played = [simulate_step(parts, plan, 2048) for plan in (best, *others, even)]
     assert played[0] < 0.8 * min(played[1:])
     assert found.candidates[0].seconds == pytest.approx(played[0], rel=0.02)

@@ -10,28 +10,23 @@ from hypothesis import strategies as st
 
 from support.fleets import START, costs, fleet
 from support.problems import SEQUENCE, SMALL
-from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
-from wanma.planner.cost.decoder import boundary_seconds, step_time
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.hardware_model.model import Link
-from wanma.planner.heterogeneous.costs import (
-    Part,
-    Pipeline,
-    exchange_seconds,
-    mixed_step_time,
-    replica_seconds,
-)
-from wanma.planner.heterogeneous.simulation import simulated_seconds
-from wanma.planner.memory.peak import memory_of_ranks
-from wanma.planner.pipeline.simulation import StageCost, pipeline_seconds
+from wanma.planner.cost.decoder import decoder_stage_send_seconds, decoder_step_time
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.hardware_model.model import LinkLevel
+from wanma.planner.heterogeneous.costs import cross_group_reduce_seconds, placed_step_time
+from wanma.planner.heterogeneous.replica_pipeline import ReplicaPipeline, StageTime, replica_pipeline_seconds
+from wanma.planner.heterogeneous.simulation import simulate_step
+from wanma.planner.memory.peak import pipeline_rank_memory
+from wanma.planner.pipeline.simulation import StageCost, simulate_pipeline
 
 FAST, SLOW = 0, 1
 seconds = st.floats(0.5, 3.0)
 
 
-def placed(*groups: tuple[Replicas, int], shard: Shard = "none") -> Plan:
+def placed(*groups: tuple[ReplicaPlacement, int], shard: Shard = "none") -> Plan:
     """Replicas, each with the samples of one of them."""
     placement = tuple(replicas for replicas, _ in groups)
     return replace(
@@ -52,38 +47,44 @@ def placed(*groups: tuple[Replicas, int], shard: Shard = "none") -> Plan:
 def test_a_replica_takes_what_the_schedule_takes_that_is_played_elsewhere(
     stages: list[tuple[float, float]], micro_batches: int, send: float
 ) -> None:
-    pipeline = Pipeline(
-        tuple(Part(forward, backward, {}, 0.0) for forward, backward in stages), (send,) * (len(stages) - 1)
+    pipeline = ReplicaPipeline(
+        tuple(StageTime(forward, backward, {}, 0.0) for forward, backward in stages),
+        (send,) * (len(stages) - 1),
     )
     equal = [StageCost(forward, backward) for forward, backward in stages]
-    played = pipeline_seconds("1f1b", equal, len(stages), micro_batches, send).seconds
-    assert replica_seconds(pipeline, micro_batches) == pytest.approx(played, rel=1e-9)
+    played = simulate_pipeline("1f1b", equal, len(stages), micro_batches, send).seconds
+    assert replica_pipeline_seconds(pipeline, micro_batches) == pytest.approx(played, rel=1e-9)
 
 
 def test_each_boundary_between_stages_takes_its_own_time() -> None:
     """One micro-batch waits at every boundary twice; a slow one is worth as much as two that add up to it."""
-    stages = (Part(1.0, 2.0, {}, 0.0),) * 3
-    assert replica_seconds(Pipeline(stages, (0.5, 0.1)), 1) == pytest.approx(9.0 + 2 * 0.6)
-    assert replica_seconds(Pipeline(stages, (0.1, 0.5)), 1) == pytest.approx(9.0 + 2 * 0.6)
+    stages = (StageTime(1.0, 2.0, {}, 0.0),) * 3
+    assert replica_pipeline_seconds(ReplicaPipeline(stages, (0.5, 0.1)), 1) == pytest.approx(9.0 + 2 * 0.6)
+    assert replica_pipeline_seconds(ReplicaPipeline(stages, (0.1, 0.5)), 1) == pytest.approx(9.0 + 2 * 0.6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_boundary_on_one_kind_carries_elements_of_the_precision(precision: str) -> None:
     parts = costs(start=replace(START, precision=precision))
     equal = replace(START, pp=2, dp_replicate=2, precision=precision)
-    one, other = Place(FAST, 2), Place(FAST, 2)
-    seconds = parts._send_seconds(Replicas(2, (one, other)), one, other)
-    expected = boundary_seconds(SMALL, SEQUENCE, equal, parts.fleet.kinds[FAST].machine)
+    one, other = StagePlacement(FAST, 2), StagePlacement(FAST, 2)
+    seconds = parts._send_seconds(ReplicaPlacement(2, (one, other)), one, other)
+    expected = decoder_stage_send_seconds(SMALL, SEQUENCE, equal, parts.hardware.pools[FAST].hardware)
     assert seconds == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_stage_costs_what_its_blocks_cost_on_its_own_device() -> None:
     parts = costs()
-    on = {node: parts.stages(Replicas(1, (Place(node, 4),)), "none")[0] for node in (FAST, SLOW)}
+    on = {
+        node: parts.stage_times(ReplicaPlacement(1, (StagePlacement(node, 4),)), "none")[0]
+        for node in (FAST, SLOW)
+    }
     assert on[SLOW].seconds > 1.5 * on[FAST].seconds
-    first, second = parts.stages(Replicas(1, (Place(FAST, 3), Place(SLOW, 1))), "none")
-    unit = parts.units(SLOW, 1, 1, "none", pipelined=True, many=True, sharded=False)
-    assert second.forward == pytest.approx(unit.blocks[0].forward + unit.last.forward)
+    first, second = parts.stage_times(
+        ReplicaPlacement(1, (StagePlacement(FAST, 3), StagePlacement(SLOW, 1))), "none"
+    )
+    unit = parts.layer_times(SLOW, 1, 1, "none", pipelined=True, accumulates_gradients=True, sharded=False)
+    assert second.forward == pytest.approx(unit.blocks[0].forward + unit.post_block.forward)
     assert first.parameters + second.parameters == pytest.approx(on[FAST].parameters)
 
 
@@ -98,10 +99,10 @@ def test_equal_replicas_on_one_kind_take_what_the_plan_of_equal_ranks_takes(shar
         "none": replace(same, dp_replicate=4),
         "optimizer": replace(same, dp_shard=4, shard="optimizer"),
     }[shard]
-    machine = parts.fleet.kinds[FAST].machine
-    expected = step_time(SMALL, SEQUENCE, equal, 8, machine, Software())
-    plan = placed((Replicas(4, (Place(FAST, 4),), 2, "selective"), 2), shard=shard)
-    assert mixed_step_time(parts, plan, 8).seconds == pytest.approx(expected.seconds, rel=1e-9)
+    machine = parts.hardware.pools[FAST].hardware
+    expected = decoder_step_time(SMALL, SEQUENCE, equal, 8, machine, FrameworkTraits())
+    plan = placed((ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2, "selective"), 2), shard=shard)
+    assert placed_step_time(parts, plan, 8).seconds == pytest.approx(expected.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("batch", [16, 64])
@@ -109,35 +110,49 @@ def test_equal_pipelines_on_one_kind_take_nearly_what_the_plan_of_equal_ranks_ta
     """The stage whose gradients count is told apart more finely here."""
     parts = costs(fleet(8, 4))
     equal = replace(START, pp=2, dp_replicate=2, tp=2, stage_cuts=(2,))
-    expected = step_time(SMALL, SEQUENCE, equal, batch, parts.fleet.kinds[FAST].machine, Software())
-    plan = placed((Replicas(2, (Place(FAST, 2, 2), Place(FAST, 2, 2))), batch // 2))
-    found = mixed_step_time(parts, plan, batch)
+    expected = decoder_step_time(
+        SMALL, SEQUENCE, equal, batch, parts.hardware.pools[FAST].hardware, FrameworkTraits()
+    )
+    plan = placed((ReplicaPlacement(2, (StagePlacement(FAST, 2, 2), StagePlacement(FAST, 2, 2))), batch // 2))
+    found = placed_step_time(parts, plan, batch)
     assert found.seconds == pytest.approx(expected.seconds, rel=0.03)
     assert found.uncertainty == expected.uncertainty > 0.12
 
 
 CASES = {
     "replicas of two kinds": placed(
-        (Replicas(4, (Place(FAST, 4),), 2), 24), (Replicas(4, (Place(SLOW, 4),), 1), 8)
+        (ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2), 24),
+        (ReplicaPlacement(4, (StagePlacement(SLOW, 4),), 1), 8),
     ),
     "with the optimizer sharded": placed(
-        (Replicas(4, (Place(FAST, 4),), 2), 24), (Replicas(4, (Place(SLOW, 4),), 1), 8), shard="optimizer"
+        (ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2), 24),
+        (ReplicaPlacement(4, (StagePlacement(SLOW, 4),), 1), 8),
+        shard="optimizer",
     ),
     "recomputing on one kind": placed(
-        (Replicas(4, (Place(FAST, 4),), 4), 24), (Replicas(4, (Place(SLOW, 4),), 2, "full"), 8)
+        (ReplicaPlacement(4, (StagePlacement(FAST, 4),), 4), 24),
+        (ReplicaPlacement(4, (StagePlacement(SLOW, 4),), 2, "full"), 8),
     ),
-    "pipelines over both kinds": placed((Replicas(4, (Place(FAST, 3), Place(SLOW, 1))), 32)),
-    "the slower kind first": placed((Replicas(4, (Place(SLOW, 1), Place(FAST, 3))), 32)),
-    "wider stages on one kind": placed((Replicas(2, (Place(FAST, 2, 2), Place(SLOW, 2, 2))), 64)),
+    "pipelines over both kinds": placed(
+        (ReplicaPlacement(4, (StagePlacement(FAST, 3), StagePlacement(SLOW, 1))), 32)
+    ),
+    "the slower kind first": placed(
+        (ReplicaPlacement(4, (StagePlacement(SLOW, 1), StagePlacement(FAST, 3))), 32)
+    ),
+    "wider stages on one kind": placed(
+        (ReplicaPlacement(2, (StagePlacement(FAST, 2, 2), StagePlacement(SLOW, 2, 2))), 64)
+    ),
     "pipelines and single devices": placed(
-        (Replicas(2, (Place(FAST, 2), Place(FAST, 2))), 32),
-        (Replicas(2, (Place(SLOW, 2), Place(SLOW, 2))), 14),
+        (ReplicaPlacement(2, (StagePlacement(FAST, 2), StagePlacement(FAST, 2))), 32),
+        (ReplicaPlacement(2, (StagePlacement(SLOW, 2), StagePlacement(SLOW, 2))), 14),
     ),
     "over both, and the rest": placed(
-        (Replicas(2, (Place(FAST, 3), Place(SLOW, 1))), 22), (Replicas(2, (Place(FAST, 4),)), 20)
+        (ReplicaPlacement(2, (StagePlacement(FAST, 3), StagePlacement(SLOW, 1))), 22),
+        (ReplicaPlacement(2, (StagePlacement(FAST, 4),)), 20),
     ),
     "unlike numbers of samples in a group": placed(
-        (Replicas(4, (Place(FAST, 4),), 2), 21), (Replicas(2, (Place(SLOW, 2), Place(SLOW, 2))), 13)
+        (ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2), 21),
+        (ReplicaPlacement(2, (StagePlacement(SLOW, 2), StagePlacement(SLOW, 2))), 13),
     ),
 }
 
@@ -148,8 +163,8 @@ def test_the_forecast_is_what_playing_every_event_takes(name: str) -> None:
     as large as the largest."""
     parts, plan = costs(fleet(outer=20e9, across=20e9)), CASES[name]
     batch = sum(plan.batch_shares)
-    forecast = mixed_step_time(parts, plan, batch)
-    assert forecast.seconds == pytest.approx(simulated_seconds(parts, plan, batch), rel=0.02)
+    forecast = placed_step_time(parts, plan, batch)
+    assert forecast.seconds == pytest.approx(simulate_step(parts, plan, batch), rel=0.02)
     kinds = ("compute", "tensor", "expert", "data", "bubble", "optimizer")
     assert sum(getattr(forecast, kind) for kind in kinds) == pytest.approx(forecast.seconds)
 
@@ -160,24 +175,27 @@ def test_the_forecast_is_near_the_simulation_for_any_cuts_and_shares(
     cut: int, other: int, micro_batch: int, one: int, two: int
 ) -> None:
     plan = placed(
-        (Replicas(2, (Place(FAST, cut), Place(SLOW, 4 - cut)), micro_batch), one),
-        (Replicas(1, (Place(SLOW, other), Place(FAST, 4 - other)), micro_batch), two),
+        (ReplicaPlacement(2, (StagePlacement(FAST, cut), StagePlacement(SLOW, 4 - cut)), micro_batch), one),
+        (
+            ReplicaPlacement(1, (StagePlacement(SLOW, other), StagePlacement(FAST, 4 - other)), micro_batch),
+            two,
+        ),
     )
     parts = costs(fleet(outer=20e9, across=20e9))
     batch = 2 * one + two
     # The forecast takes all micro-batches to be as large as the largest. With few of them, which stages wait
     # for which at the end counts; over many it is off by 0.6 % in the mean.
     filled = max(-(-rows // micro_batch) * micro_batch / rows for rows in (one, two))
-    share = mixed_step_time(parts, plan, batch).seconds / simulated_seconds(parts, plan, batch)
+    share = placed_step_time(parts, plan, batch).seconds / simulate_step(parts, plan, batch)
     assert 0.96 <= share <= 1.04 * filled
 
 
 def test_a_simulated_replica_alone_takes_its_work_and_nothing_else() -> None:
     parts = costs()
-    plan = placed((Replicas(1, (Place(SLOW, 4),)), 6))
-    (stage,) = parts.stages(plan.placement[0], "none")
-    update = parts.exchanges(plan.placement[0].places[0], stage, 1, 1, "none").optimizer
-    assert simulated_seconds(parts, plan, 6) == pytest.approx(6 * stage.seconds + update, rel=1e-9)
+    plan = placed((ReplicaPlacement(1, (StagePlacement(SLOW, 4),)), 6))
+    (stage,) = parts.stage_times(plan.placement[0], "none")
+    update = parts.reduction_times(plan.placement[0].places[0], stage, 1, 1, "none").optimizer
+    assert simulate_step(parts, plan, 6) == pytest.approx(6 * stage.seconds + update, rel=1e-9)
 
 
 # ------------------------------------------------------------------ exchanges
@@ -185,17 +203,20 @@ def test_a_simulated_replica_alone_takes_its_work_and_nothing_else() -> None:
 
 def test_unlike_groups_sum_their_gradients_in_a_ring_over_the_joining_link() -> None:
     """Two groups: each device sends its part once, half at a time, there and back."""
-    link = Link(8, 1e-3, 1e9)
-    assert exchange_seconds(link, 2, 4e9) == pytest.approx(2 * 1e-3 + 4.0)
-    assert exchange_seconds(link, 4, 4e9) == pytest.approx(6 * 1e-3 + 6.0)
-    assert exchange_seconds(link, 1, 4e9) == 0.0
+    link = LinkLevel(8, 1e-3, 1e9)
+    assert cross_group_reduce_seconds(link, 2, 4e9) == pytest.approx(2 * 1e-3 + 4.0)
+    assert cross_group_reduce_seconds(link, 4, 4e9) == pytest.approx(6 * 1e-3 + 6.0)
+    assert cross_group_reduce_seconds(link, 1, 4e9) == 0.0
 
 
 def test_a_slower_joining_link_makes_mixed_plans_slower_and_no_others() -> None:
-    mixed, alone = CASES["replicas of two kinds"], placed((Replicas(4, (Place(FAST, 4),), 2), 24))
+    mixed, alone = (
+        CASES["replicas of two kinds"],
+        placed((ReplicaPlacement(4, (StagePlacement(FAST, 4),), 2), 24)),
+    )
     taken = {
         rate: [
-            mixed_step_time(costs(fleet(across=rate)), plan, sum(plan.batch_shares)).seconds
+            placed_step_time(costs(fleet(across=rate)), plan, sum(plan.batch_shares)).seconds
             for plan in (mixed, alone)
         ]
         for rate in (20e9, 0.1e9)
@@ -210,11 +231,11 @@ def test_a_slower_joining_link_makes_mixed_plans_slower_and_no_others() -> None:
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_a_placed_stage_needs_what_the_same_stage_of_equal_ranks_needs(shard: Shard) -> None:
     parts = costs()
-    replicas = Replicas(4, (Place(FAST, 3), Place(SLOW, 1)), 2, "selective")
+    replicas = ReplicaPlacement(4, (StagePlacement(FAST, 3), StagePlacement(SLOW, 1)), 2, "selective")
     view = Plan(pp=2, stage_cuts=(3,), micro_batch=2, recompute="selective", precision="bf16", device="cuda")
     view = replace(view, **({"dp_shard": 4, "shard": shard} if shard == "optimizer" else {"dp_replicate": 4}))
-    expected = memory_of_ranks(
-        parts.problem.workload, view, "adamw", micro_batches=4, dimensions=SMALL, software=Software()
+    expected = pipeline_rank_memory(
+        parts.problem.workload, view, "adamw", micro_batches=4, dimensions=SMALL, framework=FrameworkTraits()
     )
     found = parts.memory(replicas, shard, 4)
     assert found == [one.forecast for one in expected]
@@ -222,7 +243,7 @@ def test_a_placed_stage_needs_what_the_same_stage_of_equal_ranks_needs(shard: Sh
 
 
 def test_a_stage_must_fit_into_its_own_kind_of_device() -> None:
-    replicas = Replicas(4, (Place(FAST, 3), Place(SLOW, 1)))
+    replicas = ReplicaPlacement(4, (StagePlacement(FAST, 3), StagePlacement(SLOW, 1)))
     needed = [one.memory_bytes for one in costs().memory(replicas, "none", 4)]
     assert costs(fleet(fast_bytes=needed[0], slow_bytes=needed[1])).fits(replicas, "none", 4)
     assert not costs(fleet(fast_bytes=needed[0] - 1, slow_bytes=needed[1])).fits(replicas, "none", 4)

@@ -11,12 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.memory.vectorized import States
-from wanma.planner.search.cost_cache import Tables
-from wanma.planner.search.leaf import Core
-from wanma.planner.search.space import Space, cores, grids, recomputes, states
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.memory.vectorized import ShardingOptions
+from wanma.planner.search.cost_cache import CostCache
+from wanma.planner.search.leaf import SearchLeaf
+from wanma.planner.search.space import (
+    SearchSpace,
+    enumerate_mesh_shapes,
+    recompute_options,
+    sharding_plans,
+    unsharded_plans,
+)
 
 MIXTURE = replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)
 OFFLOADS = [
@@ -42,7 +48,7 @@ MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), GELU
     st.data(),
 )
 def test_arrays_hold_what_each_plan_has_alone(
-    dimensions: DecoderDimensions,
+    dimensions: DecoderConfig,
     devices: int,
     batch: int,
     offload: Any,
@@ -51,21 +57,23 @@ def test_arrays_hold_what_each_plan_has_alone(
     data: st.DataObject,
 ) -> None:
     given = problem(job(global_batch=batch), dimensions)
-    host = replace(given.machine.host, link_bytes_per_second=link, disk_bytes_per_second=disk)
-    given = replace(given, machine=replace(given.machine, host=host))
-    space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
+    host = replace(given.hardware.host, link_bytes_per_second=link, disk_bytes_per_second=disk)
+    given = replace(given, hardware=replace(given.hardware, host=host))
+    space = SearchSpace.unrestricted(given.job, given.cluster, dimensions, world_sizes=(devices,))
     keys = ("device", "offload_parameters", "offload_optimizer", "offload_activations")
-    space = replace(space, start=space.start.but(**dict(zip(keys, offload, strict=True))))
-    grid = data.draw(st.sampled_from(list(grids(space))))
-    plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
-    core = Core(Tables(given), plan, recomputes(space, plan), States(states(space, grid)))
-    core.bound(np.ones(core.memory.shape[1], dtype=bool))
+    space = replace(space, base_plan=space.base_plan.with_changes(**dict(zip(keys, offload, strict=True))))
+    grid = data.draw(st.sampled_from(list(enumerate_mesh_shapes(space))))
+    plan = data.draw(st.sampled_from(list(unsharded_plans(space, grid, given.workload))))
+    core = SearchLeaf(
+        CostCache(given), plan, recompute_options(space, plan), ShardingOptions(sharding_plans(space, grid))
+    )
+    core.compute_bounds(np.ones(core.memory.shape[1], dtype=bool))
     row = data.draw(st.integers(0, core.memory.shape[0] - 1))
     column = data.draw(st.integers(0, core.memory.shape[1] - 1))
-    least = core.least[row, column]
-    alone = forecast(given, core.plan_of(row, column))
+    least = core.time_bounds[row, column]
+    alone = forecast_plan(given, core.plan_of(row, column))
     assert alone.step is not None
-    assert core.play(row)[column] == pytest.approx(alone.step.seconds, rel=1e-9)
-    assert core.play(row)[column] == core.least[row, column]  # played once
+    assert core.simulate_row(row)[column] == pytest.approx(alone.step.seconds, rel=1e-9)
+    assert core.simulate_row(row)[column] == core.time_bounds[row, column]  # played once
     assert least <= alone.step.seconds * (1 + 1e-9)
     assert core.memory[row, column] == pytest.approx(alone.memory_bytes, abs=16)

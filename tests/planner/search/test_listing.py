@@ -8,17 +8,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.search.cost_cache import Tables
-from wanma.planner.search.enumeration import Listing
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.search.cost_cache import CostCache
+from wanma.planner.search.enumeration import PlanEnumeration
 from wanma.planner.search.space import (
-    Space,
-    cores,
-    grids,
-    recomputes,
-    splits,
-    states,
+    SearchSpace,
+    compute_splits,
+    enumerate_mesh_shapes,
+    recompute_options,
+    sharding_plans,
+    unsharded_plans,
 )
 
 MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
@@ -27,39 +27,42 @@ MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(MODELS), st.sampled_from([6, 8]), st.data())
 def test_a_grid_has_as_many_plans_as_are_counted(
-    dimensions: DecoderDimensions, devices: int, data: st.DataObject
+    dimensions: DecoderConfig, devices: int, data: st.DataObject
 ) -> None:
     given_ = problem(job(global_batch=24), dimensions)
-    space = Space.everything(given_.job, given_.cluster, dimensions, devices=(devices,))
-    grid = data.draw(st.sampled_from(list(grids(space))))
-    listing = Listing(space, Tables(given_))
-    counted = sum(listing.count(split, listing.of_grid(grid)) for split in splits(space, grid))
-    ways = len(states(space, grid))
-    listed = sum(len(recomputes(space, core)) for core in cores(space, grid, given_.workload)) * ways
+    space = SearchSpace.unrestricted(given_.job, given_.cluster, dimensions, world_sizes=(devices,))
+    grid = data.draw(st.sampled_from(list(enumerate_mesh_shapes(space))))
+    listing = PlanEnumeration(space, CostCache(given_))
+    counted = sum(listing.count(split, listing.mesh_options(grid)) for split in compute_splits(space, grid))
+    ways = len(sharding_plans(space, grid))
+    listed = (
+        sum(len(recompute_options(space, core)) for core in unsharded_plans(space, grid, given_.workload))
+        * ways
+    )
     assert counted == listed
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODELS), st.sampled_from([4, 6, 8]), st.data())
 def test_a_plan_that_is_left_out_is_slower_and_no_smaller_than_itself_compiled(
-    dimensions: DecoderDimensions, devices: int, data: st.DataObject
+    dimensions: DecoderConfig, devices: int, data: st.DataObject
 ) -> None:
     given_ = problem(job(global_batch=24), dimensions)
-    space = Space.everything(given_.job, given_.cluster, dimensions, devices=(devices,))
-    grid = data.draw(st.sampled_from(list(grids(space))))
-    listing = Listing(space, Tables(given_))
-    shared = listing.of_grid(grid)
-    eager = data.draw(st.sampled_from([split for split in splits(space, grid) if not split.compile]))
-    every, left = listing.schedules_of(eager, shared), listing.unbeaten(eager, shared)
+    space = SearchSpace.unrestricted(given_.job, given_.cluster, dimensions, world_sizes=(devices,))
+    grid = data.draw(st.sampled_from(list(enumerate_mesh_shapes(space))))
+    listing = PlanEnumeration(space, CostCache(given_))
+    shared = listing.mesh_options(grid)
+    eager = data.draw(st.sampled_from([split for split in compute_splits(space, grid) if not split.compile]))
+    every, left = listing.schedules_of(eager, shared), listing.undominated_schedules(eager, shared)
     beaten = [
         (one, again)
         for one, kept in zip(every, left, strict=True)
-        for again in one.recomputes
-        if again not in kept.recomputes
+        for again in one.recompute_options
+        if again not in kept.recompute_options
     ]
     assume(any(one.sizes for one, _ in beaten))
     one, (recompute, share) = data.draw(st.sampled_from([(one, again) for one, again in beaten if one.sizes]))
-    way = data.draw(st.sampled_from(shared.states.plans))
+    way = data.draw(st.sampled_from(shared.sharding_options.plans))
     plain = replace(
         way,
         **{name: getattr(eager, name) for name in ("sequence_parallel", "cp_method")},
@@ -70,7 +73,7 @@ def test_a_plan_that_is_left_out_is_slower_and_no_smaller_than_itself_compiled(
         recompute_share=share,
         micro_batch=data.draw(st.sampled_from(one.sizes)),
     )
-    slow, fast = (forecast(given_, replace(plain, compile=compiled)) for compiled in (False, True))
+    slow, fast = (forecast_plan(given_, replace(plain, compile=compiled)) for compiled in (False, True))
     assert slow.step is not None
     assert fast.step is not None
     assert fast.step.seconds < slow.step.seconds

@@ -21,7 +21,7 @@ from support.generated.case import Case, program
 from support.generated.reference import Trained
 from support.ranks import _context
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Unsupervised, Worker
+from wanma.job.run.worker import NullSupervisorClient, WorkerContext
 
 SECONDS = 150
 """After which a case that no rank has ended is said to hang."""
@@ -123,7 +123,9 @@ def _serve(rank: int, count: int, pipe: Connection) -> None:
             case, port, folder = pipe.recv()
         except EOFError:
             return
-        worker = Worker(rank, rank, count, count, 0, 1, folder, store_port=port, control=Steps())
+        worker = WorkerContext(
+            rank, rank, count, count, 0, 1, folder, store_port=port, supervisor_client=Steps()
+        )
         with (
             (folder / f"stack-{rank}").open("w") as stack,
             contextlib.redirect_stdout(io.StringIO()),
@@ -135,19 +137,19 @@ def _serve(rank: int, count: int, pipe: Connection) -> None:
         pipe.send(outcome)
 
 
-class Steps(Unsupervised):
+class Steps(NullSupervisorClient):
     """Counts the steps that have changed the weights."""
 
     done = 0
 
-    def step_done(self, step: int) -> None:
+    def report_finished_step(self, step: int) -> None:
         self.done = step
 
 
-def _run(worker: Worker, case: Case) -> Outcome:
+def _run(worker: WorkerContext, case: Case) -> Outcome:
     from wanma.collectives.shared_memory.errors import SharedMemoryError
 
-    control: Any = worker.control
+    control: Any = worker.supervisor_client
     try:
         own = program(case)
         if case.entry == "train":
@@ -170,44 +172,44 @@ def _run(worker: Worker, case: Case) -> Outcome:
         return Outcome("error", ("peer: " if lost else "") + text)
 
 
-def _train(worker: Worker, case: Case, own: Any) -> None:
+def _train(worker: WorkerContext, case: Case, own: Any) -> None:
     """Work of a rank under `wanma.train`."""
     from support.generated.losses import LOSSES
-    from wanma.api.run.job_run import to_bytes
+    from wanma.api.run.job_run import pickle_request
     from wanma.job.run.run_directory import RunDirectory
     from wanma.job.sections.job import Job
-    from wanma.planner.preparation.job_planning import finish, first_layout
-    from wanma.training.loop.train_worker import Request, train_worker
+    from wanma.planner.preparation.job_planning import complete_run_plan, initial_layout
+    from wanma.training.loop.train_worker import TrainRequest, train_worker
 
     RunDirectory(worker.run_directory).create()
     job = Job.model_validate(case.job())
-    plan = finish(job, first_layout(job), None).plan
+    plan = complete_run_plan(job, initial_layout(job), None).plan
     objects = {"model": own.make(), "data": own.Data()}
     if case.validates:
         objects["data"] = (own.Data(), own.Data(20))
     if not LOSSES[case.loss].default:
         objects["loss"] = own.loss
-    train_worker(worker, to_bytes(Request(job, plan, objects=objects)))
+    train_worker(worker, pickle_request(TrainRequest(job, plan, user_objects=objects)))
 
 
 def _hand_back(model: Any, trained: Trained) -> None:
     """End of `wanma.train`: the user's own module takes the trained weights."""
-    from wanma.api.train import _take_weights
+    from wanma.api.train import _copy_weights
 
-    _take_weights(model, trained.tensors)
+    _copy_weights(model, trained.tensors)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in trained.tensors:
             assert torch.equal(tensor, trained.tensors[name].to(tensor)), f"{name} was not handed back"
 
 
-def _own_loop(worker: Worker, case: Case, own: Any) -> None:
+def _own_loop(worker: WorkerContext, case: Case, own: Any) -> None:
     """A script around `wanma.session`, as each rank of `wanma launch` runs it."""
     import wanma
     from wanma.job.run.run_directory import RunDirectory
-    from wanma.job.run.worker import current_worker
+    from wanma.job.run.worker import current_worker_context
 
     RunDirectory(worker.run_directory).create()
-    token = current_worker.set(worker)
+    token = current_worker_context.set(worker)
     try:
         with wanma.session(case.job()) as session:
             model = session.prepare(own.make())
@@ -219,7 +221,7 @@ def _own_loop(worker: Worker, case: Case, own: Any) -> None:
             for batch in session.batches(data, validate=losses if case.validates else None):
                 session.step(losses(batch))
     finally:
-        current_worker.reset(token)
+        current_worker_context.reset(token)
 
 
 def _read(run: Path) -> Trained:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from support.generated.case import Case
-from wanma.data.datasets.map_dataset import open_dataset
+from wanma.data.datasets.map_dataset import wrap_user_dataset
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import Job
-from wanma.models.keyed_random.dropout import keyed_samples, replace_dropout
-from wanma.models.layers.batch_norm import convert_batch_norm, noting_modules
-from wanma.training.optimizer.learning_rate_schedule import learning_rate
+from wanma.models.keyed_random.dropout import bind_samples, replace_dropout
+from wanma.models.layers.batch_norm import convert_batch_norm, find_step_statistics_modules
+from wanma.training.optimizer.learning_rate_schedule import learning_rate_at
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
     if (group := job.model.batch_norm_group) is not None:
         model = convert_batch_norm(model, group)
     replace_dropout(model)
-    noting = noting_modules(model)
+    noting = find_step_statistics_modules(model)
     optimizer = torch.optim.AdamW(
         nn.Module.parameters(model),
         lr=train.learning_rate,
@@ -66,7 +66,7 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
         weight_decay=case.weight_decay,
     )
     rows_of = _Rows(len(data))
-    order = open_dataset(
+    order = wrap_user_dataset(
         (rows_of, _Rows(20)) if case.validates else rows_of,
         DataSection(validation_fraction=0.0),
         train.seed,
@@ -78,9 +78,9 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
         rows = order.batch(samples).inputs[0]
         inputs, targets = _batch(case, data, rows)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train)
+            group["lr"] = learning_rate_at(step, train)
         optimizer.zero_grad()
-        with keyed_samples(model, train.seed, torch.tensor(samples)):
+        with bind_samples(model, train.seed, torch.tensor(samples)):
             total, count = own.plain(model(*inputs), targets)
             loss = total / count
             loss.backward()
@@ -90,7 +90,7 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
             gradient.mul_(min(1.0, train.gradient_clip / (float(norm) + 1e-6)))
         optimizer.step()
         for module in noting.values():
-            module.commit(*module.take())
+            module.apply_sums(*module.pop_sums())
         losses.append(float(loss))
     validation = _validation(case, own, model) if case.validates else None
     return Trained(_tensors(model), losses, validation)
@@ -108,7 +108,7 @@ def _validation(case: Case, own: types.ModuleType, model: nn.Module) -> float:
     """Mean loss over the first samples of the order of validation, of a second data set."""
     model.eval()
     data = own.Data(20)
-    order = open_dataset(
+    order = wrap_user_dataset(
         (_Rows(len(data)), _Rows(len(data))),
         DataSection(validation_fraction=0.0),
         Job.model_validate(case.job()).train.seed,

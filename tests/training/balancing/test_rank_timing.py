@@ -47,7 +47,7 @@ def test_the_rank_that_works_for_long_is_told_apart_from_those_that_wait_for_it(
         job,
         plan,
         patch="support.slow:last_rank_sleeps",
-        workers={rank: {"control": Noting(tmp_path / f"{rank}")} for rank in ranks},
+        workers={rank: {"supervisor_client": Noting(tmp_path / f"{rank}")} for rank in ranks},
     )
     told = [noted(tmp_path / f"{rank}") for rank in ranks]
     assert [{group for group, _ in of_rank} for of_rank in told] == [
@@ -55,7 +55,7 @@ def test_the_rank_that_works_for_long_is_told_apart_from_those_that_wait_for_it(
     ]
     # Without the first step, which makes buffers and kernels.
     own = [statistics.median(seconds for _, seconds in of_rank[1:]) for of_rank in told]
-    micro_batches = plan.accumulation(8)
+    micro_batches = plan.gradient_accumulation_steps(8)
     slept = SECONDS * micro_batches * (LAYERS if plan.pp == 1 else 1)  # wherever a pipeline is cut
     assert own[-1] > slept
     assert max(own[:-1]) < slept / 2, "nobody else's work has taken so long"

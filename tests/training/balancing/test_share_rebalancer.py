@@ -13,12 +13,12 @@ from support.ranks import Outcome
 from support.text import REAL_TEXT
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.training.balancing.share_rebalancer import WINDOW_STEPS, balances
+from wanma.training.balancing.share_rebalancer import MIN_WINDOW_STEPS, is_load_balancing
 
 BATCH = 8
 MODEL = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.1}
 EXPERTS = {**MODEL, "feed_forward": 32, "experts": 4, "experts_per_token": 2, "expert_feed_forward": 8}
-FIRST = WINDOW_STEPS
+FIRST = MIN_WINDOW_STEPS
 """Steps before the first move, where its gain is large."""
 
 
@@ -111,9 +111,9 @@ def test_a_slow_rank_gets_less_to_do_and_the_numbers_stay(
 
 def test_a_rank_that_becomes_slow_gets_less_to_do_at_the_end_of_the_window(tmp_path: Path) -> None:
     slowed = "support.paces:last_rank_takes_thrice_after_five_steps"
-    text = job(tmp_path, ON, steps=2 * WINDOW_STEPS + 1)
+    text = job(tmp_path, ON, steps=2 * MIN_WINDOW_STEPS + 1)
     run = spread_over(tmp_path / "run", text, PLANS["2 replicas"], patch=slowed)
-    assert moves(run) == [(2 * WINDOW_STEPS, [6, 2])]
+    assert moves(run) == [(2 * MIN_WINDOW_STEPS, [6, 2])]
 
 
 def test_steps_that_are_short_are_looked_at_for_longer(tmp_path: Path) -> None:
@@ -186,4 +186,4 @@ def test_shares_follow_times_by_themselves_only_where_the_planner_gave_unlike_on
     asked = Job.model_validate(
         {"model": {"preset": "gpt-1m"}, "train": {"deterministic": deterministic}, "parallel": parallel}
     )
-    assert balances(asked, plan) is expected
+    assert is_load_balancing(asked, plan) is expected

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from support.ranks import Outcome, run_job
-from wanma.checkpoint.load.verification import verify
+from wanma.checkpoint.load.verification import find_defects
 from wanma.job.errors import JobError
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
 
 TEXT = str(Path(json.__file__).parent)
@@ -52,7 +52,7 @@ def test_a_lost_run_directory_comes_back_from_the_url_bit_for_bit(tmp_path: Path
     whole = run_job(tmp_path / "whole", job(tmp_path, 6, f"file://{tmp_path}/elsewhere"), plan)
     first = run_job(tmp_path / "run", job(tmp_path, 4, url), plan)
     assert names(tmp_path / "there" / "run") == ["step-00000002", "step-00000004"]
-    assert verify(tmp_path / "there" / "run" / "step-00000004") == []
+    assert find_defects(tmp_path / "there" / "run" / "step-00000004") == []
     assert any(text.startswith(f"checkpoint of step 4 uploaded to {url}, ") for text in messages(first))
     shutil.rmtree(tmp_path / "run")
     second = run_job(tmp_path / "run", job(tmp_path, 6, url), plan)
@@ -81,7 +81,7 @@ def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_p
     told = [text for text in messages(failed) if "was not uploaded: " in text]
     assert told
     assert "OSError: the bucket is gone (after 2 tries" in told[0]
-    assert verify(tmp_path / "run" / "checkpoints" / "step-00000004") == []
+    assert find_defects(tmp_path / "run" / "checkpoints" / "step-00000004") == []
     assert not list((tmp_path / "there").rglob("manifest.json"))
     again = run_job(
         tmp_path / "run",
@@ -119,7 +119,7 @@ def test_the_url_holds_as_many_as_the_job_says(tmp_path: Path) -> None:
 def test_a_url_with_credentials_is_refused_and_not_repeated() -> None:
     text = {"model": {"preset": "gpt-1m"}, "checkpoint": {"upload": "s3://key:hunter2@bucket/run"}}
     with pytest.raises(JobError) as caught:
-        job_from(text)
+        to_job(text)
     assert "checkpoint" in caught.value.message
     assert "AWS_PROFILE" in caught.value.message
     assert "hunter2" not in str(caught.value)

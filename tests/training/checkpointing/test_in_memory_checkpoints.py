@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support.images import Held, workers
 from support.ranks import run_job
 from support.recovering import RESTART, equal, fail, job, messages, recover
-from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES
+from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES
 from wanma.job.plan.plan import Plan
-from wanma.planner.memory.in_memory_checkpoints import COST_SHARE
-from wanma.training.checkpointing.in_memory_checkpoints import Exchanges, Interval
+from wanma.planner.memory.in_memory_checkpoints import MAX_OVERHEAD_SHARE
+from wanma.training.checkpointing.in_memory_interval import AdaptiveInterval, ReplicationCost
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path:
     whole = run_job(tmp_path / "whole", text, plan)
     held = Held(2)
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
-    held.flip(1, 3, HEAD_BYTES + held.heads(1)[0].content_bytes - 1)
+    held.flip(1, 3, HEADER_BYTES + held.heads(1)[0].content_bytes - 1)
     run, _ = recover(tmp_path / "run", text, plan, held, 3)
     assert "the snapshot of step 3 is not used: rank 1's snapshot of step 3 is damaged" in messages(run)
     assert '"source": "checkpoint", "step": 2,' in messages(run)
@@ -103,7 +103,7 @@ def test_a_snapshot_is_taken_up_by_another_plan(tmp_path: Path) -> None:
     first = Plan(dp_shard=2, shard="parameters", micro_batch=3, precision="fp64")
     fail(tmp_path / "run", text, first, held, "rank_1_fails_in_step_4")
     after = Held(1)
-    told = {0: {"images": after.images(0, held, 3), "generation": 2, "restart": RESTART}}
+    told = {0: {"memory_files": after.images(0, held, 3), "generation": 2, "restart": RESTART}}
     run = run_job(tmp_path / "run", text, Plan(micro_batch=6, precision="fp64"), workers=told)
     assert '"source": "memory", "step": 3,' in messages(run)
     assert run.losses == pytest.approx(whole.losses, rel=1e-12)
@@ -178,7 +178,7 @@ def test_the_interval_is_told_again_after_a_recovery_only_where_it_is_another(tm
     assert held.steps() == {3, 9}  # once it is known, which takes three
     for step, told, then in ((9, 0, {11, 12}), (3, 1, {6, 12})):
         after = Held(1)
-        fields = {"images": after.images(0, held, step), "generation": 2, "restart": RESTART}
+        fields = {"memory_files": after.images(0, held, step), "generation": 2, "restart": RESTART}
         run = run_job(tmp_path / f"from-{step}", text, plan, patch=patch, workers={0: fields})
         assert messages(run).count("snapshots in memory: every 6 steps") == told
         assert after.steps() == then  # the first three step by step, in either case
@@ -186,11 +186,11 @@ def test_the_interval_is_told_again_after_a_recovery_only_where_it_is_another(tm
 
 @given(st.floats(1e-6, 10), st.floats(1e-4, 100))
 def test_a_chosen_interval_costs_at_most_one_percent_or_is_one_step(cost: float, step: float) -> None:
-    interval = Interval()
-    assert interval.consider(cost, step)
+    interval = AdaptiveInterval()
+    assert interval.update(cost, step)
     assert interval.steps is not None
-    assert cost <= COST_SHARE * step * interval.steps * (1 + 1e-9) or interval.steps == 1
-    assert not interval.consider(cost, step)
+    assert cost <= MAX_OVERHEAD_SHARE * step * interval.steps * (1 + 1e-9) or interval.steps == 1
+    assert not interval.update(cost, step)
 
 
 @pytest.mark.parametrize(
@@ -200,26 +200,26 @@ def test_a_chosen_interval_costs_at_most_one_percent_or_is_one_step(cost: float,
 def test_an_interval_changes_only_when_it_is_too_short_or_twice_too_long(
     before_ms: float, now_ms: float, chosen: int, then: int
 ) -> None:
-    interval = Interval()
-    interval.consider(before_ms / 1000, 0.1)
+    interval = AdaptiveInterval()
+    interval.update(before_ms / 1000, 0.1)
     assert interval.steps == chosen
-    interval.consider(now_ms / 1000, 0.1)
+    interval.update(now_ms / 1000, 0.1)
     assert interval.steps == then
 
 
 def test_steps_beside_an_exchange_that_are_longer_are_its_cost() -> None:
-    exchanges = Exchanges()
-    exchanges.processor_seconds = 0.1
-    assert not exchanges.step_ended(4.0, goes_on=False)
+    exchanges = ReplicationCost()
+    exchanges.cpu_seconds = 0.1
+    assert not exchanges.record_step(4.0, is_pending=False)
     assert exchanges.cost_seconds(4.0) == 0.1, "nothing is known of the network yet"
-    exchanges.begin()
-    assert [exchanges.step_ended(7.0, goes_on) for goes_on in (True, True, False)] == [True] * 3
-    assert exchanges.is_news
-    assert not exchanges.step_ended(4.0, goes_on=False)
-    assert (exchanges.is_news, exchanges.steps_since) == (False, 1)
-    assert exchanges.cost_seconds(4.0) == exchanges.lost_seconds(4.0) == 9.0
-    assert exchanges.lost_seconds(0.0) == 0.0, "there is nothing to compare with"
-    assert (exchanges.lost_seconds(6.9), exchanges.cost_seconds(6.9)) == (0.0, 0.1), "that may be noise"
+    exchanges.start()
+    assert [exchanges.record_step(7.0, goes_on) for goes_on in (True, True, False)] == [True] * 3
+    assert exchanges.has_new_cost
+    assert not exchanges.record_step(4.0, is_pending=False)
+    assert (exchanges.has_new_cost, exchanges.steps_since_replication) == (False, 1)
+    assert exchanges.cost_seconds(4.0) == exchanges.slowdown_seconds(4.0) == 9.0
+    assert exchanges.slowdown_seconds(0.0) == 0.0, "there is nothing to compare with"
+    assert (exchanges.slowdown_seconds(6.9), exchanges.cost_seconds(6.9)) == (0.0, 0.1), "that may be noise"
 
 
 class Link:
@@ -265,7 +265,7 @@ def test_copies_over_any_link_cost_at_most_one_percent_in_the_long_run(
 ) -> None:
     """gpt-10m on two machines: 62 MB of state on each, 40 MB of gradients."""
     link = Link(62e6, rate, 40e6, delays)
-    exchanges, interval = Exchanges(), Interval()
+    exchanges, interval = ReplicationCost(), AdaptiveInterval()
     alone: list[float] = []
     last, beside = 0, None
     for step in range(1, 6_000 + 40 * link.exchange_steps):
@@ -273,16 +273,16 @@ def test_copies_over_any_link_cost_at_most_one_percent_in_the_long_run(
             link.lost = link.total = 0.0  # until then the interval may be being found out
         seconds = link.step(beside)
         goes_on = beside is not None and beside + 1 < link.exchange_steps
-        if not exchanges.step_ended(seconds, goes_on):
+        if not exchanges.record_step(seconds, goes_on):
             alone.append(seconds)
         beside = beside + 1 if goes_on and beside is not None else None
-        if exchanges.is_news and alone:
+        if exchanges.has_new_cost and alone:
             usual = median(alone[-20:])
             cost = exchanges.cost_seconds(usual)
-            interval.consider(cost, usual, exchanges.least_steps)
-        enough_alone = len(alone) >= 5 or exchanges.steps_since >= 2
+            interval.update(cost, usual, exchanges.min_interval_steps)
+        enough_alone = len(alone) >= 5 or exchanges.steps_since_replication >= 2
         if beside is None and step >= last + (interval.steps or 1) and enough_alone:
             last, beside = step, 0
-            exchanges.begin()
-    assert link.lost <= COST_SHARE * link.total * 1.001
+            exchanges.start()
+    assert link.lost <= MAX_OVERHEAD_SHARE * link.total * 1.001
     assert interval.steps is not None, "copies were made"

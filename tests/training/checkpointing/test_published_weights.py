@@ -16,14 +16,14 @@ from support.huggingface import write_config
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.api.checkpoints.export import export
 from wanma.checkpoint.conversion import huggingface_weights as files
-from wanma.checkpoint.conversion.huggingface_weights import INDEX, PublishedWeights
-from wanma.job.file.serialization import to_toml
+from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, HuggingFaceWeights
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job, ModelSection
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.model_spec import build_model, model_spec
+from wanma.models.model_spec import build_model, resolve_model_spec
 
 _SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 320}
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -77,9 +77,9 @@ def job(folder: Path, model: dict[str, Any], start: Path) -> dict[str, Any]:
 
 def exported(outcome: Outcome, text: dict[str, Any], folder: Path) -> Any:
     """The run's weights as transformers loads them."""
-    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(text)))
+    (outcome.directory / "job.toml").write_text(job_to_toml(Job.model_validate(text)))
     export(RunDirectory(outcome.directory), folder, file_bytes=20_000)
-    assert (folder / INDEX).is_file()
+    assert (folder / INDEX_FILE).is_file()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -126,25 +126,25 @@ def test_our_decoder_starts_from_published_weights_and_is_published_again(
 
 def decoder(model: dict[str, Any], outcome: Outcome) -> Decoder:
     """Ours, with a run's weights."""
-    sizes: Any = {"vocabulary": 257, "sequence_length": 16, "image_shape": None, "classes": None}
-    made = build_model(model_spec(ModelSection(**model), **sizes), seed=7)
+    sizes: Any = {"vocabulary_size": 257, "sequence_length": 16, "image_shape": None, "classes": None}
+    made = build_model(resolve_model_spec(ModelSection(**model), **sizes), seed=7)
     assert isinstance(made, Decoder)
     saved = {n.removeprefix("model."): t for n, t in outcome.tensors().items() if n.startswith("model.")}
     missing, unexpected = made.load_state_dict(saved, strict=False)
-    assert (missing, unexpected) == (["head.weight"] if made.layout.tied else [], [])
+    assert (missing, unexpected) == (["head.weight"] if made.parallel_spec.tied_parameters else [], [])
     return made.eval()
 
 
-def read_counting(worker: Worker, folder: Path, plan: Plan) -> tuple[int, int, int]:
+def read_counting(worker: WorkerContext, folder: Path, plan: Plan) -> tuple[int, int, int]:
     """Bytes that a rank reads, most of them that it holds at once, and bytes of its parameters."""
-    from wanma.checkpoint.format.local_shards import local_part
-    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.checkpoint.format.local_shards import local_tensor
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
     from wanma.parallel.parallelize import parallelize
     from wanma.training.checkpointing import published_weights
 
     held, peak = 0, 0
 
-    class Counting(PublishedWeights):
+    class Counting(HuggingFaceWeights):
         def read(self, *box: Any) -> Tensor:
             nonlocal held, peak
             part = super().read(*box)
@@ -158,17 +158,17 @@ def read_counting(worker: Worker, folder: Path, plan: Plan) -> tuple[int, int, i
         nonlocal held
         held -= size
 
-    published_weights.PublishedWeights = Counting  # type: ignore[misc]  # in this process alone
-    published_weights.READ_BYTES = 1 << 10
-    sizes: Any = {"vocabulary": 257, "sequence_length": 16, "image_shape": None, "classes": None}
-    spec = model_spec(ModelSection(huggingface=str(folder / "config")), **sizes)
-    with process_grid(worker, plan, 60.0) as grid:
+    published_weights.HuggingFaceWeights = Counting  # type: ignore[misc]  # in this process alone
+    published_weights.READ_CHUNK_BYTES = 1 << 10
+    sizes: Any = {"vocabulary_size": 257, "sequence_length": 16, "image_shape": None, "classes": None}
+    spec = resolve_model_spec(ModelSection(huggingface=str(folder / "config")), **sizes)
+    with open_mesh(worker, plan, 60.0) as grid:
         parallel = parallelize(spec, plan, grid, 1)
-        for part in parallel.parts:
+        for part in parallel.model_parts:
             part.initialize_parameter = None  # type: ignore[assignment]  # nothing is drawn to be replaced
-        parallel.initialize(published_weights.published_names(parallel))
-        read = published_weights.start_from_published(parallel, folder / "published", worker)
-        parts = [local_part(parameter) for _, parameter in parallel.named_parameters()]
+        parallel.initialize_parameters(published_weights.huggingface_parameter_names(parallel))
+        read = published_weights.load_huggingface_weights(parallel, folder / "published", worker)
+        parts = [local_tensor(parameter) for _, parameter in parallel.named_parameters()]
     return read, peak, sum(part.numel() * 4 for part in parts)
 
 
@@ -228,6 +228,6 @@ def test_two_tensors_where_the_model_ties_one_are_refused_unless_equal(tmp_path:
 
 
 def test_an_index_may_not_name_files_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
     with pytest.raises(files.WanmaError, match=r"names the file '\.\./other\.safetensors'"):
-        PublishedWeights(tmp_path)
+        HuggingFaceWeights(tmp_path)

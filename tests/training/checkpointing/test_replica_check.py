@@ -10,9 +10,9 @@ import torch
 from support.images import Held, workers
 from support.ranks import Outcome, run_job
 from support.recovering import equal, job, messages, recover
-from wanma.checkpoint.inspection.replica_check import Difference
+from wanma.checkpoint.inspection.replica_check import ReplicaMismatch
 from wanma.job.plan.plan import Plan
-from wanma.training.checkpointing.replica_check import disagreement
+from wanma.training.checkpointing.replica_check import replica_mismatch_error
 
 PLANS = [
     Plan(dp_replicate=2, micro_batch=3),
@@ -39,7 +39,7 @@ def test_ranks_that_nothing_happened_to_hold_the_same_bits_in_every_layout(
 
 def flip(folder: Path, plan: Plan, held: Held, patch: str) -> str:
     """The error of the rank that speaks first: all say the same."""
-    with pytest.raises(AssertionError, match="AgreedError") as caught:
+    with pytest.raises(AssertionError, match="AllRanksError") as caught:
         run_job(
             folder / "run",
             job(folder),
@@ -113,15 +113,15 @@ def test_a_job_may_leave_the_comparison_out(tmp_path: Path) -> None:
 
 def test_what_is_said_names_step_ranks_hosts_and_tensors() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
-    found = [Difference(f"model.{name}", ((0, 1, 3), (2,))) for name in "vwxyz"]
-    error = disagreement(8, found, hosts)
+    found = [ReplicaMismatch(f"model.{name}", ((0, 1, 3), (2,))) for name in "vwxyz"]
+    error = replica_mismatch_error(8, found, hosts)
     assert error.message == (
         "step 8: rank 2 (b) differs from most other replicas: "
         "their copies of model.v, model.w, model.x and 2 more are not the same"
     )
-    assert error.odd == ("rank 2 (b)",)
-    undecided = disagreement(8, [Difference("model.w", ((0, 3), (1, 2)))], hosts)
-    assert undecided.odd == ()
+    assert error.outlier_ranks == ("rank 2 (b)",)
+    undecided = replica_mismatch_error(8, [ReplicaMismatch("model.w", ((0, 3), (1, 2)))], hosts)
+    assert undecided.outlier_ranks == ()
     assert "step 8: ranks 0 (a), 1 (a), 2 (b), 3 (b) should hold the same" in undecided.message
 
 
@@ -140,7 +140,7 @@ def test_buffers_of_modules_are_left_out(tmp_path: Path) -> None:
 
 def test_the_hashes_are_of_bits() -> None:
     assert not torch.equal(torch.tensor(float("nan")), torch.tensor(float("nan")))
-    from wanma.checkpoint.inspection.replica_check import hashes
+    from wanma.checkpoint.inspection.replica_check import hash_tensors
 
-    assert len(set(hashes([torch.tensor(0.0), torch.tensor(-0.0)]))) == 2
-    assert len(set(hashes([torch.tensor(float("nan"))] * 2))) == 1
+    assert len(set(hash_tensors([torch.tensor(0.0), torch.tensor(-0.0)]))) == 2
+    assert len(set(hash_tensors([torch.tensor(float("nan"))] * 2))) == 1

@@ -20,7 +20,7 @@ from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
+from wanma.job.run.worker import WorkerContext, current_worker_context
 
 STEPS, SAMPLES = 2, 8
 
@@ -254,14 +254,14 @@ def own_loop(folder: Path, plan: Plan, kind: type[nn.Module], uneven: Any = None
 
 
 def own_loop_in_rank(
-    worker: Worker, folder: Path, plan: Plan, kind: type[nn.Module], uneven: Any = None
+    worker: WorkerContext, folder: Path, plan: Plan, kind: type[nn.Module], uneven: Any = None
 ) -> None:
     RunDirectory(folder).create()
-    token = current_worker.set(worker)
+    token = current_worker_context.set(worker)
     try:
         own_loop(folder, plan, kind, uneven)
     finally:
-        current_worker.reset(token)
+        current_worker_context.reset(token)
 
 
 @pytest.mark.parametrize("kind", [Counting, KeepingTheMean, Centring, CentringInADataclass, Spectral])

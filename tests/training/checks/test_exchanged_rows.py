@@ -154,6 +154,6 @@ def test_values_of_other_batches_are_those_of_their_own_runs() -> None:
         made = compute(x, y)
     assert torch.equal(made, alone)
     assert torch.equal(torch.rand(1), drawn)
-    for rows, other in zip(exchanged.halves, exchanged.of(made) or [], strict=True):
+    for rows, other in zip(exchanged.halves, exchanged.exchanged_values(made) or [], strict=True):
         torch.manual_seed(1)
         assert torch.equal(other, compute(x[rows], y[rows]))

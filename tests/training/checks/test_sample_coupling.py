@@ -31,10 +31,10 @@ from support.own import Normalised, Numbers, Plain, Tagger, seeded
 from support.ranks import Outcome, run_here, run_job, run_ranks
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
-from wanma.job.user_frames import users_line
+from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.job.user_frames import user_frame_text
 from wanma.models.layers.batch_norm import convert_batch_norm
-from wanma.training.checks.state_restoration import undisturbed
+from wanma.training.checks.state_restoration import preserve_state
 
 
 def job(global_batch: int = 12, **sections: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def train(
 ) -> Outcome:
     objects = {"model": model, "data": Numbers() if data is None else data, **more}
     run = run_here if plan.world_size == 1 else run_job
-    return run(folder, job(global_batch), plan.but(precision="fp64"), objects=objects)
+    return run(folder, job(global_batch), plan.with_changes(precision="fp64"), objects=objects)
 
 
 ALONE = Plan(micro_batch=12)
@@ -172,9 +172,9 @@ def test_a_loop_of_ones_own_is_checked(model: Any, loss: Any, validates: bool, t
     assert len(plain.steps) == 2
 
 
-def session_in_rank(worker: Worker, folder: Path) -> str:
+def session_in_rank(worker: WorkerContext, folder: Path) -> str:
     RunDirectory(folder).create()
-    current_worker.set(replace(worker, run_directory=folder))
+    current_worker_context.set(replace(worker, run_directory=folder))
     with pytest.raises(wanma.JobError) as error:
         in_a_session(folder, job(parallel={"dp_shard": 2}), Plain, in_batch_negatives, False)
     return str(error.value)
@@ -201,7 +201,7 @@ def test_undisturbed_puts_everything_back() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    with undisturbed([model], [loss]), torch.no_grad():
+    with preserve_state([model], [loss]), torch.no_grad():
         model(torch.randn(2, 8))
         model.eval()
         model.extra = torch.zeros(3)
@@ -239,19 +239,27 @@ def logarithms_of_distances(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_what_cannot_be_checked_is_told(tmp_path: Path) -> None:
-    run = train(tmp_path, ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=picky)
+    run = train(tmp_path, ACCUMULATING.with_changes(micro_batch=4), model=seeded(Plain), loss=picky)
     told = (run.directory / "events.jsonl").read_text()
     assert told.count("it could not be checked") == 1
     assert "the loss picky failed: ValueError: a sample came twice" in told
     sound = train(
-        tmp_path / "sound", ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=cross_entropies
+        tmp_path / "sound",
+        ACCUMULATING.with_changes(micro_batch=4),
+        model=seeded(Plain),
+        loss=cross_entropies,
     )
     assert "it could not be checked" not in (sound.directory / "events.jsonl").read_text()
 
 
 def test_losses_that_only_copies_make_infinite_are_coupled(tmp_path: Path) -> None:
     with pytest.raises(wanma.WanmaError, match="depends on which other samples share its micro-batch"):
-        train(tmp_path, ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=logarithms_of_distances)
+        train(
+            tmp_path,
+            ACCUMULATING.with_changes(micro_batch=4),
+            model=seeded(Plain),
+            loss=logarithms_of_distances,
+        )
 
 
 def out_of_memory(*_: Any) -> None:
@@ -259,7 +267,7 @@ def out_of_memory(*_: Any) -> None:
 
 
 def bug_of_wanma(*_: Any) -> None:
-    users_line(None)  # type: ignore[arg-type]  # fails inside wanma
+    user_frame_text(None)  # type: ignore[arg-type]  # fails inside wanma
 
 
 @pytest.mark.parametrize("fails", [out_of_memory, bug_of_wanma])
@@ -269,4 +277,4 @@ def test_a_check_that_fails_by_itself_names_itself(
     """Neither a bug nor lack of memory counts as a model that takes other samples only."""
     monkeypatch.setattr("wanma.training.step.forward_backward.ForwardBackward.losses", fails)
     with pytest.raises(wanma.WanmaError, match="the check that losses add up over micro-batches failed on 4"):
-        train(tmp_path, ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=cross_entropies)
+        train(tmp_path, ACCUMULATING.with_changes(micro_batch=4), model=seeded(Plain), loss=cross_entropies)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from support.ranks import run_ranks
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job, ModelSection
-from wanma.models.model_spec import ModelSpec, model_spec
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.models.model_spec import ModelSpec, resolve_model_spec
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize
-from wanma.parallel.profiling.collective_counter import CollectiveRecorder
-from wanma.training.loop.dry_run import DryRun, dry_run
-from wanma.training.loss.loss_functions import classification_loss
+from wanma.parallel.profiling.collective_counter import CollectiveCounter
+from wanma.training.loop.dry_run import DryRunResult, dry_run
+from wanma.training.loss.loss_functions import cross_entropy_loss
 from wanma.training.step.forward_backward import ForwardBackward
 
 LENGTH, MICRO_BATCHES = 32, 3
@@ -47,17 +47,17 @@ def test_a_dry_run_counts_what_a_real_step_sends(plan: Plan) -> None:
         counts, parameters = ranks[rank]
         (dry,) = run_ranks(_dry_step, 1, (plan, rank))
         assert Counter({_key(c): count for c, count in dry.collectives}) == counts
-        assert dry.parameters == parameters
+        assert dry.parameter_elements == parameters
 
 
-def _dry_step(_: Worker, plan: Plan, rank: int) -> DryRun:
+def _dry_step(_: WorkerContext, plan: Plan, rank: int) -> DryRunResult:
     return dry_run(_spec(), plan, rank, LENGTH, MICRO_BATCHES)
 
 
 def _spec() -> ModelSpec:
-    return model_spec(
+    return resolve_model_spec(
         ModelSection.model_validate(MODEL),
-        vocabulary=64,
+        vocabulary_size=64,
         sequence_length=LENGTH,
         image_shape=None,
         classes=None,
@@ -65,24 +65,24 @@ def _spec() -> ModelSpec:
 
 
 def _key(collective: Any) -> tuple[str, tuple[int, ...], int]:
-    return collective.kind, collective.ranks, collective.tensor_bytes
+    return collective.operation, collective.group_ranks, collective.tensor_bytes
 
 
-def _real_step(worker: Worker, plan: Plan) -> tuple[Counter[Any], int]:
+def _real_step(worker: WorkerContext, plan: Plan) -> tuple[Counter[Any], int]:
     """The second step of this rank: the first also finds out shapes."""
     job = Job.model_validate({"model": MODEL})
     # What goes over shared memory is not dispatched by torch, and so not recorded.
-    with process_grid(worker, plan, 60, "gloo") as grid:
+    with open_mesh(worker, plan, 60, "gloo") as grid:
         parallel = parallelize(_spec(), plan, grid, 1)
-        parallel.initialize()
-        run = ForwardBackward(parallel, job, plan, grid, classification_loss)
+        parallel.initialize_parameters()
+        run = ForwardBackward(parallel, job, plan, grid, cross_entropy_loss)
         rows = plan.micro_batch
         tokens = torch.randint(64, (rows, LENGTH), generator=torch.Generator().manual_seed(worker.rank))
         batch = Batch((tokens,), tokens, torch.arange(rows), torch.ones(rows, dtype=torch.bool))
         for _ in range(2):
             for _, parameter in parallel.named_parameters():
                 parameter.grad = None
-            with CollectiveRecorder() as recorder:
+            with CollectiveCounter() as recorder:
                 run([batch] * MICRO_BATCHES, 1.0)
                 dist.all_reduce(torch.zeros(4, dtype=torch.float64))
         held = [p.to_local() if isinstance(p, DTensor) else p for _, p in parallel.named_parameters()]

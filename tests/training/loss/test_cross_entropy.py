@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from support.ranks import run_ranks
-from wanma.data.batch import IGNORED
+from wanma.data.batch import IGNORE_INDEX
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
-from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.job.run.worker import WorkerContext
+from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.training.loss import cross_entropy
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 
@@ -22,7 +22,7 @@ from wanma.training.loss.cross_entropy import cross_entropy_sum
 def reference(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     precise = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(
-        logits.to(precise).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.to(precise).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
@@ -34,7 +34,7 @@ def test_loss_and_gradient_equal_torchs_for_any_size_of_block(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, sequence, classes, generator=generator, dtype=torch.float64) * 5
     targets = torch.randint(-1, classes, (rows, sequence), generator=generator)
-    targets[targets < 0] = IGNORED
+    targets[targets < 0] = IGNORE_INDEX
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(cross_entropy._BLOCK_ELEMENTS, "cpu", block)
@@ -59,7 +59,7 @@ def test_low_precision_logits_give_an_fp32_loss_and_a_gradient_of_their_own_prec
 
 def test_a_batch_without_targets_has_no_loss_and_no_gradient() -> None:
     logits = torch.randn(2, 3, 5, requires_grad=True)
-    loss = cross_entropy_sum(logits, torch.full((2, 3), IGNORED))
+    loss = cross_entropy_sum(logits, torch.full((2, 3), IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0
     assert logits.grad is not None
@@ -69,7 +69,7 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_logits_that_nobody_wants_any_more_become_their_gradient(dtype: torch.dtype) -> None:
     hidden, targets = torch.randn(3, 5, 8, dtype=dtype), torch.randint(0, 40, (3, 5))
-    targets[0, 2] = IGNORED
+    targets[0, 2] = IGNORE_INDEX
     made: dict[bool, tuple[Tensor, Tensor]] = {}
     for spend in (False, True):
         head = torch.nn.Linear(8, 40, bias=spend, dtype=dtype)  # both of torch's products
@@ -79,7 +79,7 @@ def test_logits_that_nobody_wants_any_more_become_their_gradient(dtype: torch.dt
                 head.bias.zero_()
         logits = head(hidden)
         before = logits.detach().clone()
-        loss = cross_entropy_sum(logits, targets, spend=spend)
+        loss = cross_entropy_sum(logits, targets, overwrite_logits=spend)
         (loss * 0.5).backward()
         assert torch.equal(logits, before) is not spend
         if spend:
@@ -95,7 +95,7 @@ def test_logits_that_their_maker_needs_for_backward_are_left_alone() -> None:
     for spend in (False, True):
         weight = torch.linspace(-1, 1, 160).view(20, 8).requires_grad_()
         logits = torch.tanh(hidden @ weight.T)
-        cross_entropy_sum(logits, targets, spend=spend).backward()
+        cross_entropy_sum(logits, targets, overwrite_logits=spend).backward()
         assert logits.abs().max() < 1
         assert weight.grad is not None
         made[spend] = weight.grad
@@ -119,8 +119,8 @@ def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(3, CLASSES + 1, CLASSES, generator=generator, dtype=torch.float64) * 5
     logits[0, 0], logits[0, 1, 7] = -100, 100
-    targets = torch.cat([torch.arange(CLASSES), torch.tensor([IGNORED])]).expand(3, -1).contiguous()
-    targets[2, 5:] = IGNORED
+    targets = torch.cat([torch.arange(CLASSES), torch.tensor([IGNORE_INDEX])]).expand(3, -1).contiguous()
+    targets[2, 5:] = IGNORE_INDEX
     return logits.to(dtype), targets
 
 
@@ -136,12 +136,12 @@ class Found:
     """In forward and in backward."""
 
 
-def split_loss(worker: Worker, dtype: torch.dtype) -> Found:
+def split_loss(worker: WorkerContext, dtype: torch.dtype) -> Found:
     """The loss of logits of which a rank has its classes; over Gloo, of which torch tells the collectives."""
-    with process_grid(worker, Plan(tp=worker.world_size), 60, "gloo") as grid:
+    with open_mesh(worker, Plan(tp=worker.world_size), 60, "gloo") as grid:
         logits, targets = rows_of(dtype)
         local = logits.chunk(worker.world_size, dim=-1)[worker.rank].clone().requires_grad_()
-        split = DTensor.from_local(local, grid.axis("tp"), [Shard(2)], run_check=False)
+        split = DTensor.from_local(local, grid.dim_mesh("tp"), [Shard(2)], run_check=False)
         with CommDebugMode() as forward:
             loss = cross_entropy_sum(split, targets)
         with CommDebugMode() as backward:
@@ -183,12 +183,12 @@ def test_logits_split_over_the_vocabulary_give_the_loss_and_gradient_of_whole_on
     )
 
 
-def refuse(worker: Worker) -> list[str]:
+def refuse(worker: WorkerContext) -> list[str]:
     """Return the refusals of a class that no rank has, and of logits that are not split over classes."""
     said = []
-    with process_grid(worker, Plan(tp=worker.world_size), 60) as grid:
+    with open_mesh(worker, Plan(tp=worker.world_size), 60) as grid:
         whole = torch.zeros(2, 3, 8)
-        mesh = grid.axis("tp")
+        mesh = grid.dim_mesh("tp")
         for placement, target in ((Shard(2), 16), (Replicate(), 0)):
             split = DTensor.from_local(whole, mesh, [placement], run_check=False)
             try:

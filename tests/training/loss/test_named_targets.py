@@ -16,11 +16,11 @@ from support.compare import same_numbers
 from support.own import Numbers, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
-from wanma.data.opening import open_data
+from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.training.loss.supported_layouts import refuse_loss
+from wanma.training.loss.supported_layouts import refuse_unsupported_loss
 
 
 class TwoTargets(Numbers):
@@ -103,12 +103,12 @@ def test_a_layout_that_takes_one_target_is_refused_before_the_first_step(
     plan: Plan, says: str, way_out: str
 ) -> None:
     asked = Job.model_validate(session_job())
-    data = open_data(asked.data, asked.train, dataset=TwoTargets())
+    data = open_dataset(asked.data, asked.train, dataset=TwoTargets())
     for has_loss in (False, True):
         with pytest.raises(JobError, match=rf"parallel\.(pp|cp) = 2: .*{says}") as refused:
-            refuse_loss(plan, data, has_loss, lambda: data.batch(range(1)))
+            refuse_unsupported_loss(plan, data, has_loss, lambda: data.batch(range(1)))
         assert re.search(way_out, refused.value.hint)
-    refuse_loss(Plan(dp_replicate=2), data, True, lambda: data.batch(range(1)))
+    refuse_unsupported_loss(Plan(dp_replicate=2), data, True, lambda: data.batch(range(1)))
 
 
 def test_ranks_of_a_pipeline_refuse_a_dict(tmp_path: Path) -> None:

@@ -18,17 +18,22 @@ from support.huggingface import FAMILIES, write_config
 from support.labelled import LabelledTokens, whole
 from support.own import seeded
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.data.batch import IGNORED, Batch
+from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.data.datasets.dataset import make_batch
-from wanma.data.sampling.permutation import permute
+from wanma.data.sampling.permutation import permute_indices
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker, current_worker
-from wanma.models.user_modules.label_task import label_task
-from wanma.training.loss.loss_functions import Classification
-from wanma.training.loss.target_counting import sum_losses
-from wanma.training.loss.transformers_labels import SampleLabels, default_losses, for_decoder, reading_labels
+from wanma.job.run.worker import WorkerContext, current_worker_context
+from wanma.models.user_modules.label_task import find_label_task
+from wanma.training.loss.loss_functions import CrossEntropy
+from wanma.training.loss.target_counting import sum_and_count_losses
+from wanma.training.loss.transformers_labels import (
+    SampleClassificationLoss,
+    default_per_target_losses,
+    label_reader,
+    prepare_for_decoder,
+)
 
 _SMALL = {
     "vocab_size": 50,
@@ -58,7 +63,9 @@ _VIT = transformers.ViTConfig(
 )
 _VIT.patch_size, _VIT.num_labels = 4, 3
 _IDS = torch.randint(1, 50, (4, 6), generator=torch.Generator().manual_seed(1))
-_BY_TOKEN = torch.tensor([[IGNORED, 1, 2, 0, 1, 2], [1] * 6, [2, IGNORED, 0, 1, IGNORED, 1], [0] * 6])
+_BY_TOKEN = torch.tensor(
+    [[IGNORE_INDEX, 1, 2, 0, 1, 2], [1] * 6, [2, IGNORE_INDEX, 0, 1, IGNORE_INDEX, 1], [0] * 6]
+)
 _TOKENS = {"input_ids": _IDS, "attention_mask": torch.ones_like(_IDS)}
 _CLASSES = torch.tensor([0, 2, 1, 2])
 _PIXELS = {"pixel_values": torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))}
@@ -92,11 +99,11 @@ def test_the_loss_is_the_mean_that_the_models_own_class_computes(
     config, number = config if isinstance(config, tuple) else (config, None)
     config = config.__class__.from_dict({**config.to_dict(), **({"num_labels": number} if number else {})})
     model = seeded(lambda: getattr(transformers, name)(config)).eval()
-    task = label_task(model)
+    task = find_label_task(model)
     assert task is not None
-    loss = SampleLabels(model.config) if task == "samples" else Classification(classes_last=True)
+    loss = SampleClassificationLoss(model.config) if task == "samples" else CrossEntropy(classes_last=True)
     batch = make_batch((), labels, np.arange(len(labels)), dict(given))
-    read = reading_labels(model, task)(batch)
+    read = label_reader(model, task)(batch)
     total, count = loss(model(**read.keywords), read)
     expected = model(**given, labels=labels.float() if labels.is_floating_point() else labels).loss
     assert (total / count).item() == pytest.approx(expected.item(), rel=2e-6)
@@ -114,19 +121,19 @@ class Changed(transformers.LlamaForCausalLM):
 
 
 def test_a_subclass_means_by_labels_what_its_forward_does() -> None:
-    assert label_task(Renamed(_BERT)) == "classes"
+    assert find_label_task(Renamed(_BERT)) == "classes"
     with pytest.raises(JobError, match="Changed has a forward of its own") as error:
-        label_task(Changed(_LLAMA))
+        find_label_task(Changed(_LLAMA))
     assert "give the loss" in (error.value.hint or "")
-    assert label_task(nn.Linear(2, 2)) is None
+    assert find_label_task(nn.Linear(2, 2)) is None
 
 
 def test_losses_that_are_not_known_or_couple_samples_are_refused() -> None:
     with pytest.raises(JobError, match="a loss that wanma does not know"):
-        label_task(transformers.BartForCausalLM(_BART))
+        find_label_task(transformers.BartForCausalLM(_BART))
     routed = transformers.MixtralConfig(**{**_SMALL, "num_key_value_heads": 2}, output_router_logits=True)
     with pytest.raises(JobError, match="balancing loss that couples the samples"):
-        label_task(transformers.MixtralForCausalLM(routed))
+        find_label_task(transformers.MixtralForCausalLM(routed))
 
 
 def _plain_loss(model: Any, data: LabelledTokens) -> float:
@@ -207,9 +214,9 @@ def decoder_batch(**changed: Tensor) -> Batch:
 def test_a_decoder_is_given_tokens_shifted_targets_and_padding_as_a_document() -> None:
     mask = torch.ones_like(_IDS)
     mask[0, -1] = 0
-    read = for_decoder(decoder_batch(attention_mask=mask), equal_keys=False)
+    read = prepare_for_decoder(decoder_batch(attention_mask=mask), keep_attention_mask=False)
     assert torch.equal(read.inputs[0], _IDS)
-    assert read.targets[0].tolist() == [1, 2, 0, 1, 2, IGNORED]
+    assert read.targets[0].tolist() == [1, 2, 0, 1, 2, IGNORE_INDEX]
     assert torch.equal(read.keywords["documents"], mask)
 
 
@@ -223,7 +230,7 @@ def test_a_decoder_is_given_tokens_shifted_targets_and_padding_as_a_document() -
 )
 def test_what_a_decoder_would_not_heed_is_refused(changed: dict[str, Tensor], told: str) -> None:
     with pytest.raises(WanmaError, match=told):
-        for_decoder(decoder_batch(**changed), equal_keys=False)
+        prepare_for_decoder(decoder_batch(**changed), keep_attention_mask=False)
 
 
 def test_the_losses_of_a_session_are_those_of_transformers_over_the_labels_that_count() -> None:
@@ -232,10 +239,10 @@ def test_the_losses_of_a_session_are_those_of_transformers_over_the_labels_that_
     labels = given.pop("labels")
     batch = replace(make_batch((), labels, np.arange(6), given), target_key="labels")
     model = seeded(lambda: transformers.LlamaForCausalLM(_LLAMA)).eval()
-    losses, counted = default_losses(model, model(**given), batch)
+    losses, counted = default_per_target_losses(model, model(**given), batch)
     expected = model(**given, labels=labels).loss
     assert (losses[counted].sum() / counted.sum()).item() == pytest.approx(expected.item(), rel=1e-6)
-    total, count = sum_losses((losses, counted), batch)
+    total, count = sum_and_count_losses((losses, counted), batch)
     assert (total / count).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -256,13 +263,13 @@ def test_labels_of_a_module_around_a_model_of_transformers_are_refused() -> None
     batch = replace(make_batch((), labels, np.arange(6), given), target_key="labels")
     model = Wrapped()
     with pytest.raises(WanmaError, match="whether its labels belong to their own places") as error:
-        default_losses(model, model(**given), batch)
+        default_per_target_losses(model, model(**given), batch)
     assert "call the key `target`" in (error.value.hint or "")
 
 
-def _session_in_rank(worker: Worker, directory: Path, parallel: dict[str, Any]) -> None:
+def _session_in_rank(worker: WorkerContext, directory: Path, parallel: dict[str, Any]) -> None:
     RunDirectory(directory).create()
-    current_worker.set(replace(worker, run_directory=directory))
+    current_worker_context.set(replace(worker, run_directory=directory))
     job = {
         "data": {"validation_fraction": 0.25},
         "train": {"steps": 2, "global_batch": 18, "learning_rate": 1e-2, "validate_every_steps": 1},
@@ -281,7 +288,7 @@ def _session_in_rank(worker: Worker, directory: Path, parallel: dict[str, Any]) 
 
 def test_a_session_trains_on_labels_by_the_loss_of_transformers(tmp_path: Path) -> None:
     run_ranks(_session_in_rank, 2, (tmp_path, {"dp_shard": 2, "shard": "parameters", "micro_batch": 4}))
-    rows = permute(np.arange(18), 24, "validation split")
+    rows = permute_indices(np.arange(18), 24, "validation split")
     data = whole(LabelledTokens(vocabulary=50))
     model = seeded(lambda: transformers.LlamaForCausalLM(_LLAMA))
     expected = model(**{key: tensor[rows] for key, tensor in data.items()}).loss.item()

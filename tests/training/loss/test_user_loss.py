@@ -20,7 +20,7 @@ from support.own import Numbers, Plain, seeded
 from support.ranks import run_here
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.training.loss.user_loss import check_loss, ready_loss
+from wanma.training.loss.user_loss import check_loss, prepare_loss
 
 CPU = torch.device("cpu")
 
@@ -80,12 +80,12 @@ def test_weights_that_a_function_holds_are_refused_before_they_would_have_been_u
     make: Callable[[Margins], Any],
 ) -> None:
     model, margins, targets = Plain(), Margins(), torch.tensor([0, 1])
-    loss = ready_loss(make(margins), model, CPU, None)
+    loss = prepare_loss(make(margins), model, CPU, None)
     with pytest.raises(WanmaError, match="weights that are not the model's and get a gradient"):
         loss(model(torch.randn(2, 8)), targets).sum().backward()
     with torch.no_grad():
         margins.shift.grad = None
-    frozen = ready_loss(make(margins.requires_grad_(False)), model, CPU, None)
+    frozen = prepare_loss(make(margins.requires_grad_(False)), model, CPU, None)
     frozen(model(torch.randn(2, 8)), targets).sum().backward()
 
 
@@ -97,11 +97,11 @@ def test_a_penalty_on_the_models_own_weights_and_a_teacher_are_no_weights_of_the
             wanted = teacher(torch.ones(2, 8))
         return (output - wanted).square().sum(1) + sum(w.square().sum() for w in model.parameters())
 
-    ready_loss(loss, model, CPU, None)(model(torch.randn(2, 8)), torch.tensor([0, 1])).sum().backward()
+    prepare_loss(loss, model, CPU, None)(model(torch.randn(2, 8)), torch.tensor([0, 1])).sum().backward()
 
 
 def test_a_loss_that_changes_its_buffers_is_refused_in_its_first_call() -> None:
-    loss = ready_loss(Centred(), Plain(), CPU, None)
+    loss = prepare_loss(Centred(), Plain(), CPU, None)
     with pytest.raises(WanmaError, match="Centred changes its buffer mean"):
         loss(torch.randn(2, 4), torch.tensor([0, 1]))
 

@@ -16,7 +16,7 @@ from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.training.loss.validation_metrics import GivenMetrics, Metrics, counted
+from wanma.training.loss.validation_metrics import Metrics, ReportedMetrics, sum_and_count
 
 SAMPLES = 11
 
@@ -166,12 +166,12 @@ def test_a_job_names_metrics_by_their_path(tmp_path: Path) -> None:
 
 def test_values_that_are_of_no_sample_are_refused() -> None:
     with pytest.raises(WanmaError, match=r"returned float for 3 samples"):
-        counted("f", 0.5, 3)
+        sum_and_count("f", 0.5, 3)
     with pytest.raises(WanmaError, match=r"returned Tensor of shape \(2,\) for 3 samples"):
-        counted("f", torch.ones(2), 3)
+        sum_and_count("f", torch.ones(2), 3)
     with pytest.raises(WanmaError, match=r"second part does not say what counts"):
-        counted("f", (torch.ones(3), "all"), 3)
-    assert counted("f", (torch.tensor(4.0), 2), 3) == (4.0, 2.0)
+        sum_and_count("f", (torch.ones(3), "all"), 3)
+    assert sum_and_count("f", (torch.tensor(4.0), 2), 3) == (4.0, 2.0)
 
 
 def test_rows_that_fill_up_reach_no_metric() -> None:
@@ -182,18 +182,18 @@ def test_rows_that_fill_up_reach_no_metric() -> None:
         return targets.float()
 
     metrics = Metrics({"spy": spy})
-    metrics.begin()
+    metrics.reset()
     output = {"logits": torch.zeros(3, 4)}
     metrics.add(output, torch.tensor([1, 2, -100]), torch.tensor([True, True, False]))
     metrics.add(output, torch.tensor([1, 2, -100]), torch.zeros(3, dtype=torch.bool))
     assert seen == [(2, 2)]
-    total, count = metrics.sums(torch.device("cpu"), counts=True)
+    total, count = metrics.sums(torch.device("cpu"), contributes=True)
     assert (float(total), float(count)) == (3.0, 2.0)
-    assert metrics.sums(torch.device("cpu"), counts=False) == (0.0, 0.0)
+    assert metrics.sums(torch.device("cpu"), contributes=False) == (0.0, 0.0)
 
 
 def test_a_validation_of_ones_own_gives_the_same_names_every_time() -> None:
-    given = GivenMetrics()
+    given = ReportedMetrics()
     given.add({"a": torch.ones(2)}, 2, torch.ones(2, dtype=torch.bool))
     with pytest.raises(WanmaError, match="gave the metrics b after a"):
         given.add({"b": torch.ones(2)}, 2, torch.ones(2, dtype=torch.bool))

@@ -5,8 +5,13 @@ from torch import nn
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ParameterGroupSection, TrainSection
-from wanma.models.structure.parameter_roles import parameter_roles
-from wanma.training.optimizer.named_optimizer import Updater, build_updater, check_patterns, group_rules
+from wanma.models.structure.parameter_roles import find_parameter_roles
+from wanma.training.optimizer.named_optimizer import (
+    NamedOptimizer,
+    build_optimizer,
+    check_parameter_patterns,
+    parameter_rules,
+)
 
 
 class Small(nn.Module):
@@ -17,8 +22,8 @@ class Small(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
-def updater_of(model: nn.Module, train: TrainSection) -> Updater:
-    return build_updater(dict(model.named_parameters()), train, Plan(), roles=parameter_roles(model))
+def updater_of(model: nn.Module, train: TrainSection) -> NamedOptimizer:
+    return build_optimizer(dict(model.named_parameters()), train, Plan(), roles=find_parameter_roles(model))
 
 
 def give_gradients(model: nn.Module) -> None:
@@ -28,7 +33,7 @@ def give_gradients(model: nn.Module) -> None:
 
 
 def test_norms_and_biases_are_not_decayed() -> None:
-    rules = group_rules(parameter_roles(Small()), TrainSection(weight_decay=0.3))
+    rules = parameter_rules(find_parameter_roles(Small()), TrainSection(weight_decay=0.3))
     assert {name: rule.weight_decay for name, rule in rules.items()} == {
         "embedding.weight": 0.3,
         "inner.weight": 0.3,
@@ -45,7 +50,7 @@ def test_the_first_matching_group_wins() -> None:
             ParameterGroupSection(match="*", learning_rate_scale=2.0),
         ]
     )
-    rules = group_rules(parameter_roles(Small()), train)
+    rules = parameter_rules(find_parameter_roles(Small()), train)
     assert (rules["inner.bias"].learning_rate_scale, rules["inner.bias"].weight_decay) == (0.5, 0.7)
     assert rules["norm.weight"].learning_rate_scale == 2.0
 
@@ -71,7 +76,7 @@ def test_freezing_everything_is_refused() -> None:
 def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
     train = TrainSection(parameter_groups=[ParameterGroupSection(match="iner.weight")])
     with pytest.raises(JobError, match=r"Did you mean 'inner\.weight'"):
-        check_patterns(["inner.weight", "inner.bias"], train)
+        check_parameter_patterns(["inner.weight", "inner.bias"], train)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
@@ -104,7 +109,7 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
     other.load_state_dict(one.state_dict())
     for key, tensor in second.state_tensors().items():
         tensor.copy_(first.state_tensors()[key])
-    second.updates = first.updates
+    second.update_count = first.update_count
     for model, updater in ((one, first), (other, second)):
         give_gradients(model)
         updater.step(0.05)
@@ -125,9 +130,9 @@ def test_state_that_was_reserved_changes_no_bit_and_is_nobodys_before_its_first_
     one, other = Small(), Small()
     other.load_state_dict(one.state_dict())
     lazy, eager = (updater_of(m, train) for m in (one, other))
-    eager.reserve_state()
+    eager.preallocate_state()
     assert eager.state_tensors() == {}
-    places = {tensor.data_ptr() for pair in eager._reserved.values() for tensor in pair}
+    places = {tensor.data_ptr() for pair in eager._preallocated.values() for tensor in pair}
     for _ in range(2):
         for model, updater in ((one, lazy), (other, eager)):
             give_gradients(model)

@@ -20,8 +20,8 @@ from support.ranks import run_here, run_job
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import TrainSection
-from wanma.training.optimizer.user_optimizer import OwnOptimizer, check_schedule, reach_of
-from wanma.training.optimizer.user_optimizer_trial import try_optimizer
+from wanma.training.optimizer.user_optimizer import UserOptimizer, check_schedule, update_scope_of
+from wanma.training.optimizer.user_optimizer_trial import try_user_optimizer
 
 STEPS = 4
 
@@ -99,13 +99,13 @@ PLAN = Plan(micro_batch=7, precision="fp64")
 
 @pytest.mark.parametrize("optimizer", [torch.optim.RAdam, torch.optim.NAdam, Signs])
 def test_the_weights_are_those_of_a_plain_loop(optimizer: Any, tmp_path: Path) -> None:
-    from wanma.data.datasets.map_dataset import open_dataset
+    from wanma.data.datasets.map_dataset import wrap_user_dataset
     from wanma.job.sections.job import DataSection
 
     run = run_here(tmp_path, job(), PLAN, objects(optimizer))
     model = seeded(sequential).double()
     plain = optimizer(model.parameters(), lr=1e-2)
-    data = open_dataset(Numbers(), DataSection(), 1, 7 * STEPS)
+    data = wrap_user_dataset(Numbers(), DataSection(), 1, 7 * STEPS)
     for step in range(STEPS):
         batch = data.batch(range(7 * step, 7 * step + 7))
         plain.param_groups[0]["lr"] = 1e-2 * warm(step, STEPS)
@@ -142,16 +142,16 @@ def test_a_run_that_carries_on_is_as_if_never_stopped(tmp_path: Path) -> None:
     same_numbers(whole, again, tolerance=0.0)
 
 
-def own(optimizer: Any) -> OwnOptimizer:
-    return OwnOptimizer(optimizer.__name__, optimizer)
+def own(optimizer: Any) -> UserOptimizer:
+    return UserOptimizer(optimizer.__name__, optimizer)
 
 
 def test_what_an_optimizer_couples_is_found_out() -> None:
     for optimizer in (Signs, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Rprop):
-        assert reach_of(own(optimizer)) == "elements", optimizer
-    assert reach_of(own(torch.optim.Adafactor)) == "tensors"
-    assert reach_of(own(Scaled)) == "tensors"
-    assert reach_of(own(Clipped)) == "model"
+        assert update_scope_of(own(optimizer)) == "elements", optimizer
+    assert update_scope_of(own(torch.optim.Adafactor)) == "tensors"
+    assert update_scope_of(own(Scaled)) == "tensors"
+    assert update_scope_of(own(Clipped)) == "model"
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_what_an_optimizer_couples_is_found_out() -> None:
 )
 def test_what_no_layout_can_keep_is_refused(optimizer: Any, sizes: dict[str, Any], told: str) -> None:
     with pytest.raises(JobError, match=told):
-        try_optimizer(own(optimizer), TrainSection(), Plan(**sizes))
+        try_user_optimizer(own(optimizer), TrainSection(), Plan(**sizes))
 
 
 def test_replicas_may_look_at_the_whole_model() -> None:
-    assert try_optimizer(own(Clipped), TrainSection(), Plan(dp_replicate=2)) == "model"
-    assert try_optimizer(own(Scaled), TrainSection(), Plan(dp_replicate=2, pp=2)) == "tensors"
+    assert try_user_optimizer(own(Clipped), TrainSection(), Plan(dp_replicate=2)) == "model"
+    assert try_user_optimizer(own(Scaled), TrainSection(), Plan(dp_replicate=2, pp=2)) == "tensors"
 
 
 def test_a_schedule_is_a_function_of_the_step() -> None:

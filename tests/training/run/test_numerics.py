@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanma.job.file.loading import job_from
+from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
-from wanma.training.run.numerics import VECTOR_MATH, set_numerics
+from wanma.training.run.numerics import VECTOR_MATH_OPERATORS, configure_numerics
 
 
 class Calls(TorchDispatchMode):
@@ -27,9 +27,11 @@ class Calls(TorchDispatchMode):
 
 
 def test_vector_math_is_first_called_on_one_element_in_both_precisions() -> None:
-    job = job_from({"model": {"family": "decoder", "layers": 1, "hidden": 8, "heads": 1}})
+    job = to_job({"model": {"family": "decoder", "layers": 1, "hidden": 8, "heads": 1}})
     threads = torch.get_num_threads()
     with Calls() as calls:
-        set_numerics(job, Plan(threads_per_rank=threads))
-    expected = {(name, dtype, 1) for name in VECTOR_MATH for dtype in (torch.float32, torch.float64)}
+        configure_numerics(job, Plan(threads_per_rank=threads))
+    expected = {
+        (name, dtype, 1) for name in VECTOR_MATH_OPERATORS for dtype in (torch.float32, torch.float64)
+    }
     assert expected <= calls.seen.keys()

@@ -16,25 +16,25 @@ from hypothesis import strategies as st
 
 from support.ranks import run_job
 from support.recovering import RESTART, equal, job, messages
-from wanma.job.errors import AgreedError
+from wanma.job.errors import AllRanksError
 from wanma.job.plan.plan import Plan
 from wanma.training.step.anomaly_detection import (
-    FEWEST,
-    MOST_SKIPPED,
-    WINDOW,
-    Anomalies,
-    check_policy,
+    HISTORY_STEPS,
+    MAX_CONSECUTIVE_SKIPS,
+    MIN_HISTORY_STEPS,
+    AnomalyDetector,
+    enforce_policy,
     is_spike,
 )
 
-QUIET = [2.0 + 0.01 * (step % 5) for step in range(FEWEST)]
+QUIET = [2.0 + 0.01 * (step % 5) for step in range(MIN_HISTORY_STEPS)]
 
 
 def test_a_spike_is_far_above_the_median_in_deviations_from_it() -> None:
     # Median 2.02, median absolute deviation 0.01; 2 % of the median is more: 0.0404.
     assert not is_spike(2.02 + 9.9 * 0.0404, QUIET, 10)
     assert is_spike(2.02 + 10.1 * 0.0404, QUIET, 10)
-    wide = [1.0, 3.0] * FEWEST  # median 2, absolute deviation 1: 1.4826
+    wide = [1.0, 3.0] * MIN_HISTORY_STEPS  # median 2, absolute deviation 1: 1.4826
     assert not is_spike(2 + 2.9 * 1.4826, wide, 3)
     assert is_spike(2 + 3.1 * 1.4826, wide, 3)
 
@@ -44,7 +44,9 @@ def test_with_few_steps_before_nothing_is_a_spike_and_falling_never_is() -> None
     assert not is_spike(-1e9, QUIET, 10)
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=FEWEST, max_size=WINDOW), st.floats(1e-3, 1e3))
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=MIN_HISTORY_STEPS, max_size=HISTORY_STEPS), st.floats(1e-3, 1e3)
+)
 def test_the_unit_does_not_matter_and_one_outlier_before_hides_nothing(
     before: list[float], unit: float
 ) -> None:
@@ -54,39 +56,39 @@ def test_the_unit_does_not_matter_and_one_outlier_before_hides_nothing(
 
 
 def test_only_the_newest_steps_count_and_what_is_remembered_survives_json() -> None:
-    anomalies = Anomalies()
-    for step in range(WINDOW + 10):
-        anomalies.applied(float(step), math.sqrt(step))
-    anomalies.skip(99)
-    again = Anomalies()
-    again.restore(json.loads(json.dumps(anomalies.values())))
+    anomalies = AnomalyDetector()
+    for step in range(HISTORY_STEPS + 10):
+        anomalies.record_update(float(step), math.sqrt(step))
+    anomalies.record_skip(99)
+    again = AnomalyDetector()
+    again.restore_values(json.loads(json.dumps(anomalies.state_values())))
     assert again == anomalies
-    assert list(again.losses) == [float(step) for step in range(10, WINDOW + 10)]
-    again.applied(1.0, 1.0)
-    assert len(again.losses) == WINDOW
+    assert list(again.losses) == [float(step) for step in range(10, HISTORY_STEPS + 10)]
+    again.record_update(1.0, 1.0)
+    assert len(again.losses) == HISTORY_STEPS
 
 
 def test_loss_and_gradient_are_both_watched_and_named() -> None:
-    anomalies = Anomalies()
+    anomalies = AnomalyDetector()
     for loss in QUIET:
-        anomalies.applied(loss, 1.0)
-    assert anomalies.what_is_wrong(2.1, 1.1, 10) == ""
-    assert anomalies.what_is_wrong(9.0, 1.0, 10) == (
+        anomalies.record_update(loss, 1.0)
+    assert anomalies.describe_spike(2.1, 1.1, 10) == ""
+    assert anomalies.describe_spike(9.0, 1.0, 10) == (
         "the loss of 9 is a spike: the last 16 steps' median is 2.02"
     )
-    assert anomalies.what_is_wrong(2.0, 5.0, 10) == (
+    assert anomalies.describe_spike(2.0, 5.0, 10) == (
         "the gradient norm of 5 is a spike: the last 16 steps' median is 1"
     )
 
 
 def test_too_many_steps_in_a_row_are_not_left_out() -> None:
-    anomalies = Anomalies()
-    anomalies.skip(3)
-    for step in range(5, 5 + MOST_SKIPPED):
-        anomalies.skip(step)
-    with pytest.raises(AgreedError, match="step 15: the 10 steps before were left out"):
-        anomalies.skip(5 + MOST_SKIPPED)
-    anomalies.skip(6 + MOST_SKIPPED)
+    anomalies = AnomalyDetector()
+    anomalies.record_skip(3)
+    for step in range(5, 5 + MAX_CONSECUTIVE_SKIPS):
+        anomalies.record_skip(step)
+    with pytest.raises(AllRanksError, match="step 15: the 10 steps before were left out"):
+        anomalies.record_skip(5 + MAX_CONSECUTIVE_SKIPS)
+    anomalies.record_skip(6 + MAX_CONSECUTIVE_SKIPS)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +104,21 @@ def test_too_many_steps_in_a_row_are_not_left_out() -> None:
 )
 def test_a_step_is_made_again_once_and_then_left_out(policy: Any, retried: Any, outcome: str) -> None:
     def check() -> None:
-        check_policy(7, "the loss is nan", policy, "train.non_finite", retried)
+        enforce_policy(7, "the loss is nan", policy, "train.non_finite", retried)
 
     if outcome == "left out":
         check()
         return
-    with pytest.raises(AgreedError, match="step 7: the loss is nan") as caught:
+    with pytest.raises(AllRanksError, match="step 7: the loss is nan") as caught:
         check()
     assert caught.value.retry_step == (7 if outcome == "again" else None)
     assert f"train.non_finite = '{'retry' if outcome == 'again' else 'skip'}'" in caught.value.hint
 
 
 def test_an_agreed_error_travels_whole() -> None:
-    error = AgreedError("what", "way out", retry_step=3, odd=("rank 1 (host)",))
+    error = AllRanksError("what", "way out", retry_step=3, outlier_ranks=("rank 1 (host)",))
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.retry_step, again.odd) == ("what\n  way out", 3, ("rank 1 (host)",))
+    assert (str(again), again.retry_step, again.outlier_ranks) == ("what\n  way out", 3, ("rank 1 (host)",))
 
 
 PLAN = Plan(dp_replicate=2, micro_batch=3)
@@ -150,7 +152,7 @@ def test_a_spike_is_made_again_from_the_newest_copy_and_left_out_only_if_it_come
     for name in ("accident", "always"):
         with pytest.raises(AssertionError, match=r"step 20: the gradient norm of .* is a spike"):
             run_job(tmp_path / name, text, PLAN, patch=PATCH)
-    restart = replace(RESTART, reached_step=19, retried_steps=(20,))
+    restart = replace(RESTART, last_finished_step=19, retried_steps=(20,))
     again: dict[int, dict[str, Any]] = {rank: {"generation": 2, "restart": restart} for rank in range(2)}
     accident = run_job(tmp_path / "accident", text, PLAN, workers=again)
     assert accident.losses == untroubled.losses

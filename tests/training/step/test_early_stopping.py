@@ -17,7 +17,7 @@ from support.compare import same_numbers
 from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
-from wanma.checkpoint.inspection.inventory import in_folder
+from wanma.checkpoint.inspection.inventory import list_in_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import TrainSection
@@ -107,13 +107,13 @@ def test_the_best_checkpoint_is_that_of_the_named_metric_in_its_direction(tmp_pa
         run = run_here(tmp_path / mode, chosen, PLAN, given)
         errors = validations(run.directory)
         expected = best(errors, key=errors.__getitem__)
-        found = in_folder(run.directory / "checkpoints")
+        found = list_in_folder(run.directory / "checkpoints")
         assert {entry.step for entry in found} == {expected, 10}
         assert [entry.step for entry in found if entry.is_best] == [expected]
     # Values of one metric are not compared with those of another.
     other = {**asked, "train": {**asked["train"], "steps": 12}, "checkpoint": {**kept, "best_metric": "loss"}}
     run = run_here(tmp_path / "max", other, PLAN, given)
-    assert [entry.step for entry in in_folder(run.directory / "checkpoints")] == [12]
+    assert [entry.step for entry in list_in_folder(run.directory / "checkpoints")] == [12]
 
 
 def test_a_metric_that_chooses_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -129,12 +129,19 @@ def test_a_metric_that_chooses_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_what_counts_as_better() -> None:
     lower = TrainSection(stop_patience=2, validate_every_steps=1, stop_min_delta=0.1)
     stopping = EarlyStopping()
-    told = [stopping.see(n, {"loss": loss}, lower) for n, loss in enumerate((1.0, 0.95, 0.85, math.nan, 0.8))]
+    told = [
+        stopping.record_validation(n, {"loss": loss}, lower)
+        for n, loss in enumerate((1.0, 0.95, 0.85, math.nan, 0.8))
+    ]
     assert told[:4] == ["", "", "", ""]
     assert told[4].endswith("(train.stop_patience = 2); 0.85 of step 2 is best")
     higher = lower.model_copy(update={"stop_mode": "max"})
     stopping = EarlyStopping()
-    assert [stopping.see(n, {"loss": v}, higher) for n, v in enumerate((0.5, 0.7, 0.9))] == ["", "", ""]
+    assert [stopping.record_validation(n, {"loss": v}, higher) for n, v in enumerate((0.5, 0.7, 0.9))] == [
+        "",
+        "",
+        "",
+    ]
     assert (stopping.best, stopping.waited) == (0.9, 0)
 
 

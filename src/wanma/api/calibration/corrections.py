@@ -13,23 +13,23 @@ from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.calibration.correction_update import Lesson, Observed, learned
-from wanma.planner.forecast.plan_forecast import forecast
-from wanma.planner.forecast.problem import problem_of
-from wanma.planner.hardware_model.builder import measured_name
+from wanma.planner.calibration.correction_update import CorrectionChange, ObservedStep, update_corrections
+from wanma.planner.forecast.plan_forecast import forecast_plan
+from wanma.planner.forecast.problem import build_problem
+from wanma.planner.hardware_model.builder import calibrated_device_name
 from wanma.planner.hardware_model.calibration import (
     Calibration,
-    Corrections,
+    CorrectionFactors,
     load_calibration,
     save_calibration,
 )
 from wanma.planner.preparation.job_planning import job_dimensions, job_workload
 from wanma.report.forecast_comparison import (
-    LEAST_STEPS,
-    WARM_UP,
+    MIN_MEASURED_STEPS,
+    WARM_UP_STEPS,
+    median_step_seconds,
     peak_memory_bytes,
     phase_medians,
-    usual_step_seconds,
 )
 from wanma.report.run_report import Report, read_report
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Learned:
+class CorrectionResult:
     """Result of learning from a run: new corrections, and the forecast before and after them."""
 
     run: RunDirectory
     device: str
     """Device whose corrections changed."""
-    corrections: Corrections
-    lessons: tuple[Lesson, ...]
+    corrections: CorrectionFactors
+    changes: tuple[CorrectionChange, ...]
     measured_seconds: float
     before_seconds: float
     """Step time in seconds as forecast with the old corrections."""
@@ -55,7 +55,7 @@ class Learned:
     """Calibration file that stores the corrections."""
 
 
-def learn(run: RunDirectory, path: Path | None = None) -> Learned:
+def correct_calibration(run: RunDirectory, path: Path | None = None) -> CorrectionResult:
     """Correct the calibration by one run, so that its next forecast is nearer to the measurement.
 
     Args:
@@ -65,30 +65,30 @@ def learn(run: RunDirectory, path: Path | None = None) -> Learned:
         WanmaError: the run is too short, its plan cannot be read, or the rates of the node are unknown.
     """
     report = read_report(run)
-    seconds = usual_step_seconds(report)
+    seconds = median_step_seconds(report)
     if seconds is None:
         raise WanmaError(
             f"{run.path} has {len(report.steps['step'])} steps, too few to learn from",
-            f"{WARM_UP + LEAST_STEPS} are needed; the first {WARM_UP} do not count",
+            f"{WARM_UP_STEPS + MIN_MEASURED_STEPS} are needed; the first {WARM_UP_STEPS} do not count",
             EXIT_USAGE,
         )
     calibration = load_calibration(path)
-    plan, cluster = _planned(report)
+    plan, cluster = _read_plan_and_cluster(report)
     device = _device(cluster, plan, calibration)
     peak = peak_memory_bytes(report)
-    observed = Observed(seconds, phase_medians(report), peak[0] if peak is not None else None)
+    observed = ObservedStep(seconds, phase_medians(report), peak[0] if peak is not None else None)
 
-    def corrected(corrections: Corrections) -> Forecast:
+    def corrected(corrections: CorrectionFactors) -> Forecast:
         return _forecast(run, plan, cluster, calibration.with_corrections(device, corrections))
 
-    before = calibration.correction(device)
-    after, lessons = learned(before, plan, corrected, observed)
+    before = calibration.corrections_for(device)
+    after, lessons = update_corrections(before, plan, corrected, observed)
     kept = save_calibration(calibration.with_corrections(device, after), path)
-    until_now, from_now = (_seconds(corrected(one)) for one in (before, after))
-    return Learned(run, device, after, lessons, seconds, until_now, from_now, kept)
+    until_now, from_now = (_step_seconds(corrected(one)) for one in (before, after))
+    return CorrectionResult(run, device, after, lessons, seconds, until_now, from_now, kept)
 
 
-def learned_table(found: Learned) -> RenderableType:
+def corrections_table(result: CorrectionResult) -> RenderableType:
     """Return a table of the changed corrections, with their effect on the run's own forecast."""
     from rich.console import Group
     from rich.table import Table
@@ -97,7 +97,7 @@ def learned_table(found: Learned) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("of", "forecast", "measured", "factor", "now"):
         table.add_column(name, justify="left" if name == "of" else "right")
-    for lesson in found.lessons:
+    for lesson in result.changes:
         write = bytes_text if lesson.kind == "unused" else duration_text
         table.add_row(
             lesson.kind,
@@ -106,20 +106,22 @@ def learned_table(found: Learned) -> RenderableType:
             f"{lesson.before:.2f}",
             f"{lesson.after:.2f}",
         )
-    apart = [seconds / found.measured_seconds - 1 for seconds in (found.before_seconds, found.after_seconds)]
+    apart = [
+        seconds / result.measured_seconds - 1 for seconds in (result.before_seconds, result.after_seconds)
+    ]
     return Group(
-        Text(f"{found.run.name} beside its forecast, on {found.device}", style="bold"),
+        Text(f"{result.run.name} beside its forecast, on {result.device}", style="bold"),
         table,
         Text(
-            f"\nA step took {duration_text(found.measured_seconds)}. It was forecast to take "
-            f"{duration_text(found.before_seconds)} ({apart[0]:+.0%}), and would be now to take "
-            f"{duration_text(found.after_seconds)} ({apart[1]:+.0%})."
+            f"\nA step took {duration_text(result.measured_seconds)}. It was forecast to take "
+            f"{duration_text(result.before_seconds)} ({apart[0]:+.0%}), and would be now to take "
+            f"{duration_text(result.after_seconds)} ({apart[1]:+.0%})."
         ),
-        Text(f"Kept in {found.path}", style="dim"),
+        Text(f"Kept in {result.path}", style="dim"),
     )
 
 
-def _planned(report: Report) -> tuple[Plan, Cluster]:
+def _read_plan_and_cluster(report: Report) -> tuple[Plan, Cluster]:
     try:
         told = report.cluster
         if not report.plan or not told:
@@ -142,10 +144,10 @@ def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Cali
             "learn from a run whose [model] names a preset or dimensions",
         )
     ranks = max(plan.world_size // cluster.node_count, 1)
-    problem = problem_of(job, cluster, workload, job_dimensions(job), calibration, ranks=ranks)
-    found = forecast(problem, plan)
+    problem = build_problem(job, cluster, workload, job_dimensions(job), calibration, ranks=ranks)
+    found = forecast_plan(problem, plan)
     if found.step is None:
-        why = problem.machine.unknown or (found.reasons[-1] if found.reasons else "its rates are unknown")
+        why = problem.hardware.unknown or (found.reasons[-1] if found.reasons else "its rates are unknown")
         raise WanmaError(
             f"a step of {run.path} cannot be forecast: {why}",
             "measure the machine with `wanma cluster --calibrate`",
@@ -159,9 +161,9 @@ def _device(cluster: Cluster, plan: Plan, calibration: Calibration) -> str:
     node = cluster.nodes[0]
     device = node.devices[0] if plan.device == "cuda" else node.cpu
     assert device is not None  # a forecast exists only for a known device
-    return measured_name(device.name, calibration)
+    return calibrated_device_name(device.name, calibration)
 
 
-def _seconds(found: Forecast) -> float:
-    assert found.step is not None  # `_forecast` has checked it
-    return found.step.seconds
+def _step_seconds(forecast: Forecast) -> float:
+    assert forecast.step is not None  # `_forecast` has checked it
+    return forecast.step.seconds

@@ -10,30 +10,40 @@ import torch
 import torch.distributed as dist
 
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import ModelSection
-from wanma.models.model_spec import model_spec
-from wanma.parallel.mesh.parallel_mesh import build_grid
+from wanma.models.model_spec import resolve_model_spec
+from wanma.parallel.mesh.parallel_mesh import build_mesh
 from wanma.parallel.parallelize import parallelize
-from wanma.planner.calibration.framework_benchmarks import BLOCKS, DIMENSIONS, SEQUENCE, plans
-from wanma.planner.calibration.microbenchmarks import Case
-from wanma.planner.calibration.round_robin import added_up
+from wanma.planner.calibration.framework_benchmarks import (
+    BLOCKS,
+    DIMENSIONS,
+    SEQUENCE_LENGTH,
+    benchmark_plans,
+)
+from wanma.planner.calibration.microbenchmarks import BenchmarkCase
+from wanma.planner.calibration.round_robin import sum_over_ranks
 from wanma.training.loss.cross_entropy import cross_entropy_sum
 
 
-def program_cases(worker: Worker, shared: float) -> list[Case]:
+def decoder_cases(worker: WorkerContext, threads_per_core: float) -> list[BenchmarkCase]:
     """Return one benchmark case for each of `plans`; all ranks of a process group call it.
 
     Args:
-        shared: threads per core, as in `microbenchmarks.measure`.
+        threads_per_core: threads per core, as in `run_microbenchmarks`.
     """
     return [
-        Case(operator, (worker.world_size, BLOCKS), "", partial(_seconds, _micro_batch(worker, plan), shared))
-        for operator, plan in plans(worker.world_size).items()
+        BenchmarkCase(
+            operator,
+            (worker.world_size, BLOCKS),
+            "",
+            partial(_time_run, _make_micro_batch(worker, plan), threads_per_core),
+        )
+        for operator, plan in benchmark_plans(worker.world_size).items()
     ]
 
 
-def _micro_batch(worker: Worker, plan: Plan) -> Callable[[], object]:
+def _make_micro_batch(worker: WorkerContext, plan: Plan) -> Callable[[], object]:
     """Return a function that runs forward and backward of a micro-batch, except for once-per-step work."""
     section = ModelSection.model_validate(
         {
@@ -44,35 +54,39 @@ def _micro_batch(worker: Worker, plan: Plan) -> Callable[[], object]:
             "feed_forward": DIMENSIONS.feed_forward,
         }
     )
-    spec = model_spec(
-        section, vocabulary=DIMENSIONS.vocabulary, sequence_length=SEQUENCE, image_shape=None, classes=None
+    spec = resolve_model_spec(
+        section,
+        vocabulary_size=DIMENSIONS.vocabulary,
+        sequence_length=SEQUENCE_LENGTH,
+        image_shape=None,
+        classes=None,
     )
-    grid = build_grid(plan, worker.rank, torch.device("cpu"), worker.ranks_by_node)
+    grid = build_mesh(plan, worker.rank, torch.device("cpu"), worker.local_world_sizes)
     model = parallelize(spec, plan, grid, seed=0)
-    model.initialize()
+    model.initialize_parameters()
     assert DIMENSIONS.vocabulary is not None
-    tokens = torch.arange(SEQUENCE).remainder(DIMENSIONS.vocabulary).view(1, SEQUENCE)
+    tokens = torch.arange(SEQUENCE_LENGTH).remainder(DIMENSIONS.vocabulary).view(1, SEQUENCE_LENGTH)
 
     def run() -> None:
-        model.begin_micro_batch(last=False)
-        cross_entropy_sum(model.module(tokens), tokens, spend=True).backward()
+        model.begin_micro_batch(is_last=False)
+        cross_entropy_sum(model.module(tokens), tokens, overwrite_logits=True).backward()
 
     return run
 
 
-def _seconds(run: Callable[[], object], shared: float, seconds: float) -> float:
+def _time_run(run: Callable[[], object], threads_per_core: float, seconds: float) -> float:
     """Return the seconds of one run on this rank; all ranks run equally often, because they wait in it."""
     everyone = dist.group.WORLD
     assert everyone is not None
     ranks = everyone.size()
-    clock = time.perf_counter if shared <= 1 else time.process_time
+    clock = time.perf_counter if threads_per_core <= 1 else time.process_time
 
     def repeat(times: int) -> float:
         began = clock()
         for _ in range(times):
             run()
-        return (clock() - began) * max(shared, 1.0) / times
+        return (clock() - began) * max(threads_per_core, 1.0) / times
 
     run()  # warm-up: the first run allocates buffers
-    once = added_up([repeat(1)], everyone)[0] / ranks
+    once = sum_over_ranks([repeat(1)], everyone)[0] / ranks
     return repeat(max(1, int(seconds / max(once, 1e-9))))

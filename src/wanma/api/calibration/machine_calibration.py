@@ -12,62 +12,72 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.workers.environment import worker_environment
-from wanma.engines.local import run as run_local
-from wanma.hardware.discovery.node import discover
-from wanma.job.cluster import Cluster, Node
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.workers.environment import make_worker_environment
+from wanma.engines.local import run_local as run_local
+from wanma.hardware.discovery.node import discover_node
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import ClusterSection
-from wanma.planner.calibration.curve_fitting import fitted_machine
-from wanma.planner.calibration.local_node import device_name, machine_text, plainest_plan, rank_counts
-from wanma.planner.hardware_model.builder import machine_of
-from wanma.planner.hardware_model.calibration import Measured, Point, load_calibration, save_calibration
-from wanma.planner.hardware_model.model import Chip
+from wanma.planner.calibration.curve_fitting import fit_hardware_model
+from wanma.planner.calibration.local_node import (
+    baseline_plan,
+    calibration_device_name,
+    node_text,
+    rank_counts,
+)
+from wanma.planner.hardware_model.builder import build_hardware_model
+from wanma.planner.hardware_model.calibration import (
+    BenchmarkPoint,
+    DeviceCalibration,
+    load_calibration,
+    save_calibration,
+)
+from wanma.planner.hardware_model.model import DeviceModel
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ENTRY = "wanma.api.calibration.machine_calibration:measure_worker"
+ENTRY = "wanma.api.calibration.machine_calibration:calibrate_worker"
 PRELOAD = ("torch", "wanma.planner.calibration.microbenchmarks", "wanma.api.calibration.decoder_benchmark")
-RESULT = "measured.json"
+RESULT_FILE = "measured.json"
 PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
 DEFAULT_SECONDS = 60.0
-LEAST_SECONDS = 2.0
+MIN_SECONDS_PER_RANK_COUNT = 2.0
 """Minimum seconds for each number of ranks: with less, no operator runs long enough to be timed."""
-PASS_SECONDS, MOST_PASSES = 5.0, 3
+MIN_PASS_SECONDS, MAX_PASSES = 5.0, 3
 """Seconds of a pass over all numbers of ranks, and maximum number of passes.
 
 Each number of ranks is measured once per pass: a slowdown of the node for a minute, by neighbours that it
 cannot see, would otherwise distort one of them alone, and the comparison of plans with more or fewer ranks.
 """
-SILENCE_SECONDS = 300.0
+SETUP_TIMEOUT_SECONDS = 300.0
 """Timeout in seconds beyond the measurement: processes start, kernels are built, collectives connect."""
 
 
 @dataclass(frozen=True)
-class Found:
+class CalibrationPass:
     """Measurement of one number of ranks."""
 
-    points: tuple[Point, ...]
-    disturbed: int
-    """Disturbed measurements, as in `microbenchmarks.Measurements`."""
-    processors: int | None
+    points: tuple[BenchmarkPoint, ...]
+    contended_measurements: int
+    """Disturbed measurements, as in `BenchmarkResults`."""
+    multiprocessors: int | None
     """Multiprocessors of a GPU; None on a CPU."""
 
 
 @dataclass(frozen=True)
-class Request:
+class CalibrationRequest:
     """Parameters of one measurement, for its ranks."""
 
     plan: Plan
     seconds: float
-    shared: float
-    """Threads per core, as in `microbenchmarks.measure`."""
-    folder: Path | None
-    """Folder in which the disk is measured, as in `microbenchmarks.measure`."""
+    threads_per_core: float
+    """Threads per core, as in `run_microbenchmarks`."""
+    disk_folder: Path | None
+    """Folder in which the disk is measured, as in `run_microbenchmarks`."""
 
 
 def calibrate(
@@ -76,7 +86,7 @@ def calibrate(
     seconds: float = DEFAULT_SECONDS,
     output: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Measured], Path]:
+) -> tuple[list[DeviceCalibration], Path]:
     """Measure this node with each number of ranks, and store the result.
 
     Args:
@@ -93,69 +103,69 @@ def calibrate(
         JobError: a number of ranks that this node does not have, or too little time.
         WanmaError: a rank failed, or the result cannot be stored.
     """
-    (node,) = discover().nodes
+    (node,) = discover_node().nodes
     counts = rank_counts(node, ranks)
     each = seconds / len(counts)
-    if each < LEAST_SECONDS:
+    if each < MIN_SECONDS_PER_RANK_COUNT:
         raise JobError(
             f"--seconds {seconds:g} leaves {each:.1f} s for each of {len(counts)} numbers of ranks",
-            f"give at least {LEAST_SECONDS * len(counts):g}, or fewer --ranks",
+            f"give at least {MIN_SECONDS_PER_RANK_COUNT * len(counts):g}, or fewer --ranks",
         )
     kept = load_calibration(output)  # before the work, so that a damaged file is reported at once
-    passes = min(max(int(each / PASS_SECONDS), 1), MOST_PASSES) if len(counts) > 1 else 1
-    plans = [plainest_plan(node, count) for count in counts]
-    found: list[list[Found]] = [[] for _ in plans]
+    passes = min(max(int(each / MIN_PASS_SECONDS), 1), MAX_PASSES) if len(counts) > 1 else 1
+    plans = [baseline_plan(node, count) for count in counts]
+    found: list[list[CalibrationPass]] = [[] for _ in plans]
     for turn in range(passes):
         for number, plan in enumerate(plans):
             each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
             of_several = f", {turn + 1} of {passes}" if passes > 1 else ""
             what = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
             progress(f"measuring {what}{each_has}{of_several}")
-            found[number].append(_measure(node, plan, each / passes))
-    measured = [_fitted(node, plan, quickest(of)) for plan, of in zip(plans, found, strict=True)]
-    return measured, save_calibration(kept.with_measured(*measured), output)
+            found[number].append(_run_pass(node, plan, each / passes))
+    measured = [_fit_machine(node, plan, minimum_times(of)) for plan, of in zip(plans, found, strict=True)]
+    return measured, save_calibration(kept.with_devices(*measured), output)
 
 
-def measure_worker(worker: Worker, payload: bytes) -> None:
+def calibrate_worker(worker: WorkerContext, payload: bytes) -> None:
     """Run the measurement on one rank, with the others; rank 0 writes the result.
 
     Args:
-        payload: a pickled `Request`, from the command that started this process.
+        payload: a pickled `CalibrationRequest`, from the command that started this process.
     """
     import torch
     import torch.distributed as dist
 
-    from wanma.api.calibration.decoder_benchmark import program_cases
-    from wanma.parallel.mesh.parallel_mesh import process_grid
-    from wanma.planner.calibration.microbenchmarks import measure
+    from wanma.api.calibration.decoder_benchmark import decoder_cases
+    from wanma.parallel.mesh.parallel_mesh import open_mesh
+    from wanma.planner.calibration.microbenchmarks import run_microbenchmarks
 
-    request: Request = pickle.loads(payload)
+    request: CalibrationRequest = pickle.loads(payload)
     plan = request.plan
     torch.set_num_threads(plan.threads_per_rank)
-    worker.control.progress(0, "joining")
-    with process_grid(worker, plan, request.seconds + SILENCE_SECONDS) as grid:
-        worker.control.progress(0, "measuring")
+    worker.supervisor_client.report_progress(0, "joining")
+    with open_mesh(worker, plan, request.seconds + SETUP_TIMEOUT_SECONDS) as grid:
+        worker.supervisor_client.report_progress(0, "measuring")
         everyone = dist.group.WORLD
         assert everyone is not None  # the grid has joined it
-        found = measure(
+        found = run_microbenchmarks(
             everyone,
             grid.device,
             PRECISIONS[plan.device],
             request.seconds,
-            request.shared,
-            request.folder,
-            program_cases(worker, request.shared) if plan.device == "cpu" else (),
+            request.threads_per_core,
+            request.disk_folder,
+            decoder_cases(worker, request.threads_per_core) if plan.device == "cpu" else (),
         )
         processors = None
         if grid.device.type == "cuda":
             processors = torch.cuda.get_device_properties(grid.device).multi_processor_count
         if worker.rank == 0:
             points = [[point.operator, point.shape, point.seconds, point.precision] for point in found.points]
-            result = {"points": points, "disturbed": found.disturbed, "processors": processors}
-            (worker.run_directory / RESULT).write_text(json.dumps(result))
+            result = {"points": points, "disturbed": found.disturbed_points, "processors": processors}
+            (worker.run_directory / RESULT_FILE).write_text(json.dumps(result))
 
 
-def calibration_table(measured: Iterable[Measured]) -> RenderableType:
+def calibration_table(measured: Iterable[DeviceCalibration]) -> RenderableType:
     """Return a table of the measurements, with a row for each number of ranks."""
     from rich.table import Table
 
@@ -195,75 +205,77 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
     return table
 
 
-def quickest(passes: Sequence[Found]) -> Found:
+def minimum_times(passes: Sequence[CalibrationPass]) -> CalibrationPass:
     """Return the minimum of each point over several passes, because others only slow a node down."""
     points = tuple(
         min(of_one, key=lambda point: point.seconds)
         for of_one in zip(*(found.points for found in passes), strict=True)
     )
-    return replace(passes[0], points=points, disturbed=min(found.disturbed for found in passes))
+    return replace(
+        passes[0], points=points, contended_measurements=min(found.contended_measurements for found in passes)
+    )
 
 
-def _measure(node: Node, plan: Plan, seconds: float) -> Found:
+def _run_pass(node: NodeGroup, plan: Plan, seconds: float) -> CalibrationPass:
     ranks = plan.world_size
     # Run directories are below the working directory, so the benchmark measures its disk.
     here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
-    request = Request(plan, seconds, _threads_per_core(node, plan), here)
+    request = CalibrationRequest(plan, seconds, _threads_per_core(node, plan), here)
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
         outcome = run_local(
-            Launch(
+            LaunchConfig(
                 run_directory=Path(folder),
                 entry=ENTRY,
                 payload=pickle.dumps(request),
-                preload=PRELOAD,
+                preload_modules=PRELOAD,
                 ranks_per_node=ranks,
                 threads_per_rank=plan.threads_per_rank,
-                environment=worker_environment(ClusterSection(), plan),
-                start_seconds=3 * seconds + SILENCE_SECONDS,
+                worker_environment=make_worker_environment(ClusterSection(), plan),
+                start_timeout_seconds=3 * seconds + SETUP_TIMEOUT_SECONDS,
             ),
             lambda _event: None,
         )
         if outcome.exit_code != 0:
-            what = outcome.message or f"was stopped (exit code {outcome.exit_code})"
+            what = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
             raise WanmaError(f"measuring {ranks} ranks: {what}", exit_code=outcome.exit_code)
-        result = json.loads((Path(folder) / RESULT).read_text())
+        result = json.loads((Path(folder) / RESULT_FILE).read_text())
     points = tuple(
-        Point(operator, tuple(shape), taken, precision)
+        BenchmarkPoint(operator, tuple(shape), taken, precision)
         for operator, shape, taken, precision in result["points"]
     )
-    return Found(points, result["disturbed"], result["processors"])
+    return CalibrationPass(points, result["disturbed"], result["processors"])
 
 
-def _fitted(node: Node, plan: Plan, found: Found) -> Measured:
-    name = device_name(node, plan)
-    machine = fitted_machine(
+def _fit_machine(node: NodeGroup, plan: Plan, calibration_pass: CalibrationPass) -> DeviceCalibration:
+    name = calibration_device_name(node, plan)
+    machine = fit_hardware_model(
         name,
-        found.points,
+        calibration_pass.points,
         plan.world_size,
-        processors=found.processors,
-        known=_known(node),
-        shared=_threads_per_core(node, plan),
+        multiprocessors=calibration_pass.multiprocessors,
+        catalogue_device=_catalogue_chip(node),
+        threads_per_core=_threads_per_core(node, plan),
     )
-    return Measured(
+    return DeviceCalibration(
         device=name,
         ranks=plan.world_size,
         threads=0 if node.devices else plan.threads_per_rank,
         machine=machine,
-        host=machine_text(node),
+        host=node_text(node),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        points=found.points,
-        disturbed=found.disturbed,
+        points=calibration_pass.points,
+        disturbed=calibration_pass.contended_measurements,
     )
 
 
-def _threads_per_core(node: Node, plan: Plan) -> float:
-    """Return the threads per core of a CPU, at least 1, as in `microbenchmarks.measure`."""
+def _threads_per_core(node: NodeGroup, plan: Plan) -> float:
+    """Return the threads per core of a CPU, at least 1, as in `run_microbenchmarks`."""
     return 1.0 if node.devices else max(plan.world_size * plan.threads_per_rank / node.cores, 1.0)
 
 
-def _known(node: Node) -> Chip | None:
+def _catalogue_chip(node: NodeGroup) -> DeviceModel | None:
     """Return the catalogue's data of this node's GPUs; None if it has none."""
     if not node.devices:
         return None
-    machine = machine_of(Cluster((node,)))
+    machine = build_hardware_model(Cluster((node,)))
     return None if machine.unknown else machine.chip

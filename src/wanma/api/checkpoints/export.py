@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from wanma.data.text.tokenizer import END_OF_BYTES, BytesTokenizer, Tokenizer, load_tokenizer
+from wanma.data.text.tokenizer import BYTES_END_OF_DOCUMENT, BytesTokenizer, Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
@@ -17,30 +17,30 @@ from wanma.job.run.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from wanma.api.checkpoints.unrounded_weights import Unrounded
+    from wanma.api.checkpoints.unrounded_weights import UnroundedWeights
     from wanma.checkpoint.format.manifest import Box
-    from wanma.checkpoint.load.reader import Saved
-    from wanma.models.state_dict.tensor_mapping import Piece, Published
+    from wanma.checkpoint.load.reader import CheckpointReader
+    from wanma.models.state_dict.tensor_mapping import StateDictAdapter, TensorSlice
 
 FILE_BYTES = 5_000_000_000
 """Maximum tensor bytes in one file, as in transformers."""
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_LOW = ("BF16", "F16")
-_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_HALF_DTYPES = ("BF16", "F16")
+_TORCH_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Result of an export."""
 
     folder: Path
     checkpoint: Path
     tensors: int
-    averaged: bool
+    is_averaged: bool
     """True if the averaged weights were exported, which a run has with train.weight_average."""
-    made_tokenizer: bool
+    has_byte_tokenizer: bool
     """True if a tokenizer was made whose token ids are the bytes: the run had none and read bytes."""
-    rounded: int = 0
+    rounded_parameters: int = 0
     """Frozen parameters exported in more bits than the checkpoint holds: their source no longer exists."""
 
 
@@ -53,7 +53,7 @@ def export(
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     file_bytes: int = FILE_BYTES,
     on_message: Callable[[str], None] = warnings.warn,
-) -> Exported:
+) -> ExportResult:
     """Export a complete checkpoint of `run` as a folder that transformers' `from_pretrained` loads.
 
     Memory holds one tensor at a time. Averaged weights are preferred, as in `wanma sample`; adapters are
@@ -73,48 +73,49 @@ def export(
     """
     import torch
 
-    from wanma.api.checkpoints.unrounded_weights import open_start
-    from wanma.checkpoint.conversion.conversion import require_whole
-    from wanma.checkpoint.conversion.huggingface_weights import write_published
+    from wanma.api.checkpoints.unrounded_weights import open_start_weights
+    from wanma.checkpoint.conversion.conversion import require_valid
+    from wanma.checkpoint.conversion.huggingface_weights import write_huggingface_weights
     from wanma.checkpoint.format.local_shards import DTYPES
-    from wanma.checkpoint.load.reader import Saved
-    from wanma.checkpoint.load.verification import find_whole
-    from wanma.models.model_spec import model_spec
-    from wanma.models.state_dict.tensor_mapping import published_shapes
+    from wanma.checkpoint.load.reader import CheckpointReader
+    from wanma.checkpoint.load.verification import find_valid
+    from wanma.models.model_spec import resolve_model_spec
+    from wanma.models.state_dict.tensor_mapping import tensor_shapes
 
     job = load_recorded_job(run.job)
     if checkpoint is not None:
-        require_whole(checkpoint)
-    path = checkpoint or find_whole(run.checkpoints, step, on_message)
+        require_valid(checkpoint)
+    path = checkpoint or find_valid(run.checkpoints, step, on_message)
     kept = run.path / "tokenizer"
     # A user's own dataset holds tokens: the job's tokenizer was not used by the run.
     reads_text = kept.is_dir() or bool(job.data.text or job.data.sources)
     tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer) if reads_text else None
-    vocabulary = tokenizer.vocabulary if tokenizer is not None else None
+    vocabulary = tokenizer.vocabulary_size if tokenizer is not None else None
     length = job.data.sequence_length
-    spec = model_spec(
-        job.model, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None
+    spec = resolve_model_spec(
+        job.model, vocabulary_size=vocabulary, sequence_length=length, image_shape=None, classes=None
     )
     with torch.device("meta"):
-        model = spec.make()
-    if not hasattr(model, "published"):
+        model = spec.build_module()
+    if not hasattr(model, "tensor_mappings"):
         raise WanmaError(
             f"{run.path} trained {spec.name}, which has no published form",
             "export works for decoders and for Hugging Face models; result.weights() gives the tensors",
         )
-    saved = Saved(path)
+    saved = CheckpointReader(path)
     averaged = any(name.startswith("average.") for name in saved.tensors)
-    holders = _holders(model, saved)
-    shapes = published_shapes([tuple(piece for _, piece in held) for held in holders.values()])
+    holders = _slices_by_tensor(model, saved)
+    shapes = tensor_shapes([tuple(piece for _, piece in held) for held in holders.values()])
     kinds = {
-        name: PRECISIONS[precision] if precision else _dtype(saved, held) for name, held in holders.items()
+        name: PRECISIONS[precision] if precision else _export_dtype(saved, held)
+        for name, held in holders.items()
     }
-    config = cast("Published", model).published_config(length)
-    config["dtype"] = _NAMES[next(iter(kinds.values()))]
+    config = cast("StateDictAdapter", model).export_config(length)
+    config["dtype"] = _TORCH_DTYPE_NAMES[next(iter(kinds.values()))]
     others = _other_files(config, tokenizer if kept.is_dir() else None)
-    with open_start(model, job.checkpoint.start_from) as start:
-        weights = _Weights(saved, holders, job.model.lora_alpha, start)
-        write_published(
+    with open_start_weights(model, job.checkpoint.start_from) as start:
+        weights = _TensorAssembler(saved, holders, job.model.lora_alpha, start)
+        write_huggingface_weights(
             folder,
             {name: (kinds[name], shape) for name, shape in shapes.items()},
             lambda name: weights.assemble(name, shapes[name], DTYPES[kinds[name]]),
@@ -122,7 +123,7 @@ def export(
             file_bytes,
         )
     made_tokenizer = kept.is_dir() and isinstance(tokenizer, BytesTokenizer)
-    return Exported(folder, path, len(shapes), averaged, made_tokenizer, len(weights.rounded))
+    return ExportResult(folder, path, len(shapes), averaged, made_tokenizer, len(weights.rounded))
 
 
 def _other_files(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, bytes]:
@@ -130,7 +131,7 @@ def _other_files(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[st
     if tokenizer is None:
         return {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
     if config.get("eos_token_id") is None:
-        config["eos_token_id"] = tokenizer.end_of_document
+        config["eos_token_id"] = tokenizer.end_of_document_id
     text = json.dumps(config, indent=2, sort_keys=True).encode()
     return {"config.json": text, **_tokenizer_files(tokenizer)}
 
@@ -139,25 +140,25 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the tokenizer's files in the form that transformers' `AutoTokenizer` loads."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(tokenizer, BytesTokenizer):
-        settings |= {"eos_token": END_OF_BYTES, "clean_up_tokenization_spaces": False}
+        settings |= {"eos_token": BYTES_END_OF_DOCUMENT, "clean_up_tokenization_spaces": False}
     return {
-        "tokenizer.json": tokenizer.published().encode(),
+        "tokenizer.json": tokenizer.to_huggingface_json().encode(),
         "tokenizer_config.json": json.dumps(settings).encode() + b"\n",
     }
 
 
-_Holders = dict[str, list[tuple[str, "Piece"]]]
+_SlicesByTensor = dict[str, list[tuple[str, "TensorSlice"]]]
 """Pieces of each published tensor: its name -> (name in the checkpoint, piece)."""
 
 
 @dataclass
-class _Weights:
+class _TensorAssembler:
     """Assembly of published tensors from pieces of saved ones."""
 
-    saved: Saved
-    holders: _Holders
+    reader: CheckpointReader
+    slices_by_tensor: _SlicesByTensor
     lora_alpha: float
-    start: Unrounded
+    start_weights: UnroundedWeights
     rounded: set[str] = field(default_factory=set)
     """Names of parameters exported in more bits than were found of them."""
 
@@ -167,71 +168,75 @@ class _Weights:
         from wanma.checkpoint.format.manifest import Box
 
         whole = torch.empty(shape, dtype=dtype)
-        for name, piece in self.holders[tensor]:
-            part = self._part(name, Box((piece.first, *(0 for _ in piece.shape[1:])), piece.shape), dtype)
-            part = self._adapted(name, part)
-            ends = (at + size for at, size in zip(piece.offset, piece.published_shape, strict=True))
-            whole[tuple(map(slice, piece.offset, ends))] = piece.to_published(part).to(dtype)
+        for name, piece in self.slices_by_tensor[tensor]:
+            part = self._read_box(
+                name, Box((piece.first_row, *(0 for _ in piece.shape[1:])), piece.shape), dtype
+            )
+            part = self._merge_lora(name, part)
+            ends = (at + size for at, size in zip(piece.offset, piece.tensor_shape, strict=True))
+            whole[tuple(map(slice, piece.offset, ends))] = piece.to_huggingface(part).to(dtype)
         return whole
 
-    def _part(self, name: str, box: Box, dtype: Any) -> Tensor:
-        part = self.saved.read(name, box)
-        if self.saved.tensors[name].dtype not in _LOW or _widest(self.saved) in _LOW:
+    def _read_box(self, name: str, box: Box, dtype: Any) -> Tensor:
+        part = self.reader.read(name, box)
+        if self.reader.tensors[name].dtype not in _HALF_DTYPES or _widest_dtype(self.reader) in _HALF_DTYPES:
             return part
-        found = self.start.part(name.removeprefix("model."), part, box, self.saved.tensors[name].shape)
+        found = self.start_weights.read_unrounded(
+            name.removeprefix("model."), part, box, self.reader.tensors[name].shape
+        )
         if found is part and dtype.itemsize > part.dtype.itemsize:
             self.rounded.add(name)
         return found
 
-    def _adapted(self, name: str, weight: Tensor) -> Tensor:
+    def _merge_lora(self, name: str, weight: Tensor) -> Tensor:
         """Return the weight, with the adapter of its layer merged if there is one."""
         path, _, kind = name.partition(".")[2].rpartition(".")
         halves = {part: f"{path}.{part}" if path else part for part in ("lora_a", "lora_b")}
-        if kind != "weight" or f"model.{halves['lora_a']}" not in self.saved.tensors:
+        if kind != "weight" or f"model.{halves['lora_a']}" not in self.reader.tensors:
             return weight
-        from wanma.models.layers.lora import merge
+        from wanma.models.layers.lora import merge_lora
 
-        read = {part: self.saved.read(_saved_name(self.saved, own)) for part, own in halves.items()}
-        return merge({"weight": weight, **read}, self.lora_alpha)["weight"]
+        read = {part: self.reader.read(_saved_name(self.reader, own)) for part, own in halves.items()}
+        return merge_lora({"weight": weight, **read}, self.lora_alpha)["weight"]
 
 
-def _holders(model: nn.Module, saved: Saved) -> _Holders:
-    from wanma.models.layers.lora import is_adapter
+def _slices_by_tensor(model: nn.Module, reader: CheckpointReader) -> _SlicesByTensor:
+    from wanma.models.layers.lora import is_lora_parameter
 
-    holders: _Holders = {}
+    holders: _SlicesByTensor = {}
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if is_lora_parameter(name):
             continue
-        alternatives = cast("Published", model).published(name, tuple(parameter.shape))
+        alternatives = cast("StateDictAdapter", model).tensor_mappings(name, tuple(parameter.shape))
         if not alternatives:
             raise WanmaError(f"parameter {name} has no place in a published checkpoint")
-        own = _saved_name(saved, name)
-        entry = saved.tensors.get(own)
+        own = _saved_name(reader, name)
+        entry = reader.tensors.get(own)
         if entry is None or entry.shape != tuple(parameter.shape):
             raise WanmaError(
-                f"{saved.name} is of another model than its job.toml describes: {name}",
+                f"{reader.name} is of another model than its job.toml describes: {name}",
                 "put back the job.toml that the run was trained with",
             )
         for piece in alternatives[0]:
-            holders.setdefault(piece.tensor, []).append((own, piece))
+            holders.setdefault(piece.tensor_name, []).append((own, piece))
     return holders
 
 
-def _saved_name(saved: Saved, parameter: str) -> str:
+def _saved_name(reader: CheckpointReader, parameter: str) -> str:
     """Return the checkpoint's name of a parameter's average, or of the parameter itself if it has none.
 
     Frozen parameters have no average.
     """
     average = f"average.{parameter}"
-    return average if average in saved.tensors else f"model.{parameter}"
+    return average if average in reader.tensors else f"model.{parameter}"
 
 
-def _dtype(saved: Saved, held: list[tuple[str, Piece]]) -> str:
-    own = saved.tensors[held[0][0]].dtype
-    return _widest(saved) if own in _LOW else own
+def _export_dtype(reader: CheckpointReader, slices: list[tuple[str, TensorSlice]]) -> str:
+    own = reader.tensors[slices[0][0]].dtype
+    return _widest_dtype(reader) if own in _HALF_DTYPES else own
 
 
-def _widest(saved: Saved) -> str:
+def _widest_dtype(reader: CheckpointReader) -> str:
     """Return the dtype with the most bits among the weights, which is that of the trained ones."""
-    found = {entry.dtype for name, entry in saved.tensors.items() if name.startswith("model.")}
-    return next((dtype for dtype in _NAMES if dtype in found), "F32")
+    found = {entry.dtype for name, entry in reader.tensors.items() if name.startswith("model.")}
+    return next((dtype for dtype in _TORCH_DTYPE_NAMES if dtype in found), "F32")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingRule:
     """Sampling rule of the next token."""
 
     temperature: float = 0.8
@@ -59,8 +59,8 @@ class Sampling:
         return int(torch.multinomial(chances, 1, generator=generator))
 
 
-def continuation(
-    model: nn.Module, tokenizer: Tokenizer, length: int, prompt: str, tokens: int, sampling: Sampling
+def generate_continuation(
+    model: nn.Module, tokenizer: Tokenizer, length: int, prompt: str, tokens: int, sampling: SamplingRule
 ) -> Iterator[str]:
     """Yield pieces of the text that continues `prompt`, until the model ends its document.
 
@@ -75,15 +75,15 @@ def continuation(
 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(sampling.seed)
-    context = [int(token) for token in tokenizer.encode(prompt.encode())] or [tokenizer.end_of_document]
+    context = [int(token) for token in tokenizer.encode(prompt.encode())] or [tokenizer.end_of_document_id]
     written: list[int] = []
     shown = ""
     for _ in range(tokens):
         with torch.inference_mode():
             output = model(torch.tensor([context[-length:]], device=device))
-            logits = logits_of(output)[0, -1, : tokenizer.vocabulary].float().cpu()
+            logits = logits_of(output)[0, -1, : tokenizer.vocabulary_size].float().cpu()
             token = sampling.draw(logits, generator)
-        if token == tokenizer.end_of_document:
+        if token == tokenizer.end_of_document_id:
             break
         context.append(token)
         written.append(token)

@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wanma.checkpoint.format.manifest import MANIFEST
-from wanma.checkpoint.inspection.integrity_scan import FolderFiles, Scan, scan
-from wanma.checkpoint.inspection.inventory import Entry, at_url, in_folder
-from wanma.checkpoint.load.verification import find_whole
-from wanma.checkpoint.remote.remote_storage import Storage, is_url
-from wanma.checkpoint.store.checkpoint_folder import committed
+from wanma.checkpoint.format.manifest import MANIFEST_FILE
+from wanma.checkpoint.inspection.integrity_scan import LocalFiles, ScanResult, scan_checkpoint
+from wanma.checkpoint.inspection.inventory import CheckpointEntry, list_at_url, list_in_folder
+from wanma.checkpoint.load.verification import find_valid
+from wanma.checkpoint.remote.remote_storage import RemoteStorage, is_url
+from wanma.checkpoint.store.checkpoint_folder import list_committed
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from wanma.checkpoint.inspection.comparison import Comparison
-    from wanma.checkpoint.load.reader import Saved
+    from wanma.checkpoint.inspection.comparison import CheckpointDifference
+    from wanma.checkpoint.load.reader import CheckpointReader
 
-Form = Literal["checkpoint", "safetensors", "huggingface"]
+CheckpointFormat = Literal["checkpoint", "safetensors", "huggingface"]
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_WEIGHTS = ("average.", "model.")
+_WEIGHT_PREFIXES = ("average.", "model.")
 """Prefixes of the names of weights; averaged ones are preferred, as in `wanma sample`."""
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionResult:
     """Result of a conversion."""
 
     folder: Path
@@ -38,47 +38,47 @@ class Converted:
     bytes: int
 
 
-def inventory(place: str) -> list[Entry]:
+def inventory(location: str) -> list[CheckpointEntry]:
     """List the checkpoints in a folder or at a URL, newest first; a checkpoint's own folder gives one entry.
 
     Raises:
         WanmaError: the place cannot be read.
     """
-    if is_url(place):
-        return at_url(Storage(place))
-    folder = Path(place)
-    if (folder / MANIFEST).is_file():
-        return [entry for entry in in_folder(folder.parent) if entry.name == folder.name]
-    return in_folder(folder)
+    if is_url(location):
+        return list_at_url(RemoteStorage(location))
+    folder = Path(location)
+    if (folder / MANIFEST_FILE).is_file():
+        return [entry for entry in list_in_folder(folder.parent) if entry.name == folder.name]
+    return list_in_folder(folder)
 
 
-def scans(place: str) -> Iterator[Scan]:
+def scan_checkpoints(location: str) -> Iterator[ScanResult]:
     """Yield a scan of each checkpoint in a folder or at a URL, newest first, or of the single one there.
 
     Raises:
         WanmaError: there is no checkpoint, or the place cannot be read.
     """
     count = 0
-    if is_url(place):
-        storage = Storage(place)
-        if storage.size(MANIFEST) is not None:
-            yield scan(place.rstrip("/").rpartition("/")[2], storage)
+    if is_url(location):
+        storage = RemoteStorage(location)
+        if storage.size(MANIFEST_FILE) is not None:
+            yield scan_checkpoint(location.rstrip("/").rpartition("/")[2], storage)
             return
-        for entry in at_url(storage):
+        for entry in list_at_url(storage):
             count += 1
-            yield scan(entry.name, storage.below(entry.name))
-    elif _is_checkpoint(Path(place)):
+            yield scan_checkpoint(entry.name, storage.subfolder(entry.name))
+    elif _is_checkpoint(Path(location)):
         count = 1
-        yield scan(Path(place).name, FolderFiles(Path(place)))
+        yield scan_checkpoint(Path(location).name, LocalFiles(Path(location)))
     else:
-        for _, path in _committed(Path(place)):
+        for _, path in _committed(Path(location)):
             count += 1
-            yield scan(path.name, FolderFiles(path))
+            yield scan_checkpoint(path.name, LocalFiles(path))
     if not count:
-        raise _none_in(place)
+        raise _no_checkpoint_error(location)
 
 
-def one_checkpoint(place: str, on_message: Callable[[str], None] = warnings.warn) -> Path:
+def resolve_checkpoint(location: str, on_message: Callable[[str], None] = warnings.warn) -> Path:
     """Return the checkpoint at a path: the checkpoint itself, or the newest complete one of a folder.
 
     Args:
@@ -87,98 +87,103 @@ def one_checkpoint(place: str, on_message: Callable[[str], None] = warnings.warn
     Raises:
         WanmaError: there is none.
     """
-    if is_url(place):
+    if is_url(location):
         raise WanmaError(
-            f"{place} is not on this machine", "copy the checkpoint's folder here first", EXIT_USAGE
+            f"{location} is not on this machine", "copy the checkpoint's folder here first", EXIT_USAGE
         )
-    path = Path(place)
+    path = Path(location)
     if _is_checkpoint(path):
         return path
     if not _committed(path):
-        raise _none_in(place)
-    return find_whole(path, None, on_message)
+        raise _no_checkpoint_error(location)
+    return find_valid(path, None, on_message)
 
 
-def diff(a: str, b: str, on_message: Callable[[str], None] = warnings.warn) -> tuple[Path, Path, Comparison]:
+def compare_newest(
+    a: str, b: str, on_message: Callable[[str], None] = warnings.warn
+) -> tuple[Path, Path, CheckpointDifference]:
     """Compare two checkpoints; of a run or folder the newest complete one is taken.
 
     Raises:
         WanmaError: one does not exist, or is damaged.
     """
-    from wanma.checkpoint.inspection.comparison import compare
+    from wanma.checkpoint.inspection.comparison import compare_checkpoints
 
-    left, right = one_checkpoint(a, on_message), one_checkpoint(b, on_message)
-    return left, right, compare(left, right)
+    left, right = resolve_checkpoint(a, on_message), resolve_checkpoint(b, on_message)
+    return left, right, compare_checkpoints(left, right)
 
 
 def convert(
-    place: str,
+    location: str,
     folder: Path,
-    form: Form = "checkpoint",
+    checkpoint_format: CheckpointFormat = "checkpoint",
     *,
     precision: str | None = None,
     files: int = 1,
     weights_only: bool = False,
     on_message: Callable[[str], None] = warnings.warn,
-) -> Converted:
+) -> ConversionResult:
     """Write a copy of a checkpoint in another form into `folder`; the original is verified and not changed.
 
     Args:
-        form: "checkpoint": wanma's own, in `files` data files, state included. "safetensors": the weights
-            alone, by the model's own names. "huggingface": as `wanma export`, which needs the run around it.
+        checkpoint_format: "checkpoint": wanma's own, in `files` data files, state included. "safetensors":
+            the weights alone, by the model's own names. "huggingface": as `wanma export`, which needs the
+            run around it.
         precision: precision of the weights; None: unchanged. Optimizer state keeps its own.
         weights_only: omit the optimizer state; the result can start a run, but not continue one.
 
     Raises:
         WanmaError: the checkpoint is damaged, `folder` is in use, or the form does not fit the checkpoint.
     """
-    path = one_checkpoint(place, on_message)
-    if form == "huggingface":
-        return _published(path, folder, precision)
+    path = resolve_checkpoint(location, on_message)
+    if checkpoint_format == "huggingface":
+        return _convert_to_huggingface(path, folder, precision)
     from wanma.checkpoint.conversion import conversion
-    from wanma.checkpoint.load.reader import Saved
+    from wanma.checkpoint.load.reader import CheckpointReader
 
-    saved = Saved(path)
+    saved = CheckpointReader(path)
     kinds = {
         name: PRECISIONS[precision]
-        if precision and _is_weight(name) and entry.dtype in _FLOATS
+        if precision and _is_weight(name) and entry.dtype in _FLOAT_DTYPES
         else entry.dtype
         for name, entry in saved.tensors.items()
         if _is_weight(name) or not weights_only
     }
-    if form == "checkpoint":
-        manifest = conversion.convert(path, folder, kinds, files)
-        return Converted(folder, path, len(manifest.tensors), manifest.bytes)
-    return _plain(path, folder, saved, kinds)
+    if checkpoint_format == "checkpoint":
+        manifest = conversion.convert_checkpoint(path, folder, kinds, files)
+        return ConversionResult(folder, path, len(manifest.tensors), manifest.bytes)
+    return _convert_to_safetensors(path, folder, saved, kinds)
 
 
-def _plain(path: Path, folder: Path, saved: Saved, kinds: dict[str, str]) -> Converted:
+def _convert_to_safetensors(
+    path: Path, folder: Path, reader: CheckpointReader, dtypes: dict[str, str]
+) -> ConversionResult:
     """Write the weights as safetensors, by the model's own names."""
     from wanma.api.checkpoints.export import FILE_BYTES
-    from wanma.checkpoint.conversion.conversion import require_whole, with_dtype
-    from wanma.checkpoint.conversion.huggingface_weights import write_published
+    from wanma.checkpoint.conversion.conversion import cast_tensor, require_valid
+    from wanma.checkpoint.conversion.huggingface_weights import write_huggingface_weights
 
-    require_whole(path)
+    require_valid(path)
     names = {
         name.removeprefix(prefix): name
-        for prefix in reversed(_WEIGHTS)
-        for name in kinds
+        for prefix in reversed(_WEIGHT_PREFIXES)
+        for name in dtypes
         if name.startswith(prefix)
     }
     if not names:
         raise WanmaError(f"{path} holds no weights", "only checkpoints of a training have some")
-    tensors = {short: (kinds[name], saved.tensors[name].shape) for short, name in names.items()}
-    write_published(
+    tensors = {short: (dtypes[name], reader.tensors[name].shape) for short, name in names.items()}
+    write_huggingface_weights(
         folder,
         tensors,
-        lambda short: with_dtype(short, saved.read(names[short]), kinds[names[short]]),
+        lambda short: cast_tensor(short, reader.read(names[short]), dtypes[names[short]]),
         {},
         FILE_BYTES,
     )
-    return Converted(folder, path, len(tensors), _bytes(folder))
+    return ConversionResult(folder, path, len(tensors), _weight_bytes(folder))
 
 
-def _published(path: Path, folder: Path, precision: str | None) -> Converted:
+def _convert_to_huggingface(path: Path, folder: Path, precision: str | None) -> ConversionResult:
     from wanma.api.checkpoints.export import export
 
     run = RunDirectory(path.absolute().parent.parent)
@@ -189,30 +194,30 @@ def _published(path: Path, folder: Path, precision: str | None) -> Converted:
             EXIT_USAGE,
         )
     done = export(run, folder, checkpoint=path, precision=precision)  # type: ignore[arg-type]  # checked by the parser
-    return Converted(folder, path, done.tensors, _bytes(folder))
+    return ConversionResult(folder, path, done.tensors, _weight_bytes(folder))
 
 
 def _is_weight(name: str) -> bool:
-    return name.startswith(_WEIGHTS)
+    return name.startswith(_WEIGHT_PREFIXES)
 
 
-def _bytes(folder: Path) -> int:
+def _weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Return True for a folder that is, or should be, a checkpoint itself."""
-    return (path / MANIFEST).is_file() or path.name.startswith("step-")
+    return (path / MANIFEST_FILE).is_file() or path.name.startswith("step-")
 
 
 def _committed(folder: Path) -> list[tuple[int, Path]]:
     try:
-        return committed(folder)
+        return list_committed(folder)
     except OSError as error:
         raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
 
 
-def _none_in(place: str) -> WanmaError:
+def _no_checkpoint_error(location: str) -> WanmaError:
     return WanmaError(
-        f"there is no checkpoint in {place}", "name a run, a checkpoint's folder or a URL", EXIT_USAGE
+        f"there is no checkpoint in {location}", "name a run, a checkpoint's folder or a URL", EXIT_USAGE
     )

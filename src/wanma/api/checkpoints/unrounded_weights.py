@@ -15,16 +15,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from wanma.checkpoint.conversion.huggingface_weights import PublishedWeights, is_published
+from wanma.checkpoint.conversion.huggingface_weights import HuggingFaceWeights, has_huggingface_weights
 from wanma.checkpoint.format.local_shards import DTYPES
 from wanma.checkpoint.format.manifest import Box
-from wanma.checkpoint.load.reader import Saved
+from wanma.checkpoint.load.reader import CheckpointReader
 from wanma.job.errors import WanmaError
-from wanma.models.state_dict.tensor_mapping import Published, choose, published_shapes
-from wanma.training.checkpointing.published_weights import fill
+from wanma.models.state_dict.tensor_mapping import StateDictAdapter, select_mapping, tensor_shapes
+from wanma.training.checkpointing.published_weights import load_shard
 
 
-class Unrounded:
+class UnroundedWeights:
     """Weights from which a run has started.
 
     Args:
@@ -32,12 +32,12 @@ class Unrounded:
         source: source of the weights; None: it does not exist.
     """
 
-    def __init__(self, model: nn.Module, source: PublishedWeights | Saved | None) -> None:
-        self._model, self._source = cast(Published, model), source
-        self.rounded: set[str] = set()
+    def __init__(self, model: nn.Module, source: HuggingFaceWeights | CheckpointReader | None) -> None:
+        self._model, self._source = cast(StateDictAdapter, model), source
+        self.unresolved: set[str] = set()
         """Names of parameters for which only the rounded values were found."""
 
-    def part(self, name: str, rounded: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
+    def read_unrounded(self, name: str, rounded: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
         """Return a box of parameter `name` in fp32 that rounds to `rounded`; else `rounded` itself.
 
         Args:
@@ -49,43 +49,43 @@ class Unrounded:
             found = None  # the source was damaged since the run began
         if found is not None and torch.equal(found.to(rounded.dtype), rounded):
             return found
-        self.rounded.add(name)
+        self.unresolved.add(name)
         return rounded
 
     def _read(self, name: str, box: Box, shape: tuple[int, ...]) -> Tensor | None:
-        if isinstance(self._source, Saved):
+        if isinstance(self._source, CheckpointReader):
             entry = self._source.tensors.get(f"model.{name}")
             if entry is None or entry.shape != shape or not DTYPES[entry.dtype].is_floating_point:
                 return None
             return self._source.read(f"model.{name}", box).float()
         if self._source is None:
             return None
-        pieces = choose(self._model.published(name, shape), self._source.files)
+        pieces = select_mapping(self._model.tensor_mappings(name, shape), self._source.files)
         if pieces is None:
             return None
-        for tensor, least in published_shapes([pieces]).items():  # a fused tensor may hold more
+        for tensor, least in tensor_shapes([pieces]).items():  # a fused tensor may hold more
             held = self._source.shape(tensor)
             if len(held) != len(least) or any(has < needs for has, needs in zip(held, least, strict=True)):
                 return None
         found = torch.empty(box.shape)
-        fill(found, box, pieces, self._source)
+        load_shard(found, box, pieces, self._source)
         return found
 
 
 @contextmanager
-def open_start(model: nn.Module, start: str | None) -> Iterator[Unrounded]:
+def open_start_weights(model: nn.Module, start: str | None) -> Iterator[UnroundedWeights]:
     """Open the source named by `checkpoint.start_from`, if it exists."""
     path = Path(start).expanduser() if start is not None else None
-    source: PublishedWeights | Saved | None = None
+    source: HuggingFaceWeights | CheckpointReader | None = None
     try:
-        if path is not None and is_published(path):
-            source = PublishedWeights(path)
+        if path is not None and has_huggingface_weights(path):
+            source = HuggingFaceWeights(path)
         elif path is not None and path.is_dir():
-            source = Saved(path)
+            source = CheckpointReader(path)
     except (WanmaError, OSError):
         source = None
-    if isinstance(source, PublishedWeights):
+    if isinstance(source, HuggingFaceWeights):
         with source:
-            yield Unrounded(model, source)
+            yield UnroundedWeights(model, source)
     else:
-        yield Unrounded(model, source)
+        yield UnroundedWeights(model, source)

@@ -15,18 +15,18 @@ from types import TracebackType
 from typing import Self
 
 from wanma.api.launch.script_record import ScriptRecord
-from wanma.api.run.replanning import refuse_elastic
-from wanma.api.run.run_records import events_so_far, only_one, record_end
-from wanma.api.session import OWN_MODEL, SESSION
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.workers.environment import worker_environment
-from wanma.elastic.workers.worker_output import OUTPUT
-from wanma.engines.local import run as run_local
+from wanma.api.run.replanning import require_fixed_nodes
+from wanma.api.run.run_records import count_events, lock_run, record_run_end
+from wanma.api.session import SCRIPT_MODEL, SESSION_EVENT
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.workers.environment import make_worker_environment
+from wanma.elastic.workers.worker_output import OUTPUT_EVENT
+from wanma.engines.local import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
-from wanma.hardware.discovery.node import discover
-from wanma.hardware.discovery.topology_address import position_of
+from wanma.hardware.discovery.node import discover_node
+from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.file.loading import job_from, parse_override
+from wanma.job.file.loading import parse_override, to_job
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
@@ -85,7 +85,7 @@ def launch_script(
     *,
     run_directory: Path | None = None,
     overrides: Sequence[str] = (),
-    shown: Sequence[int] | None = None,
+    shown_ranks: Sequence[int] | None = None,
 ) -> int:
     """Run `program` once per rank, with the environment variables from which `wanma.session` reads its place.
 
@@ -93,7 +93,7 @@ def launch_script(
         ranks: processes on this node, and on each of the others.
         run_directory: default: runs / the script's name.
         overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
-        shown: ranks whose output is shown; default: all.
+        shown_ranks: ranks whose output is shown; default: all.
 
     Returns:
         the exit code: that of a script that ended itself, else as in `train_job`.
@@ -101,29 +101,33 @@ def launch_script(
     Raises:
         WanmaError: an error before anything was started.
     """
-    section = cluster_section(overrides)
+    section = parse_cluster_section(overrides)
     check_interface(section.network_interface)
     run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
-    with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown) as console:
+    with lock_run(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown_ranks) as console:
         record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
-        earlier = events_so_far(run)
+        earlier = count_events(run)
         try:
-            outcome = run_local(_launch(run, program, ranks, section), record.seeing(console.write))
+            outcome = run_local(
+                _launch(run, program, ranks, section), record.with_restart_records(console.write)
+            )
         except WanmaError as error:  # no rank was started
-            record.end(error.exit_code, error.message, console.write)
+            record.record_end(error.exit_code, error.message, console.write)
             raise
-        failure = outcome.message if outcome.failure is not None else None
-        exit_code = (outcome.failure.left_with if outcome.failure is not None else 0) or outcome.exit_code
-        record.end(exit_code, failure or "", console.write)
+        failure = outcome.failure_text if outcome.failure is not None else None
+        exit_code = (
+            outcome.failure.script_exit_code if outcome.failure is not None else 0
+        ) or outcome.exit_code
+        record.record_end(exit_code, failure or "", console.write)
         if failure is not None:
             console.write({"kind": "message", "level": "error", "text": failure})
         if run.job.exists():  # a session was opened here: this is a training
-            record_end(run, failure, console.write, earlier)
+            record_run_end(run, failure, console.write, earlier)
     return exit_code
 
 
-def cluster_section(overrides: Sequence[str]) -> ClusterSection:
+def parse_cluster_section(overrides: Sequence[str]) -> ClusterSection:
     """Return the `[cluster]` section of `overrides`; the script itself decides on the rest of the job.
 
     Raises:
@@ -135,23 +139,23 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
                 f"wanma launch: {'.'.join(path)} is for the script to say, which makes the job",
                 "keys of [cluster] can be given here, e.g. cluster.hang_timeout_seconds=900",
             )
-    job = job_from({"model": {"factory": OWN_MODEL}}, overrides)
-    refuse_elastic(job, "wanma launch")
+    job = to_job({"model": {"factory": SCRIPT_MODEL}}, overrides)
+    require_fixed_nodes(job, "wanma launch")
     return job.cluster
 
 
-def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> Launch:
-    cluster = discover()
+def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> LaunchConfig:
+    cluster = discover_node()
     is_ours = program.imports_wanma()
     has_gpu = section.device != "cpu" and any(node.devices for node in cluster.nodes)
-    threads = section.threads_per_rank or (0 if is_ours else _threads_of_environment())
+    threads = section.threads_per_rank or (0 if is_ours else _omp_num_threads())
     threads = threads or max(cluster.nodes[0].cores // ranks, 1)
     plan = Plan(
         dp_replicate=ranks * section.nodes,
         threads_per_rank=threads,
         device="cuda" if has_gpu else "cpu",
     )
-    agreed = _agreed(program, ranks, section)
+    agreed = _launch_fingerprint(program, ranks, section)
     silent_retries = (
         section.max_restarts if "max_restarts" in section.model_fields_set else 0
     )  # torchrun's default
@@ -169,37 +173,39 @@ def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSec
     allocator = (
         section.host_allocator if is_ours or "host_allocator" in section.model_fields_set else "system"
     )
-    return Launch(
+    return LaunchConfig(
         run_directory=run.path.absolute(),
-        entry="wanma.api.launch.script_worker:run_script",
+        entry="wanma.api.launch.script_worker:run_script_worker",
         payload=json.dumps(order).encode(),
-        preload=PRELOAD if is_ours else ("wanma.api.launch.script_worker",),
+        preload_modules=PRELOAD if is_ours else ("wanma.api.launch.script_worker",),
         ranks_per_node=ranks,
         threads_per_rank=threads,
         nodes=section.nodes,
         node_rank=section.node_rank,
         rendezvous=section.rendezvous,
-        interface=section.network_interface,
-        position=position_of(section, os.environ).text,
-        environment=worker_environment(section.model_copy(update={"host_allocator": allocator}), plan),
-        start_seconds=section.start_timeout_seconds,
-        hang_seconds=section.hang_timeout_seconds,
+        network_interface=section.network_interface,
+        topology_address=resolve_topology_address(section, os.environ).path,
+        worker_environment=make_worker_environment(
+            section.model_copy(update={"host_allocator": allocator}), plan
+        ),
+        start_timeout_seconds=section.start_timeout_seconds,
+        hang_timeout_seconds=section.hang_timeout_seconds,
         grace_seconds=section.grace_seconds,
-        requeue_code=section.requeue_exit_code,
+        requeue_exit_code=section.requeue_exit_code,
         job_hash=agreed,
-        retries=section.max_restarts,
+        max_restarts=section.max_restarts,
         is_script=True,
-        silent_retries=silent_retries,
+        max_restarts_before_first_step=silent_retries,
     )
 
 
-def _threads_of_environment() -> int:
+def _omp_num_threads() -> int:
     """Return the user's OMP_NUM_THREADS, which torchrun leaves unchanged; 0: none."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() else 0
 
 
-def _agreed(program: Program, ranks: int, section: ClusterSection) -> str:
+def _launch_fingerprint(program: Program, ranks: int, section: ClusterSection) -> str:
     """Return the hash that all nodes of one launch must share, wherever the script is on each."""
     own = {"node_rank": None, "network_interface": None, "topology_address": None, "threads_per_rank": None}
     placeless = section.model_copy(update=own)
@@ -212,14 +218,14 @@ class _ScriptConsole:
     """Console that the script's job configures, once its session is open; plain lines before.
 
     Args:
-        shown: ranks whose output is shown; None: all.
+        shown_ranks: ranks whose output is shown; None: all.
     """
 
-    def __init__(self, run: RunDirectory, shown: Sequence[int] | None) -> None:
-        self._run, self._shown = run, shown
+    def __init__(self, run: RunDirectory, shown_ranks: Sequence[int] | None) -> None:
+        self._run, self._shown_ranks = run, shown_ranks
         self._stack = ExitStack()
         self._console: Console | None = None
-        self._before = Console(run, 0, sys.stdout)
+        self._startup_console = Console(run, 0, sys.stdout)
 
     def __enter__(self) -> Self:
         return self
@@ -229,17 +235,17 @@ class _ScriptConsole:
     ) -> None:
         self._stack.close()
         if self._console is None:
-            self._before.line(f"run directory: {self._run.path}")
-        self._before.stream.let_go()
+            self._startup_console.print_line(f"run directory: {self._run.path}")
+        self._startup_console.stream.discard_pending()
 
     def write(self, event: Event) -> None:
-        if event["kind"] == OUTPUT:
-            if self._shown is None or event["rank"] in self._shown:
-                (self._console or self._before).line(f"[rank {event['rank']}] {event['text']}")
+        if event["kind"] == OUTPUT_EVENT:
+            if self._shown_ranks is None or event["rank"] in self._shown_ranks:
+                (self._console or self._startup_console).print_line(f"[rank {event['rank']}] {event['text']}")
         elif self._console is not None:
             self._console.write(event)
-        elif event["kind"] == SESSION:
+        elif event["kind"] == SESSION_EVENT:
             observe = ObserveSection(**event["observe"])
             self._console = self._stack.enter_context(open_console(self._run, observe, event["steps"]))
         elif "text" in event:
-            self._before.show(event)
+            self._startup_console.print_message(event)

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wanma.elastic.coordinator.user_notices import RESTARTED
+from wanma.elastic.coordinator.user_notices import RESTARTED_EVENT
 from wanma.job.run.run_directory import RunDirectory, write_json
 from wanma.job.run.worker import Event
 
 
 class ScriptRecord:
-    """Record of a script's run; its constructor and `end` write the file.
+    """Record of a script's run; its constructor and `record_end` write the file.
 
     Args:
         ranks: processes on each node.
@@ -29,7 +29,7 @@ class ScriptRecord:
         self, run: RunDirectory, script: str, arguments: Sequence[str], ranks: int, nodes: int
     ) -> None:
         self._run = run
-        self._value: dict[str, Any] = {
+        self._content: dict[str, Any] = {
             "script": script,
             "arguments": list(arguments),
             "ranks_per_node": ranks,
@@ -44,27 +44,27 @@ class ScriptRecord:
             "restarts": 0,
             "restarted_after": "",
         }
-        write_json(run.script, self._value)
+        write_json(run.script, self._content)
 
-    def seeing(self, write: Callable[[Event], None]) -> Callable[[Event], None]:
+    def with_restart_records(self, write: Callable[[Event], None]) -> Callable[[Event], None]:
         """Return `write`, preceded by a record of each restart of the ranks."""
 
         def see(event: Event) -> None:
-            if event["kind"] == RESTARTED:
-                restarts = self._value["restarts"] + 1
-                self._value.update(restarts=restarts, restarted_after=event["failure"])
+            if event["kind"] == RESTARTED_EVENT:
+                restarts = self._content["restarts"] + 1
+                self._content.update(restarts=restarts, restarted_after=event["failure"])
                 with contextlib.suppress(OSError):  # the end is recorded once more
-                    write_json(self._run.script, self._value)
+                    write_json(self._run.script, self._content)
             else:
                 write(event)
 
         return see
 
-    def end(self, exit_code: int, failure: str, write: Callable[[Event], None]) -> None:
+    def record_end(self, exit_code: int, failure: str, write: Callable[[Event], None]) -> None:
         """Record the end of the script; if the file cannot be written, only `write` gets a warning."""
-        self._value.update(ended=time.time(), exit_code=exit_code, failure=failure)
+        self._content.update(ended=time.time(), exit_code=exit_code, failure=failure)
         try:
-            write_json(self._run.script, self._value)
+            write_json(self._run.script, self._content)
         except OSError as error:
             text = f"the end was not recorded: {error.strerror or error}"
             write({"kind": "message", "level": "warning", "text": text})

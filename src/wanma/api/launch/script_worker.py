@@ -17,14 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from wanma.elastic.workers.signal_dispositions import hear
-from wanma.elastic.workers.torchrun_variables import set_variables
-from wanma.elastic.workers.worker_output import ending_line
+from wanma.elastic.workers.signal_dispositions import restore_stop_signals
+from wanma.elastic.workers.torchrun_variables import set_torchrun_variables
+from wanma.elastic.workers.worker_output import exception_line
 from wanma.job.errors import ScriptExitError, WanmaError
-from wanma.job.run.worker import Worker, current_worker, in_session, launched_cluster
+from wanma.job.run.worker import WorkerContext, current_worker_context, in_session, launch_cluster_section
 
 
-def run_script(worker: Worker, payload: bytes) -> None:
+def run_script_worker(worker: WorkerContext, payload: bytes) -> None:
     """Run the script on one rank as `__main__`, with its own arguments and folder.
 
     Args:
@@ -34,31 +34,31 @@ def run_script(worker: Worker, payload: bytes) -> None:
     """
     order = json.loads(payload)
     script: str = order["script"]
-    current_worker.set(worker)
-    launched_cluster.set(order["cluster"])
-    set_variables(os.environ, worker, order["run_id"], order["max_restarts"])
+    current_worker_context.set(worker)
+    launch_cluster_section.set(order["cluster"])
+    set_torchrun_variables(os.environ, worker, order["run_id"], order["max_restarts"])
     for name in order["unset"]:
         os.environ.pop(name, None)
     option = order["local_rank_option"]
     local_rank = [f"{option}={worker.local_rank}"] if option else []
     sys.argv = [script, *local_rank, *order["arguments"]]
-    hear()
+    restore_stop_signals()
     try:
-        _run(script, order)
+        _execute(script, order)
     except SystemExit as leaving:
-        if leaving.code not in (None, 0) and not _was_asked_to(worker, leaving):
+        if leaving.code not in (None, 0) and not _is_requested_stop(worker, leaving):
             code = leaving.code if isinstance(leaving.code, int) else 1
             why = f"exit code {code}" if isinstance(leaving.code, int) else str(leaving.code)
-            raise ScriptExitError(f"{_name(order)} ended itself: {why}", code) from leaving
+            raise ScriptExitError(f"{_script_name(order)} ended itself: {why}", code) from leaving
     except BaseException as error:
-        if not _was_asked_to(worker, error):
+        if not _is_requested_stop(worker, error):
             raise
-        print(ending_line(worker.rank), flush=True)
+        print(exception_line(worker.rank), flush=True)
         traceback.print_exc()
 
 
-def _run(script: str, order: Mapping[str, Any]) -> None:
-    if order["is_module"]:
+def _execute(script: str, spec: Mapping[str, Any]) -> None:
+    if spec["is_module"]:
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
@@ -70,10 +70,14 @@ def _run(script: str, order: Mapping[str, Any]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
 
 
-def _name(order: Mapping[str, Any]) -> str:
-    return str(order["script"]) if order["is_module"] else Path(order["script"]).name
+def _script_name(spec: Mapping[str, Any]) -> str:
+    return str(spec["script"]) if spec["is_module"] else Path(spec["script"]).name
 
 
-def _was_asked_to(worker: Worker, error: BaseException) -> bool:
+def _is_requested_stop(worker: WorkerContext, error: BaseException) -> bool:
     """Return True if the script ends because it was asked to stop: its exception is then no failure."""
-    return worker.control.stop_requested() and not in_session.get() and not isinstance(error, WanmaError)
+    return (
+        worker.supervisor_client.is_drain_requested()
+        and not in_session.get()
+        and not isinstance(error, WanmaError)
+    )

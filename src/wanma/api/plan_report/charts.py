@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
-from wanma.observe.units import bytes_text, duration_text, share_text
-from wanma.planner.explain.scaling import ScalePoint
+from wanma.observe.units import bytes_text, duration_text, percent_text
+from wanma.planner.explain.scaling import ScalingPoint
 from wanma.planner.explain.timeline import Span, SpanKind, Timeline
-from wanma.planner.presentation.formatting import rate, rate_unit, spread
-from wanma.planner.search.result import Candidate, Found
-from wanma.report.components.axis import Scale
-from wanma.report.components.gantt_chart import Interval, Row, rows_figure
-from wanma.report.components.line_chart import Chart, Line
+from wanma.planner.presentation.formatting import evenly_spread_indices, throughput, throughput_unit
+from wanma.planner.search.result import Candidate, SearchResult
+from wanma.report.components.axis import AxisScale
+from wanma.report.components.gantt_chart import GanttInterval, GanttRow, gantt_figure
+from wanma.report.components.line_chart import Chart, Series
 
-SHOWN_RANKS = 16
+MAX_SHOWN_RANKS = 16
 """Maximum pipeline ranks in the chart of a step; of more, evenly spread ones with both ends."""
 
-SPAN_COLOURS: dict[SpanKind, int] = {
+SPAN_COLORS: dict[SpanKind, int] = {
     "forward": 1,
     "backward": 3,
     "weights": 6,
@@ -30,80 +30,86 @@ SPAN_COLOURS: dict[SpanKind, int] = {
     "load": 7,
 }
 """Colour number of each kind of span; other kinds are not drawn."""
-EXPOSED_COLOUR = 2
+EXPOSED_COLOR = 2
 
 
-def step_figure(steps: Timeline) -> str:
+def step_figure(timeline: Timeline) -> str:
     """Return the chart of one step, a row for each pipeline rank, as an HTML `<figure>`."""
-    plan, pp = steps.plan, steps.plan.pp
-    shown = spread(pp, SHOWN_RANKS)
-    rows: list[Row] = []
+    plan, pp = timeline.plan, timeline.plan.pp
+    shown = evenly_spread_indices(pp, MAX_SHOWN_RANKS)
+    rows: list[GanttRow] = []
     for rank in shown:
-        mine = [span for span in steps.spans if span.rank == rank]
-        rows.append(Row(_rank_name(rank, plan), [*_intervals(mine, "compute"), *_exposed(mine)]))
+        mine = [span for span in timeline.spans if span.rank == rank]
+        rows.append(
+            GanttRow(_rank_name(rank, plan), [*_intervals(mine, "compute"), *_exposed_intervals(mine)])
+        )
         if exchanged := list(_intervals(mine, "exchange")):
-            rows.append(Row("", exchanged, is_thin=True))
-    kinds = {span.kind for span in steps.spans}
-    legend: list[tuple[str, int]] = [(kind, SPAN_COLOURS[kind]) for kind in SPAN_COLOURS if kind in kinds]
-    if any(span.parts.keys() - {"compute"} for span in steps.spans):
-        legend.append(("of it exposed communication", EXPOSED_COLOUR))
-    count = f"{steps.micro_batches:,} micro-batch{'' if steps.micro_batches == 1 else 'es'}"
-    notes = [f"{count}, {duration_text(steps.seconds)}."]
+            rows.append(GanttRow("", exchanged, is_secondary=True))
+    kinds = {span.kind for span in timeline.spans}
+    legend: list[tuple[str, int]] = [(kind, SPAN_COLORS[kind]) for kind in SPAN_COLORS if kind in kinds]
+    if any(span.parts.keys() - {"compute"} for span in timeline.spans):
+        legend.append(("of it exposed communication", EXPOSED_COLOR))
+    count = f"{timeline.micro_batches:,} micro-batch{'' if timeline.micro_batches == 1 else 'es'}"
+    notes = [f"{count}, {duration_text(timeline.seconds)}."]
     if pp > 1:
         notes.append("A row is a pipeline rank, with all data, context and tensor ranks of its stages.")
     if len(shown) < pp:
         notes.append(f"{len(shown)} of {pp} pipeline ranks are drawn.")
-    if any(row.is_thin for row in rows):
+    if any(row.is_secondary for row in rows):
         notes.append("Thin rows: weights gathered and gradients reduced beside computing.")
-    return rows_figure("One step", rows, steps.seconds, legend, " ".join(notes))
+    return gantt_figure("One step", rows, timeline.seconds, legend, " ".join(notes))
 
 
 def _rank_name(rank: int, plan: Plan) -> str:
     if plan.pp == 1:
         return "every rank"
-    numbers = plan.stages_of(rank)
+    numbers = plan.stages_of_pipeline_rank(rank)
     return f"stage {', '.join(map(str, numbers[:2]))}{'…' if len(numbers) > 2 else ''}"
 
 
-def _intervals(spans: Iterable[Span], track: str) -> Iterator[Interval]:
+def _intervals(spans: Iterable[Span], track: str) -> Iterator[GanttInterval]:
     for span in spans:
-        if span.track == track and span.kind in SPAN_COLOURS:
-            text = f"{_name(span)}: {duration_text(span.seconds)}"
-            yield Interval(span.start, span.seconds, SPAN_COLOURS[span.kind], text)
+        if span.track == track and span.kind in SPAN_COLORS:
+            text = f"{_span_name(span)}: {duration_text(span.seconds)}"
+            yield GanttInterval(span.start, span.seconds, SPAN_COLORS[span.kind], text)
 
 
-def _exposed(spans: Iterable[Span]) -> Iterator[Interval]:
+def _exposed_intervals(spans: Iterable[Span]) -> Iterator[GanttInterval]:
     """Yield the exposed communication of forwards and backwards, drawn at their ends for simplicity."""
     for span in spans:
         exposed = sum(seconds for part, seconds in span.parts.items() if part != "compute")
         if exposed > 0:
             parts = ", ".join(f"{part} {duration_text(seconds)}" for part, seconds in span.parts.items())
-            yield Interval(
-                span.end - exposed, exposed, EXPOSED_COLOUR, f"{_name(span)}: {parts}", is_part=True
+            yield GanttInterval(
+                span.end - exposed, exposed, EXPOSED_COLOR, f"{_span_name(span)}: {parts}", is_nested=True
             )
 
 
-def _name(span: Span) -> str:
+def _span_name(span: Span) -> str:
     """Return the name of a span, such as 'forward 3 of stage 0'."""
     number = "" if span.micro_batch is None else f" {span.micro_batch}"
     return f"{span.kind}{number}" + ("" if span.stage is None else f" of stage {span.stage}")
 
 
-def front_chart(found: Found, limit: float | None) -> Chart:
+def pareto_chart(search_result: SearchResult, memory_limit_bytes: float | None) -> Chart:
     """Return the chart of the Pareto front of memory and time, with other layouts up to twice its time.
 
     Args:
-        limit: memory in bytes that a plan may fill.
+        memory_limit_bytes: memory in bytes that a plan may fill.
     """
-    front = sorted(found.pareto, key=lambda one: one.seconds)
+    front = sorted(search_result.pareto_front, key=lambda one: one.seconds)
     farthest = 2 * front[-1].seconds
-    others = [one for one in found.candidates if one not in found.pareto and one.seconds <= farthest]
-    lines = [_points("front", 1, front, is_joined=True)]
+    others = [
+        one
+        for one in search_result.candidates
+        if one not in search_result.pareto_front and one.seconds <= farthest
+    ]
+    lines = [_plan_points("front", 1, front, is_joined=True)]
     if others:
-        lines.append(_points("other layouts", 7, others, is_joined=False))
+        lines.append(_plan_points("other layouts", 7, others, is_joined=False))
     xs = [x for line in lines for x in line.xs]
     largest = max(y for line in lines for y in line.ys)
-    is_near = limit is not None and largest > limit / 3
+    is_near = memory_limit_bytes is not None and largest > memory_limit_bytes / 3
     return Chart(
         "Memory against time",
         lines,
@@ -112,10 +118,12 @@ def front_chart(found: Found, limit: float | None) -> Chart:
         bytes_text,
         axis_unit=float(2**30),
         wide=True,
-        limits=[("a plan may fill", limit)] if limit is not None and is_near else [],
-        across_ticks=Scale(min(xs), max(*xs, 1.001 * min(xs)), 0.0, 1.0).ticks(),
-        across_text=_tick_text,
-        point_text=lambda bucket: f"{duration_text(bucket.middle)} a step",
+        horizontal_lines=[("a plan may fill", memory_limit_bytes)]
+        if memory_limit_bytes is not None and is_near
+        else [],
+        x_ticks=AxisScale(min(xs), max(*xs, 1.001 * min(xs)), 0.0, 1.0).ticks(),
+        x_text=_tick_text,
+        tooltip_text=lambda bucket: f"{duration_text(bucket.center)} a step",
         note="No plan is both faster and smaller than one of the front.",
     )
 
@@ -125,40 +133,40 @@ def _tick_text(seconds: float) -> str:
     return f"{1000 * seconds:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
 
 
-def _points(name: str, colour: int, plans: Iterable[Candidate], *, is_joined: bool) -> Line:
+def _plan_points(name: str, colour: int, plans: Iterable[Candidate], *, is_joined: bool) -> Series:
     ordered = sorted(plans, key=lambda one: one.seconds)
     xs, ys = [one.seconds for one in ordered], [float(one.memory_bytes) for one in ordered]
-    return Line(name, colour, xs, ys, dots=True, is_joined=is_joined)
+    return Series(name, colour, xs, ys, marks_all_points=True, draws_line=is_joined)
 
 
-def scale_charts(points: Sequence[ScalePoint], workload: Workload | None) -> list[Chart]:
+def scale_charts(points: Sequence[ScalingPoint], workload: Workload | None) -> list[Chart]:
     """Return charts of throughput and efficiency by number of devices; none if no time is known."""
     timed = [
-        (float(point.devices), rate(point.best.forecast, workload) or 0.0, point.efficiency)
+        (float(point.device_count), throughput(point.best.forecast, workload) or 0.0, point.efficiency)
         for point in points
         if point.best is not None and point.efficiency is not None
     ]
     if not timed:
         return []
     xs, rates, shares = ([one[column] for one in timed] for column in range(3))
-    unit = rate_unit(workload)
+    unit = throughput_unit(workload)
     drawn = (
-        Chart("Throughput", [Line(unit, 3, xs, rates, dots=True)], unit),
+        Chart("Throughput", [Series(unit, 3, xs, rates, marks_all_points=True)], unit),
         Chart(
             "Efficiency",
-            [Line("per device", 1, xs, shares, dots=True)],
+            [Series("per device", 1, xs, shares, marks_all_points=True)],
             "of a device, next to the fewest",
-            share_text,
+            percent_text,
             lambda share: f"{100 * share:.3g} %",
         ),
     )
     return [
         replace(
             chart,
-            across_ticks=xs,
-            across_text=lambda devices: f"{devices:,.0f}",
-            across_is_log=len(xs) > 1,
-            point_text=lambda bucket: f"{bucket.middle:,.0f} devices",
+            x_ticks=xs,
+            x_text=lambda devices: f"{devices:,.0f}",
+            x_is_log=len(xs) > 1,
+            tooltip_text=lambda bucket: f"{bucket.center:,.0f} devices",
         )
         for chart in drawn
     ]

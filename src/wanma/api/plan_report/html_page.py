@@ -5,157 +5,169 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from wanma.api.plan_report.charts import front_chart, scale_charts, step_figure
+from wanma.api.plan_report.charts import pareto_chart, scale_charts, step_figure
 from wanma.job.forecast.forecast import Forecast, StepTime, Workload
-from wanma.observe.units import NONE, bytes_text, count_text, duration_text, number_text, share_text
-from wanma.planner.explain.scaling import ScalePoint
+from wanma.observe.units import MISSING_TEXT, bytes_text, count_text, duration_text, number_text, percent_text
+from wanma.planner.explain.scaling import ScalingPoint
 from wanma.planner.presentation.formatting import (
     MEMORY_COLOURS,
     TIME_KINDS,
-    axes_words,
-    copies_words,
-    energy_words,
+    energy_text,
+    goodput_text,
+    in_memory_checkpoint_text,
     memory_parts,
-    memory_words,
-    pipeline_words,
-    rate,
-    rate_unit,
-    rate_words,
-    settings_words,
+    memory_text,
+    mesh_text,
+    pipeline_memory_text,
+    settings_text,
     share_lines,
-    step_words,
+    step_seconds_text,
+    throughput,
+    throughput_text,
+    throughput_unit,
     time_shares,
-    useful_words,
 )
-from wanma.planner.presentation.plan_analysis import Answers, Study, WhatIf, Why
-from wanma.planner.presentation.terminal_tables import FORECASTS_ONLY, shown_plans
-from wanma.planner.presentation.what_if_table import side_by_side
-from wanma.planner.search.result import Candidate, Found
+from wanma.planner.presentation.plan_analysis import PlanAnalysis, Study, WhatIfAnswer, WhyAnswer
+from wanma.planner.presentation.terminal_tables import UNSUPPORTED_PLANS_TITLE, split_by_support
+from wanma.planner.presentation.what_if_table import what_if_rows
+from wanma.planner.search.result import Candidate, SearchResult
 from wanma.report.components.html_elements import (
-    Tile,
+    KeyFigure,
     bar,
+    bar_caption,
     card,
     document,
-    heads,
-    key,
-    reasons,
-    row,
-    tiles,
-    under_bar,
+    key_figure_tiles,
+    legend_entry,
+    reason_list,
+    table_header,
+    table_row,
 )
-from wanma.report.components.line_chart import figure
+from wanma.report.components.line_chart import chart_figure
 
-SHOWN_PLANS = 10
+MAX_SHOWN_PLANS = 10
 
 
-def answers_page(answers: Answers, title: str) -> str:
+def report_html(report: PlanAnalysis, title: str) -> str:
     """Return the complete page as HTML."""
-    study = answers.study
+    study = report.study
     return document(
         title,
         [
             _header(study, title),
-            _numbers(study),
-            _shares(study),
-            _costs(study),
-            step_figure(answers.timeline) if answers.timeline is not None else "",
-            *(_found(study, study.found) if study.found is not None else ()),
-            *map(_why, answers.whys),
-            _side_by_side(study, answers.what_ifs) if answers.what_ifs else "",
-            *_scale(answers.scale, study.workload),
+            _key_figures(study),
+            _device_shares_table(study),
+            _cost_cards(study),
+            step_figure(report.timeline) if report.timeline is not None else "",
+            *(_search_section(study, study.search_result) if study.search_result is not None else ()),
+            *map(_why_not_section, report.why_answers),
+            _what_if_table(study, report.what_if_answers) if report.what_if_answers else "",
+            *_scaling_section(report.scaling_points, study.workload),
         ],
     )
 
 
 def _header(study: Study, title: str) -> str:
-    plan = study.planned.plan
-    only = study.forecast_only
+    plan = study.plan_result.plan
+    only = study.unsupported_reason
     note = f'<p class="problem">A forecast only: {escape(only)}</p>' if only is not None else ""
     state = "" if only is None else ' <span class="state interrupted">forecast only</span>'
     return (
-        f"<header><h1>{escape(title)}{state}</h1><p>{escape(axes_words(plan))}, "
-        f"{escape(settings_words(plan))}</p>"
+        f"<header><h1>{escape(title)}{state}</h1><p>{escape(mesh_text(plan))}, "
+        f"{escape(settings_text(plan))}</p>"
         f'<p class="facts">{escape(str(study.cluster))} · {plan.world_size} ranks · {plan.precision} · '
         f"global batch {study.job.train.global_batch:,}</p></header>{note}"
     )
 
 
-def _numbers(study: Study) -> str:
-    forecast, workload = study.planned.forecast, study.workload
+def _key_figures(study: Study) -> str:
+    forecast, workload = study.plan_result.forecast, study.workload
     if forecast is None:
         return ""
-    found: list[Tile] = []
+    found: list[KeyFigure] = []
     if (step := forecast.step) is not None:
         interval = f"± {step.uncertainty:.0%} (90 %)" if step.uncertainty else ""
-        found.append(Tile("step", duration_text(step.seconds), interval))
-        found.append(Tile("throughput", rate_words(rate(forecast, workload)), rate_unit(workload)))
-        found.append(Tile("MFU", share_text(forecast.model_flops_utilisation), "of the peak"))
-    limit = study.problem.memory_bytes if study.problem is not None else None
+        found.append(KeyFigure("step", duration_text(step.seconds), interval))
+        found.append(
+            KeyFigure(
+                "throughput", throughput_text(throughput(forecast, workload)), throughput_unit(workload)
+            )
+        )
+        found.append(KeyFigure("MFU", percent_text(forecast.model_flops_utilisation), "of the peak"))
+    limit = study.problem.memory_limit_bytes if study.problem is not None else None
     found.append(
-        Tile("memory", memory_words(forecast), f"of {bytes_text(limit)}" if limit is not None else "")
+        KeyFigure("memory", memory_text(forecast), f"of {bytes_text(limit)}" if limit is not None else "")
     )
     if (run := forecast.run) is not None:
-        found.append(Tile("the whole run", duration_text(run.seconds), f"{study.job.train.steps:,} steps"))
+        found.append(
+            KeyFigure("the whole run", duration_text(run.seconds), f"{study.job.train.steps:,} steps")
+        )
         if run.energy_joules is not None:
-            found.append(Tile("energy", energy_words(run.energy_joules), "at the wall"))
+            found.append(KeyFigure("energy", energy_text(run.energy_joules), "at the wall"))
         if run.price is not None:
-            found.append(Tile("price", number_text(run.price)))
-        if useful := useful_words(forecast):
+            found.append(KeyFigure("price", number_text(run.price)))
+        if useful := goodput_text(forecast):
             share, _, causes = useful.removeprefix("useful ").partition(": ")
-            found.append(Tile("useful", share, causes))
-    return tiles(found)
+            found.append(KeyFigure("useful", share, causes))
+    return key_figure_tiles(found)
 
 
-def _shares(study: Study) -> str:
+def _device_shares_table(study: Study) -> str:
     """Return the shares of each device, for a plan that treats devices unequally; empty for others."""
-    lines = "".join(f"<li>{escape(line)}</li>" for line in share_lines(study.planned.plan, study.cluster))
+    lines = "".join(f"<li>{escape(line)}</li>" for line in share_lines(study.plan_result.plan, study.cluster))
     body = card("Who computes what", f"<ul>{lines}</ul>")
     return f'<section class="plans">{body}</section>' if lines else ""
 
 
-def _costs(study: Study) -> str:
+def _cost_cards(study: Study) -> str:
     """Return the time and memory of the plan by kind."""
-    forecast = study.planned.forecast
+    forecast = study.plan_result.forecast
     if forecast is None:
         return ""
     cards = [_memory_card(study, forecast)]
     if forecast.step is not None:
         cards.insert(0, _time_card(forecast.step, forecast))
-    elif study.untimed is not None:
-        cards.insert(0, card("A step", f'<p class="note">{escape(study.untimed)}</p>'))
+    elif study.time_unavailable_reason is not None:
+        cards.insert(0, card("A step", f'<p class="note">{escape(study.time_unavailable_reason)}</p>'))
     return f'<section class="pair">{"".join(cards)}</section>'
 
 
 def _time_card(step: StepTime, forecast: Forecast) -> str:
     shares = time_shares(step)
     rows = "".join(
-        row(
-            key(f"{kind.name} ({kind.axis})" if kind.axis else kind.name, kind.colour),
+        table_row(
+            legend_entry(
+                f"{kind.name} ({kind.mesh_dimension})" if kind.mesh_dimension else kind.name, kind.colour
+            ),
             duration_text(seconds),
-            share_text(share),
+            percent_text(share),
         )
         for kind, seconds, share in shares
     )
     body = bar((f"c{kind.colour}", share) for kind, _, share in shares)
-    body += under_bar("of the rank that computes longest", step_words(step)) + f"<table>{rows}</table>"
-    return card("Where a step's time goes", body + reasons(forecast.reasons))
+    body += (
+        bar_caption("of the rank that computes longest", step_seconds_text(step)) + f"<table>{rows}</table>"
+    )
+    return card("Where a step's time goes", body + reason_list(forecast.reasons))
 
 
 def _memory_card(study: Study, forecast: Forecast) -> str:
-    limit = study.problem.memory_bytes if study.problem is not None else forecast.memory_bytes
+    limit = study.problem.memory_limit_bytes if study.problem is not None else forecast.memory_bytes
     full = max(limit, forecast.memory_bytes)
     parts = memory_parts(forecast)
-    rows = "".join(row(key(name, MEMORY_COLOURS[field]), bytes_text(size)) for field, name, size in parts)
+    rows = "".join(
+        table_row(legend_entry(name, MEMORY_COLOURS[field]), bytes_text(size)) for field, name, size in parts
+    )
     body = bar((f"c{MEMORY_COLOURS[field]}", size / full) for field, _, size in parts)
-    body += under_bar(f"of {bytes_text(limit)} that a plan may fill", memory_words(forecast))
+    body += bar_caption(f"of {bytes_text(limit)} that a plan may fill", memory_text(forecast))
     waiting = "".join(
-        row(escape(f"waiting on {place}"), bytes_text(size))
+        table_row(escape(f"waiting on {place}"), bytes_text(size))
         for place in ("host", "disk")
         if (size := getattr(forecast, f"{place}_bytes"))
     )
-    if copies := copies_words(forecast, study.planned.plan, study.cluster):
-        waiting += row(f"copies for recovery, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
-    told = pipeline_words(forecast)
+    if copies := in_memory_checkpoint_text(forecast, study.plan_result.plan, study.cluster):
+        waiting += table_row(f"copies for recovery, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
+    told = pipeline_memory_text(forecast)
     note = f'<p class="note">Pipeline ranks in their order: {escape(told)}</p>' if told else ""
     return card("Memory of the fullest rank", f"{body}<table>{rows}{waiting}</table>{note}")
 
@@ -163,52 +175,59 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
 # ---------------------------------------------------------------- other plans
 
 
-def _found(study: Study, found: Found) -> Iterator[str]:
-    shown, others = shown_plans(found, SHOWN_PLANS)
+def _search_section(study: Study, found: SearchResult) -> Iterator[str]:
+    shown, others = split_by_support(found, MAX_SHOWN_PLANS)
     body = "".join(_plan_row(number, one, study) for number, one in enumerate(shown, 1))
     if others:
-        body += f'<tr><th colspan="7">{escape(FORECASTS_ONLY)}</th></tr>'
+        body += f'<tr><th colspan="7">{escape(UNSUPPORTED_PLANS_TITLE)}</th></tr>'
         body += "".join(_plan_row(number, one, study) for number, one in enumerate(others, len(shown) + 1))
-    numbers = ("step", rate_unit(study.workload), "MFU", "memory")
-    head = heads(("", "plan", *numbers, "where a step's time goes"), numbers)
+    numbers = ("step", throughput_unit(study.workload), "MFU", "memory")
+    head = table_header(("", "plan", *numbers, "where a step's time goes"), numbers)
     seen = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
     legend = "".join(
-        key(kind.name, kind.colour) for kind in TIME_KINDS if any(getattr(step, kind.field) for step in seen)
+        legend_entry(kind.name, kind.colour)
+        for kind in TIME_KINDS
+        if any(getattr(step, kind.field) for step in seen)
     )
-    note = f"{count_text(found.considered, 'plan')}, in {duration_text(found.seconds)}."
-    beside = study.beside_best
+    note = f"{count_text(found.plan_count, 'plan')}, in {duration_text(found.seconds)}."
+    beside = study.best_comparison
     told = f"<p class=told><b>The job's own plan: {escape(beside.sentence)}</b></p>" if beside else ""
     yield (
         f'<section class="card plans"><h2>Best plans</h2>{told}<p class="note">{note} '
         f'<span class="legend">{legend}</span></p><table>{head}{body}</table></section>'
     )
-    if len(found.pareto) > 1:
-        limit = study.problem.memory_bytes if study.problem is not None else None
-        chart = figure(front_chart(found, limit))
+    if len(found.pareto_front) > 1:
+        limit = study.problem.memory_limit_bytes if study.problem is not None else None
+        chart = chart_figure(pareto_chart(found, limit))
         yield f'<section class="charts">{chart}</section>'
 
 
-def _plan_row(number: int, one: Candidate, study: Study) -> str:
-    step = one.forecast.step
+def _plan_row(number: int, candidate: Candidate, study: Study) -> str:
+    step = candidate.forecast.step
     shares = time_shares(step) if step is not None else []
-    ours = ' class="ours"' if one.plan == study.planned.plan else ""
+    ours = ' class="ours"' if candidate.plan == study.plan_result.plan else ""
     told = "".join(
-        f'<br><span class="aside">{escape(line)}</span>' for line in share_lines(one.plan, study.cluster)
+        f'<br><span class="aside">{escape(line)}</span>'
+        for line in share_lines(candidate.plan, study.cluster)
     )
-    only = f"<br><em>forecast only: {escape(one.forecast_only)}</em>" if one.forecast_only else ""
+    only = (
+        f"<br><em>forecast only: {escape(candidate.unsupported_reason)}</em>"
+        if candidate.unsupported_reason
+        else ""
+    )
     cells = "".join(
         f'<td class="n">{escape(text)}</td>'
         for text in (
-            step_words(step),
-            rate_words(rate(one.forecast, study.workload)),
-            share_text(one.forecast.model_flops_utilisation),
-            memory_words(one.forecast),
+            step_seconds_text(step),
+            throughput_text(throughput(candidate.forecast, study.workload)),
+            percent_text(candidate.forecast.model_flops_utilisation),
+            memory_text(candidate.forecast),
         )
     )
     drawn = bar((f"c{kind.colour}", share) for kind, _, share in shares)
     return (
-        f'<tr{ours}><td class="n">{number}</td><td>{escape(axes_words(one.plan))}<br>'
-        f'<span class="aside">{escape(settings_words(one.plan))}</span>{told}{only}</td>{cells}'
+        f'<tr{ours}><td class="n">{number}</td><td>{escape(mesh_text(candidate.plan))}<br>'
+        f'<span class="aside">{escape(settings_text(candidate.plan))}</span>{told}{only}</td>{cells}'
         f'<td class="share">{drawn}</td></tr>'
     )
 
@@ -216,56 +235,58 @@ def _plan_row(number: int, one: Candidate, study: Study) -> str:
 # ---------------------------------------------------------------- answers
 
 
-def _why(why: Why) -> str:
-    answer = why.answer
+def _why_not_section(why: WhyAnswer) -> str:
+    answer = why.comparison
     body = f"<p>{escape(why.sentence if answer is None else answer.headline)}</p>"
     if answer is not None:
-        body += (
-            f'<p class="note">{escape(axes_words(answer.plan))}, {escape(settings_words(answer.plan))}</p>'
-        )
+        body += f'<p class="note">{escape(mesh_text(answer.plan))}, {escape(settings_text(answer.plan))}</p>'
         rows = "".join(
-            row(escape(one.cause or one.what), one.what, _signed(one.seconds)) for one in answer.differences
+            table_row(
+                escape(one.cause or one.description), one.description, _signed_duration_text(one.seconds)
+            )
+            for one in answer.differences
         )
         rows += "".join(
-            row(escape(str(way)), memory_words(way.forecast), _slowdown(way.slowdown)) for way in answer.ways
+            table_row(escape(str(way)), memory_text(way.forecast), _slowdown_text(way.slowdown))
+            for way in answer.remedies
         )
         body += f"<table>{rows}</table>" if rows else ""
-    return f'<section class="plans">{card(f"Why not {why.asked}?", body)}</section>'
+    return f'<section class="plans">{card(f"Why not {why.question}?", body)}</section>'
 
 
-def _signed(seconds: float) -> str:
+def _signed_duration_text(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '−'}{duration_text(abs(seconds))}"
 
 
-def _slowdown(share: float | None) -> str:
+def _slowdown_text(share: float | None) -> str:
     return "time not known" if share is None else f"{share:+.0%} time"
 
 
-def _side_by_side(study: Study, what_ifs: Sequence[WhatIf]) -> str:
-    names, *rows = side_by_side(study, what_ifs)
+def _what_if_table(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> str:
+    names, *rows = what_if_rows(study, what_ifs)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    return f'<section class="card plans"><h2>What if</h2><table>{heads(names)}{body}</table></section>'
+    return f'<section class="card plans"><h2>What if</h2><table>{table_header(names)}{body}</table></section>'
 
 
-def _scale(points: Sequence[ScalePoint], workload: Workload | None) -> Iterator[str]:
+def _scaling_section(points: Sequence[ScalingPoint], workload: Workload | None) -> Iterator[str]:
     if not points:
         return
     charts = scale_charts(points, workload)
     if charts:
-        yield f'<section class="charts">{"".join(figure(chart) for chart in charts)}</section>'
-    rows = "".join(_scale_row(point, workload) for point in points)
-    head = heads(("devices", rate_unit(workload), "efficiency", "plan"), ("devices",))
+        yield f'<section class="charts">{"".join(chart_figure(chart) for chart in charts)}</section>'
+    rows = "".join(_scaling_row(point, workload) for point in points)
+    head = table_header(("devices", throughput_unit(workload), "efficiency", "plan"), ("devices",))
     table = f"<table>{head}{rows}</table>"
     yield f'<section class="card plans"><h2>Over numbers of devices</h2>{table}</section>'
 
 
-def _scale_row(point: ScalePoint, workload: Workload | None) -> str:
-    cells = [NONE, NONE, point.reason]
+def _scaling_row(point: ScalingPoint, workload: Workload | None) -> str:
+    cells = [MISSING_TEXT, MISSING_TEXT, point.reason]
     if point.best is not None:
         cells = [
-            rate_words(rate(point.best.forecast, workload)),
-            share_text(point.efficiency),
-            f"{axes_words(point.best.plan)}, {settings_words(point.best.plan)}",
+            throughput_text(throughput(point.best.forecast, workload)),
+            percent_text(point.efficiency),
+            f"{mesh_text(point.best.plan)}, {settings_text(point.best.plan)}",
         ]
     told = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    return f'<tr><td class="n">{point.devices:,}</td>{told}</tr>'
+    return f'<tr><td class="n">{point.device_count:,}</td>{told}</tr>'

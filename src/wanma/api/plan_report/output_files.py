@@ -5,42 +5,42 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from wanma.api.plan_report.html_page import answers_page
+from wanma.api.plan_report.html_page import report_html
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import write_atomically
 from wanma.planner.explain.timeline import chrome_trace
-from wanma.planner.presentation.plan_analysis import Answers
+from wanma.planner.presentation.plan_analysis import PlanAnalysis
 
 
-def write_page(answers: Answers, path: Path, title: str) -> None:
+def write_page(report: PlanAnalysis, path: Path, title: str) -> None:
     """Write the HTML page.
 
     Raises:
         WanmaError: the file cannot be written.
     """
-    _write(path, answers_page(answers, title))
+    _write(path, report_html(report, title))
 
 
-def write_trace(answers: Answers, path: Path) -> None:
+def write_trace(report: PlanAnalysis, path: Path) -> None:
     """Write one step in the Trace Event Format, as JSON.
 
     Raises:
         WanmaError: the step's time is unknown, the plan has unequal replicas, or the file cannot be written.
     """
-    if answers.study.planned.plan.placement:
+    if report.study.plan_result.plan.placement:
         raise WanmaError(
             f"--trace {path}: steps of replicas that are unlike each other are not drawn",
             "plan for one kind of machines",
             EXIT_USAGE,
         )
-    if answers.timeline is None:
-        because = f": {answers.study.untimed}" if answers.study.untimed else ""
+    if report.timeline is None:
+        because = f": {report.study.time_unavailable_reason}" if report.study.time_unavailable_reason else ""
         raise WanmaError(
             f"--trace {path}: there is no forecast of this plan's step{because}",
             "plan for devices whose rates are known (`wanma cluster --devices`)",
             EXIT_USAGE,
         )
-    _write(path, json.dumps(chrome_trace(answers.timeline), allow_nan=False))
+    _write(path, json.dumps(chrome_trace(report.timeline), allow_nan=False))
 
 
 def _write(path: Path, text: str) -> None:

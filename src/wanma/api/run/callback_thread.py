@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from wanma.checkpoint.format.manifest import step_name
+from wanma.checkpoint.format.manifest import step_folder_name
 from wanma.job.callbacks import (
     Callback,
     CheckpointEnd,
@@ -23,24 +23,24 @@ from wanma.job.errors import JobError, did_you_mean
 from wanma.job.file.import_path import import_object
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.job.user_frames import users_line
+from wanma.job.user_frames import user_frame_text
 
-_USUAL = ("perplexity", "accuracy")
+_BUILT_IN_METRICS = ("perplexity", "accuracy")
 
 
-class Callbacks:
+class CallbackThread:
     """Callbacks of one run and their thread; a context manager, after which none is called."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunDirectory) -> None:
         self._callbacks, self._run = list(callbacks), run
-        self._waiting: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True, name="wanma-callbacks")
-        self._stop = ""
+        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run_callbacks, daemon=True, name="wanma-callbacks")
+        self._stop_reason = ""
         self._step, self._has_begun = 0, False
         self.failure = ""
         """Error of a callback, with its name and line; empty if there is none."""
 
-    def see(self, event: Event) -> str | None:
+    def on_event(self, event: Event) -> str | None:
         """Pass an event on.
 
         Returns:
@@ -48,13 +48,13 @@ class Callbacks:
         """
         if not self._callbacks:
             return None
-        if (found := _record(event, self._run)) is not None:
+        if (found := _to_callback_event(event, self._run)) is not None:
             self._step, self._has_begun = found[1].step, True
-            self._waiting.put(found)
-        stop, self._stop = self._stop, ""
+            self._queue.put(found)
+        stop, self._stop_reason = self._stop_reason, ""
         return stop or None
 
-    def end(self, exit_code: int, failure: str | None) -> None:
+    def end_run(self, exit_code: int, failure: str | None) -> None:
         """End the run: call the callbacks of all pending events, and `on_end`.
 
         Args:
@@ -63,13 +63,13 @@ class Callbacks:
         """
         outcome: Outcome = "failed" if failure is not None else "interrupted" if exit_code else "finished"
         if self._callbacks and (self._has_begun or failure is not None):  # else rank 0 is on another machine
-            self._waiting.put(("on_end", RunEnd(self._step, outcome, failure or "")))
+            self._queue.put(("on_end", RunEnd(self._step, outcome, failure or "")))
         self.close()
 
     def close(self) -> None:
         """Wait until all pending events are handled."""
         if self._thread.is_alive():
-            self._waiting.put(None)
+            self._queue.put(None)
             self._thread.join()
 
     def __enter__(self) -> Self:
@@ -82,9 +82,9 @@ class Callbacks:
     ) -> None:
         self.close()
 
-    def _work(self) -> None:
+    def _run_callbacks(self) -> None:
         failed: set[int] = set()
-        while (waiting := self._waiting.get()) is not None:
+        while (waiting := self._queue.get()) is not None:
             method, record = waiting
             for number, callback in enumerate(self._callbacks):
                 if number in failed:
@@ -93,14 +93,14 @@ class Callbacks:
                 try:
                     getattr(callback, method)(record)
                 except StopTraining as asked:
-                    self._stop = f"callback {name}" + (f": {asked.reason}" if asked.reason else "")
+                    self._stop_reason = f"callback {name}" + (f": {asked.reason}" if asked.reason else "")
                 except Exception as error:  # whatever the user's code raises
                     failed.add(number)
-                    line = users_line(error)
+                    line = user_frame_text(error)
                     self.failure = f"callback {name} failed: {type(error).__name__}: {error}" + (
                         f"\n    {line}" if line else ""
                     )
-                    self._stop = f"callback {name} failed"
+                    self._stop_reason = f"callback {name} failed"
 
 
 def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callback]:
@@ -133,7 +133,7 @@ def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callba
     return given
 
 
-def named_callbacks(paths: Sequence[str]) -> list[Callback]:
+def load_callbacks(paths: Sequence[str]) -> list[Callback]:
     """Return the callbacks that a job names: objects, or results of classes and functions.
 
     Raises:
@@ -150,7 +150,7 @@ def named_callbacks(paths: Sequence[str]) -> list[Callback]:
     return made
 
 
-def _record(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
+def _to_callback_event(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
     """Return the callback method and its argument; None for events without a method."""
     match event["kind"]:
         case "start":
@@ -168,10 +168,10 @@ def _record(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
                 event.get("layer_grad_norms", {}),
             )
         case "validation":
-            usual = {name: event[name] for name in _USUAL if event.get(name) is not None}
+            usual = {name: event[name] for name in _BUILT_IN_METRICS if event.get(name) is not None}
             metrics = {**usual, **event.get("metrics", {})}
             return "on_validation", ValidationEnd(event["step"], event["loss"], metrics)
         case "checkpoint":
-            path = run.checkpoints / step_name(event["step"])
+            path = run.checkpoints / step_folder_name(event["step"])
             return "on_checkpoint", CheckpointEnd(event["step"], path)
     return None

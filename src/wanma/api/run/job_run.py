@@ -13,26 +13,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.run.callback_thread import Callbacks, named_callbacks
-from wanma.api.run.replanning import elastic_plans, is_elastic
+from wanma.api.run.callback_thread import CallbackThread, load_callbacks
+from wanma.api.run.replanning import is_elastic, make_replanner
 from wanma.api.run.run_records import (
-    changes,
-    events_so_far,
-    only_one,
-    record,
-    record_end,
-    run_directory_of,
-    write_down,
-    write_down_accepted,
-    write_down_plan,
+    count_events,
+    job_change_notes,
+    lock_run,
+    record_run_end,
+    record_supervisor_event,
+    resolve_run_directory,
+    update_plan_file,
+    update_run_files,
+    write_run_files,
 )
-from wanma.checkpoint.store.checkpoint_folder import clean
-from wanma.elastic.launch_config import Launch, Outcome
-from wanma.elastic.workers.environment import worker_environment
-from wanma.elastic.workers.fork_server_handle import Node
-from wanma.engines.local import run as run_local
+from wanma.checkpoint.store.checkpoint_folder import remove_partial
+from wanma.elastic.launch_config import LaunchConfig, RunOutcome
+from wanma.elastic.workers.environment import make_worker_environment
+from wanma.elastic.workers.fork_server_handle import ForkServerHandle
+from wanma.engines.local import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
-from wanma.hardware.discovery.topology_address import position_of
+from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.callbacks import Callback
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.file.serialization import job_hash
@@ -40,10 +40,10 @@ from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
-from wanma.observe.console.dataset_progress import show_preparing
+from wanma.observe.console.dataset_progress import show_dataset_progress
 from wanma.observe.console.opening import open_console
-from wanma.planner.preparation.job_planning import Prepared, first_layout, notes, prepare_job
-from wanma.training.loop.train_request import Request
+from wanma.planner.preparation.job_planning import PreparedJob, initial_layout, plan_notes, prepare_job
+from wanma.training.loop.train_request import TrainRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 ENTRY = "wanma.training.loop.train_worker:train_worker"
 PRELOAD = ("torch", "torch._dynamo", "wanma.training.loop.train_worker")
 """Modules imported once, before the ranks are forked; FSDP2 imports dynamo at its first use."""
-SUPERVISORS = ("straggler",)
+SUPERVISOR_EVENT_KINDS = ("straggler",)
 """Kinds of events that come from a supervisor, to be recorded here."""
 
 
@@ -60,7 +60,7 @@ def train_job(
     *,
     run_directory: Path | None = None,
     command_line: list[str] | None = None,
-    objects: dict[str, Any] | None = None,
+    user_objects: dict[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     on_failure: Callable[[str], None] | None = None,
 ) -> int:
@@ -69,7 +69,7 @@ def train_job(
     Args:
         run_directory: default: `observe.runs` / `observe.name`.
         command_line: command line, stored in environment.json.
-        objects: `model`, `data`, `loss` that the user passed in Python.
+        user_objects: `model`, `data`, `loss` that the user passed in Python.
         callbacks: called during the run, before those that the job names.
         on_failure: receives the message of a failed run; default: it is shown on the console.
 
@@ -80,23 +80,25 @@ def train_job(
         WanmaError: an error before anything was started.
     """
     check_interface(job.cluster.network_interface)
-    run = run_directory_of(job, run_directory)
-    called = Callbacks([*callbacks, *named_callbacks(job.observe.callbacks)], run)
-    start = first_layout(job)
-    node = Node.start(preload_of(job), worker_environment(job.cluster, start.plan))
+    run = resolve_run_directory(job, run_directory)
+    called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run)
+    start = initial_layout(job)
+    node = ForkServerHandle.start(preload_modules(job), make_worker_environment(job.cluster, start.plan))
     try:
         # The fork server imports torch meanwhile.
-        with show_preparing(quiet=job.observe.console == "quiet") as progress:
-            prepared = prepare_job(job, start, objects=objects, progress=progress, read_own=is_elastic(job))
+        with show_dataset_progress(is_quiet=job.observe.console == "quiet") as progress:
+            prepared = prepare_job(
+                job, start, objects=user_objects, progress=progress, read_custom_model=is_elastic(job)
+            )
         run.create()
-        with only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            launch = _launch(run, job, prepared, objects or {})
-            earlier = events_so_far(run)
-            told = [*changes(run, job), *notes(job, prepared.planned)]
+        with lock_run(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
+            launch = _launch(run, job, prepared, user_objects or {})
+            earlier = count_events(run)
+            told = [*job_change_notes(run, job), *plan_notes(job, prepared.plan_result)]
             is_new = not run.job.exists()
-            reads_text = "data" not in (objects or {}) and not (job.data.factory or job.data.images)
+            reads_text = "data" not in (user_objects or {}) and not (job.data.factory or job.data.images)
             if is_new:
-                write_down(run, job, prepared, command_line or [], reads_text=reads_text)
+                write_run_files(run, job, prepared, command_line or [], reads_text=reads_text)
             with open_console(run, job.observe, job.train.steps) as console, called:
                 for note in told:
                     console.write({"kind": "message", "level": "info", "text": note})
@@ -107,25 +109,25 @@ def train_job(
                     if event["kind"] == "planned":
                         planned.update(event)
                     if event["kind"] == "start" and not is_new and not event.get("is_restart"):
-                        write_down_accepted(
+                        update_run_files(
                             run, job, prepared, command_line or [], console.write, reads_text=reads_text
                         )
                     if event["kind"] == "start" and planned:
-                        write_down_plan(run, prepared, planned, console.write)
-                    if event["kind"] in SUPERVISORS:
-                        record(run, event, console.write)
+                        update_plan_file(run, prepared, planned, console.write)
+                    if event["kind"] in SUPERVISOR_EVENT_KINDS:
+                        record_supervisor_event(run, event, console.write)
                     else:
                         console.write(event)
-                    return called.see(event)
+                    return called.on_event(event)
 
                 outcome = run_local(launch, on_event, node)
                 if job.cluster.nodes == 1:  # no rank is left that could still save
                     with contextlib.suppress(OSError):
-                        clean(run.checkpoints)
-                failure, exit_code = _ending(outcome, called)
+                        remove_partial(run.checkpoints)
+                failure, exit_code = _end_callbacks(outcome, called)
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
-                record_end(run, failure, console.write, earlier)
+                record_run_end(run, failure, console.write, earlier)
             if failure is not None and on_failure is not None:
                 on_failure(failure)
             return exit_code
@@ -133,18 +135,18 @@ def train_job(
         node.close()
 
 
-def _ending(outcome: Outcome, called: Callbacks) -> tuple[str | None, int]:
+def _end_callbacks(outcome: RunOutcome, callbacks: CallbackThread) -> tuple[str | None, int]:
     """Tell the callbacks of the end; return the message of a failure, if any, and the exit code."""
-    failure = outcome.message if outcome.failure is not None else None
-    called.end(outcome.exit_code, failure)
+    failure = outcome.failure_text if outcome.failure is not None else None
+    callbacks.end_run(outcome.exit_code, failure)
     exit_code = outcome.exit_code
-    if failure is None and called.failure:
-        failure = f"{called.failure}\n  the run has stopped in order; the same call carries it on"
+    if failure is None and callbacks.failure:
+        failure = f"{callbacks.failure}\n  the run has stopped in order; the same call carries it on"
         exit_code = EXIT_FAILED
     return failure, exit_code
 
 
-def preload_of(job: Job) -> tuple[str, ...]:
+def preload_modules(job: Job) -> tuple[str, ...]:
     """Return the modules that the fork server imports."""
     return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface.causal_model")
 
@@ -157,83 +159,83 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
     Raises:
         WanmaError: as of `train_job`, `preflight`; the exit code is a usage error's.
     """
-    from wanma.planner.presentation.dry_run_summary import describe
+    from wanma.planner.presentation.dry_run_summary import render_dry_run
     from wanma.training.loop.preflight import preflight
 
     try:
         check_interface(job.cluster.network_interface)
-        named_callbacks(job.observe.callbacks)
-        run_directory_of(job, run_directory).check()
-        start = first_layout(job)
-        with show_preparing(quiet=False) as progress:
-            prepared = prepare_job(job, start, progress=progress, read_own=True)
+        load_callbacks(job.observe.callbacks)
+        resolve_run_directory(job, run_directory).check_writable()
+        start = initial_layout(job)
+        with show_dataset_progress(is_quiet=False) as progress:
+            prepared = prepare_job(job, start, progress=progress, read_custom_model=True)
         told = preflight(job, prepared.plan)
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # nothing was started, so it is a usage error
         raise
-    return describe(job, prepared, told)
+    return render_dry_run(job, prepared, told)
 
 
-def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, Any]) -> Launch:
+def _launch(run: RunDirectory, job: Job, prepared: PreparedJob, user_objects: dict[str, Any]) -> LaunchConfig:
     plan, workload = prepared.plan, prepared.workload
-    payload = partial(_payload, objects, workload.flops_per_sample if workload else None)
-    return Launch(
+    payload = partial(_worker_payload, user_objects, workload.flops_per_sample if workload else None)
+    return LaunchConfig(
         run_directory=run.path.absolute(),
         entry=ENTRY,
         payload=payload(job, plan, prepared.peak_flops_per_second),
-        preload=preload_of(job),
+        preload_modules=preload_modules(job),
         ranks_per_node=plan.world_size // job.cluster.nodes,
         threads_per_rank=plan.threads_per_rank,
         nodes=job.cluster.nodes,
         node_rank=job.cluster.node_rank,
         rendezvous=job.cluster.rendezvous,
-        interface=job.cluster.network_interface,
-        position=position_of(job.cluster, os.environ, cluster=prepared.cluster).text,
-        environment=worker_environment(job.cluster, plan),
-        start_seconds=job.cluster.start_timeout_seconds,
-        hang_seconds=job.cluster.hang_timeout_seconds,
-        job_hash=_agreed(job, plan),
-        retries=job.cluster.max_restarts,
-        replanner=elastic_plans(job, prepared, payload),
+        network_interface=job.cluster.network_interface,
+        topology_address=resolve_topology_address(job.cluster, os.environ, cluster=prepared.cluster).path,
+        worker_environment=make_worker_environment(job.cluster, plan),
+        start_timeout_seconds=job.cluster.start_timeout_seconds,
+        hang_timeout_seconds=job.cluster.hang_timeout_seconds,
+        job_hash=_launch_fingerprint(job, plan),
+        max_restarts=job.cluster.max_restarts,
+        replanner=make_replanner(job, prepared, payload),
         min_nodes=job.cluster.min_nodes or job.cluster.nodes,
-        join_seconds=job.cluster.last_call_timeout_seconds,
+        last_call_seconds=job.cluster.last_call_timeout_seconds,
         grace_seconds=job.cluster.grace_seconds,
-        requeue_code=job.cluster.requeue_exit_code,
-        slow_factor=job.cluster.straggler_factor,
-        upload=job.checkpoint.upload,
+        requeue_exit_code=job.cluster.requeue_exit_code,
+        straggler_factor=job.cluster.straggler_factor,
+        checkpoint_upload_url=job.checkpoint.upload,
     )
 
 
-def _payload(
-    objects: dict[str, Any], flops_per_sample: float | None, job: Job, plan: Plan, peak: float | None
+def _worker_payload(
+    user_objects: dict[str, Any], flops_per_sample: float | None, job: Job, plan: Plan, peak: float | None
 ) -> bytes:
     """Return the pickled request for the ranks."""
     seeded = False
-    if "model" in objects:
+    if "model" in user_objects:
         from wanma.training.checkpointing.run_identity import is_seeded
 
         seeded = is_seeded()
-    return to_bytes(Request(job, plan, flops_per_sample, peak, objects, seeded=seeded))
+    return pickle_request(TrainRequest(job, plan, flops_per_sample, peak, user_objects, seeded=seeded))
 
 
-def to_bytes(request: Request) -> bytes:
+def pickle_request(request: TrainRequest) -> bytes:
     """Pickle the request for the ranks; objects of the user's own program travel by value.
 
     Raises:
         WanmaError: an object cannot be sent to another process; names it.
     """
-    if not request.objects:
+    if not request.user_objects:
         return pickle.dumps(request)
     from wanma.models.user_modules.parametrization_pickling import dumps_by_value
 
-    model = request.objects.get("model")
+    model = request.user_objects.get("model")
     if model is not None and not isinstance(model, type):
-        from wanma.models.user_modules.overlapping_parameters import refuse_shared_memory
-        from wanma.models.user_modules.parameter_hooks import hooks_of
+        from wanma.models.user_modules.overlapping_parameters import reject_overlapping_parameters
+        from wanma.models.user_modules.parameter_hooks import collect_hooks
 
-        refuse_shared_memory(model)  # sharing is lost by pickling
-        request = replace(request, parameter_hooks=hooks_of(model))
-    for name, value in request.objects.items():
+        reject_overlapping_parameters(model)  # sharing is lost by pickling
+        request = replace(request, parameter_hooks=collect_hooks(model))
+    for name, value in request.user_objects.items():
         try:
             dumps_by_value(value)
         except Exception as error:  # whatever the object's own pickling raises
@@ -244,7 +246,7 @@ def to_bytes(request: Request) -> bytes:
     return dumps_by_value(request)
 
 
-def _agreed(job: Job, plan: Plan) -> str:
+def _launch_fingerprint(job: Job, plan: Plan) -> str:
     """Return the hash that all nodes of one run must share: of the job and of each node's plan.
 
     Each node plans for itself. Nodes with unequal memory may choose other micro-batches, and their ranks

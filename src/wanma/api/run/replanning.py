@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.recovery.replan import Decision, Situation
-from wanma.elastic.workers.environment import worker_environment
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest
+from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.forecast.problem import equal_machines, problem_of
+from wanma.planner.forecast.problem import build_problem, homogeneous_cluster
 from wanma.planner.hardware_model.calibration import load_calibration
-from wanma.planner.preparation.job_planning import Prepared, job_dimensions, peak_flops_per_second
-from wanma.planner.replan import Replanned, replan
-from wanma.planner.rules.capabilities import check_runnable
+from wanma.planner.preparation.job_planning import PreparedJob, job_dimensions, peak_flops_per_second
+from wanma.planner.replan import ReplanResult, replan
+from wanma.planner.rules.capabilities import check_supported
 
 
 def is_elastic(job: Job) -> bool:
@@ -30,7 +30,7 @@ def is_elastic(job: Job) -> bool:
     return job.cluster.min_nodes is not None and job.cluster.min_nodes < job.cluster.nodes
 
 
-def refuse_elastic(job: Job, what: str) -> None:
+def require_fixed_nodes(job: Job, feature: str) -> None:
     """Refuse a job with a variable number of nodes, for callers whose plan is fixed.
 
     Raises:
@@ -38,14 +38,15 @@ def refuse_elastic(job: Job, what: str) -> None:
     """
     if is_elastic(job):
         raise JobError(
-            f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}': {what} runs on a fixed number "
+            f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}': {feature} runs on a fixed "
+            "number "
             "of machines",
             f"set cluster.nodes = {job.cluster.nodes} without cluster.min_nodes, or use `wanma train`",
         )
 
 
 @dataclass(frozen=True)
-class ElasticPlans:
+class JobReplanner:
     """Replanner of a run for any number of nodes.
 
     Attributes:
@@ -60,83 +61,83 @@ class ElasticPlans:
     workload: Workload
     payload: Callable[[Job, Plan, float | None], bytes]
 
-    def decide(self, situation: Situation) -> Decision:
-        """Decide on a plan, as `Replanner.decide`: for all present nodes if there is one, else for fewer."""
+    def replan(self, request: ReplanRequest) -> ReplanDecision:
+        """Decide on a plan, as `Replanner.replan`: for all present nodes if there is one, else for fewer."""
         most = self.job.cluster.nodes
-        running, used = situation.running or self.plan, situation.nodes or most
-        here = situation.machines
-        if here == used or (here > used and situation.step_seconds is None):
-            return Decision(running, used, "the plan is as it was")
+        running, used = request.current_plan or self.plan, request.current_nodes or most
+        here = request.available_nodes
+        if here == used or (here > used and request.step_seconds is None):
+            return ReplanDecision(running, used, "the plan is as it was")
         reasons = []
-        for machines in range(here, self._fewest(here, used) - 1, -1):
+        for machines in range(here, self._min_nodes(here, used) - 1, -1):
             try:
-                found = self._replanned(running, used, machines, situation)
+                found = self._replan_for(running, used, machines, request)
             except JobError as error:
                 reasons.append(f"{machines} machines: {error.message}")
                 continue
-            if found.changes:
-                return Decision(found.plan, machines, found.reason, found.forecast.to_json())
+            if found.is_change:
+                return ReplanDecision(found.plan, machines, found.reason, found.forecast.to_json())
             reasons.append(f"{machines} machines: {found.reason}")
         why = "\n  ".join(reasons)
-        return Decision(running, used, why) if here > used else Decision(None, 0, why)
+        return ReplanDecision(running, used, why) if here > used else ReplanDecision(None, 0, why)
 
-    def launch(self, before: Launch, plan: Plan, nodes: int) -> Launch:
-        """Return the launch under another plan, as `Replanner.launch`."""
-        job = self._job_on(nodes)
+    def make_launch_config(self, current: LaunchConfig, plan: Plan, nodes: int) -> LaunchConfig:
+        """Return the launch under another plan, as `Replanner.make_launch_config`."""
+        job = self._job_with_nodes(nodes)
         here = plan.world_size // nodes
         threads = job.cluster.threads_per_rank or max(self.cluster.nodes[0].cores // here, 1)
         plan = replace(plan, threads_per_rank=threads)  # each machine's own affair
         return replace(
-            before,
+            current,
             payload=self.payload(job, plan, peak_flops_per_second(plan, self.cluster)),
             ranks_per_node=here,
             threads_per_rank=threads,
-            environment=worker_environment(job.cluster, plan),
+            worker_environment=make_worker_environment(job.cluster, plan),
         )
 
-    def _fewest(self, here: int, used: int) -> int:
+    def _min_nodes(self, present_nodes: int, current_nodes: int) -> int:
         """Return the minimum number of nodes for which a change is an improvement, or possible."""
-        return used + 1 if here > used else self.job.cluster.min_nodes or 1
+        return current_nodes + 1 if present_nodes > current_nodes else self.job.cluster.min_nodes or 1
 
-    def _replanned(self, running: Plan, used: int, machines: int, situation: Situation) -> Replanned:
+    def _replan_for(
+        self, current_plan: Plan, current_nodes: int, nodes: int, situation: ReplanRequest
+    ) -> ReplanResult:
         calibration, dimensions = load_calibration(), job_dimensions(self.job)
-        before = problem_of(
-            self._job_on(used),
-            self._cluster_of(used),
+        before = build_problem(
+            self._job_with_nodes(current_nodes),
+            self._cluster_with_nodes(current_nodes),
             self.workload,
             dimensions,
             calibration,
-            ranks=max(running.world_size // used, 1),
+            ranks=max(current_plan.world_size // current_nodes, 1),
         )
-        there = self._cluster_of(machines)
+        there = self._cluster_with_nodes(nodes)
         found = replan(
             before,
-            running,
+            current_plan,
             there,
-            max(self.job.train.steps - situation.step, 1),
+            max(self.job.train.steps - situation.last_finished_step, 1),
             calibration=calibration,
-            restart_seconds=situation.start_seconds,
+            restart_seconds=situation.startup_seconds,
             step_seconds=situation.step_seconds,
         )
-        check_runnable(self._job_on(machines), found.plan, there)
+        check_supported(self._job_with_nodes(nodes), found.plan, there)
         return found
 
-    def _job_on(self, machines: int) -> Job:
-        section = self.job.cluster.model_copy(
-            update={"nodes": machines, "min_nodes": None, "node_rank": None}
-        )
+    def _job_with_nodes(self, nodes: int) -> Job:
+        section = self.job.cluster.model_copy(update={"nodes": nodes, "min_nodes": None, "node_rank": None})
         return self.job.model_copy(update={"cluster": section})
 
-    def _cluster_of(self, machines: int) -> Cluster:
+    def _cluster_with_nodes(self, nodes: int) -> Cluster:
         """Return a cluster of so many nodes; unlike ones all count as the weakest, as any may be lost."""
-        kinds = self.cluster if len(self.cluster.nodes) == 1 else equal_machines(self.job, self.cluster)
+        kinds = self.cluster if len(self.cluster.nodes) == 1 else homogeneous_cluster(self.job, self.cluster)
         (node,) = kinds.nodes
-        return replace(kinds, nodes=(replace(node, count=machines),))
+        return replace(kinds, nodes=(replace(node, count=nodes),))
 
 
-def elastic_plans(
-    job: Job, prepared: Prepared, payload: Callable[[Job, Plan, float | None], bytes]
-) -> ElasticPlans | None:
+def make_replanner(
+    job: Job, prepared: PreparedJob, payload: Callable[[Job, Plan, float | None], bytes]
+) -> JobReplanner | None:
     """Return the replanner of a job; None if the number of nodes is fixed.
 
     Raises:
@@ -147,8 +148,9 @@ def elastic_plans(
     if prepared.workload is None:
         raise JobError(
             f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}' needs a plan for each number of "
-            f"machines, and so a model that the planner can read: {prepared.unknown or 'not this one'}",
+            "machines, and so a model that the planner can read: "
+            f"{prepared.workload_unavailable_reason or 'not this one'}",
             f"set cluster.nodes = {job.cluster.nodes} without cluster.min_nodes",
             exit_code=EXIT_USAGE,
         )
-    return ElasticPlans(job, prepared.cluster, prepared.plan, prepared.workload, payload)
+    return JobReplanner(job, prepared.cluster, prepared.plan, prepared.workload, payload)

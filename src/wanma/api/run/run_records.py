@@ -18,23 +18,23 @@ from typing import Any
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
-from wanma.job.file.serialization import differences, to_toml
+from wanma.job.file.serialization import job_differences, job_to_toml
 from wanma.job.run.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.run.worker import Event
 from wanma.job.sections.job import Job
-from wanma.observe.sinks.jsonl import START_FAILED, add_event, append_event
-from wanma.planner.preparation.job_planning import Prepared
+from wanma.observe.sinks.jsonl import START_FAILED, append_concurrent_event, append_final_event
+from wanma.planner.preparation.job_planning import PreparedJob
 from wanma.report.report_page import write_report
 from wanma.report.run_report import read_report
 
 
-def run_directory_of(job: Job, given: Path | str | None) -> RunDirectory:
-    """Return the run directory of `job`: `given`, or the one that `[observe]` names."""
-    return RunDirectory(Path(given or Path(job.observe.runs) / (job.observe.name or "run")))
+def resolve_run_directory(job: Job, path: Path | str | None) -> RunDirectory:
+    """Return the run directory of `job`: `path`, or the one that `[observe]` names."""
+    return RunDirectory(Path(path or Path(job.observe.runs) / (job.observe.name or "run")))
 
 
 @contextmanager
-def only_one(run: RunDirectory) -> Iterator[None]:
+def lock_run(run: RunDirectory) -> Iterator[None]:
     """Lock a run directory: two trainings in it would overwrite each other's records.
 
     Raises:
@@ -56,8 +56,8 @@ def only_one(run: RunDirectory) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if the user's program forked meanwhile
 
 
-def write_down(
-    run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str], *, reads_text: bool
+def write_run_files(
+    run: RunDirectory, job: Job, prepared: PreparedJob, command_line: list[str], *, reads_text: bool
 ) -> None:
     """Write job.toml, plan.json, environment.json and the tokenizer.
 
@@ -68,7 +68,7 @@ def write_down(
         WanmaError: the run directory cannot be written to.
     """
     try:
-        write_atomically(run.job, to_toml(job))
+        write_atomically(run.job, job_to_toml(job))
         write_json(run.plan, prepared.to_json())
         write_json(run.environment, _environment(command_line))
         if reads_text:
@@ -82,10 +82,10 @@ def write_down(
         ) from error
 
 
-def write_down_accepted(
+def update_run_files(
     run: RunDirectory,
     job: Job,
-    prepared: Prepared,
+    prepared: PreparedJob,
     command_line: list[str],
     write: Callable[[Event], None],
     *,
@@ -97,27 +97,29 @@ def write_down_accepted(
     directory that cannot be written to only gives a warning.
     """
     try:
-        write_down(run, job, prepared, command_line, reads_text=reads_text)
+        write_run_files(run, job, prepared, command_line, reads_text=reads_text)
     except WanmaError as error:
         write({"kind": "message", "level": "warning", "text": str(error)})
 
 
-def write_down_plan(
-    run: RunDirectory, prepared: Prepared, planned: Event, write: Callable[[Event], None]
+def update_plan_file(
+    run: RunDirectory, prepared: PreparedJob, plan_event: Event, write: Callable[[Event], None]
 ) -> None:
     """Write plan.json of a run that continues under another plan than the command's own, on other nodes.
 
     Args:
-        planned: event that announced the plan.
+        plan_event: event that announced the plan.
     """
     try:
-        write_json(run.plan, {**prepared.to_json(), "plan": planned["plan"], "forecast": planned["forecast"]})
+        write_json(
+            run.plan, {**prepared.to_json(), "plan": plan_event["plan"], "forecast": plan_event["forecast"]}
+        )
     except OSError as error:
         text = f"the plan was not written down: {error.strerror or error}"
         write({"kind": "message", "level": "warning", "text": text})
 
 
-def changes(run: RunDirectory, job: Job) -> list[str]:
+def job_change_notes(run: RunDirectory, job: Job) -> list[str]:
     """Return a line for each key of the model, data, training or layout that differs from the last start."""
     if not run.job.exists():
         return []
@@ -127,25 +129,27 @@ def changes(run: RunDirectory, job: Job) -> list[str]:
         return [f"the run directory's old job.toml cannot be read and is replaced: {error.message}"]
     return [
         f"changed since this run's last start: {key} = {old!r} → {new!r}"
-        for key, old, new in differences(before, job)
+        for key, old, new in job_differences(before, job)
         if key.split(".")[0] in ("model", "data", "train", "parallel")
     ]
 
 
-def events_so_far(run: RunDirectory) -> int:
+def count_events(run: RunDirectory) -> int:
     """Return the number of events in the run directory, by which `record_end` finds those of this start."""
-    return len(read_report(run, brief=True).events)
+    return len(read_report(run, tail_only=True).events)
 
 
-def record(run: RunDirectory, event: Event, write: Callable[[Event], None]) -> None:
+def record_supervisor_event(run: RunDirectory, event: Event, write: Callable[[Event], None]) -> None:
     """Add an event to those of rank 0; an event that cannot be recorded only gives a warning."""
     try:
-        add_event(run, **event)
+        append_concurrent_event(run, **event)
     except OSError as error:
         write({"kind": "message", "level": "warning", "text": f"an event was not recorded: {error}"})
 
 
-def record_end(run: RunDirectory, failure: str | None, write: Callable[[Event], None], earlier: int) -> None:
+def record_run_end(
+    run: RunDirectory, failure: str | None, write: Callable[[Event], None], events_before_start: int
+) -> None:
     """Record a failure that the ranks could no longer record, and write the report.
 
     A run does not fail because a report could not be written, so that only gives a warning.
@@ -153,11 +157,11 @@ def record_end(run: RunDirectory, failure: str | None, write: Callable[[Event], 
     Args:
         failure: reason of a failed run; None otherwise.
         write: receives the warnings.
-        earlier: `events_so_far` before this start.
+        events_before_start: `count_events` before this start.
     """
     try:
         if failure is not None:
-            _write_failure(run, failure, earlier)
+            _record_failure(run, failure, events_before_start)
     except (OSError, WanmaError) as error:
         write({"kind": "message", "level": "warning", "text": f"the end was not recorded: {error}"})
     try:
@@ -166,19 +170,19 @@ def record_end(run: RunDirectory, failure: str | None, write: Callable[[Event], 
         write({"kind": "message", "level": "warning", "text": f"no report was written: {error}"})
 
 
-def _write_failure(run: RunDirectory, text: str, earlier: int) -> None:
+def _record_failure(run: RunDirectory, text: str, events_before_start: int) -> None:
     """Record the failure of this start; a run that began earlier keeps its state if this start never began.
 
     Of several nodes that share the run directory, the first one writes it.
     """
-    events = read_report(run, brief=True).events
-    before, since = events[:earlier], events[earlier:]
+    events = read_report(run, tail_only=True).events
+    before, since = events[:events_before_start], events[events_before_start:]
     if any(event["kind"] == START_FAILED or event.get("outcome") == "failed" for event in since):
         return
     if _has_start(before) and not _has_start(since):
-        append_event(run, START_FAILED, text=text)
+        append_final_event(run, START_FAILED, text=text)
     else:
-        append_event(run, "finish", outcome="failed", text=text)
+        append_final_event(run, "finish", outcome="failed", text=text)
 
 
 def _has_start(events: Sequence[Event]) -> bool:

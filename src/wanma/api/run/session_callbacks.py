@@ -7,44 +7,44 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from wanma.api.run.callback_thread import Callbacks, named_callbacks
+from wanma.api.run.callback_thread import CallbackThread, load_callbacks
 from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Control, Event, Worker
+from wanma.job.run.worker import Event, SupervisorClient, WorkerContext
 from wanma.job.sections.job import Job
 
 
-class CalledControl:
+class CallbackSupervisorClient:
     """Supervisor client that also passes each event to callbacks, and ends the run if one asks for it."""
 
-    def __init__(self, control: Control, called: Callbacks) -> None:
-        self._control, self._called = control, called
-        self._is_stopped = False
+    def __init__(self, supervisor_client: SupervisorClient, callbacks: CallbackThread) -> None:
+        self._supervisor_client, self._callbacks = supervisor_client, callbacks
+        self._is_stop_requested = False
         self.outcome = "interrupted"
-        self.progress = control.progress
-        self.step_done = control.step_done
-        self.worked = control.worked
-        self.pause_requested = control.pause_requested
-        self.pausing = control.pausing
-        self.stop_until = control.stop_until
-        self.leaving = control.leaving
+        self.report_progress = supervisor_client.report_progress
+        self.report_finished_step = supervisor_client.report_finished_step
+        self.report_work_time = supervisor_client.report_work_time
+        self.is_suspend_requested = supervisor_client.is_suspend_requested
+        self.report_suspend = supervisor_client.report_suspend
+        self.kill_deadline = supervisor_client.kill_deadline
+        self.report_drain = supervisor_client.report_drain
 
-    def event(self, event: Event) -> None:
-        self._control.event(event)
+    def send_event(self, event: Event) -> None:
+        self._supervisor_client.send_event(event)
         if event["kind"] == "finish":
             self.outcome = str(event["outcome"])
-        if (reason := self._called.see(event)) is not None and not self._is_stopped:
-            self._is_stopped = True
+        if (reason := self._callbacks.on_event(event)) is not None and not self._is_stop_requested:
+            self._is_stop_requested = True
             text = f"{reason}: the run ends in order"
-            self._control.event({"kind": "message", "level": "info", "text": text})
+            self._supervisor_client.send_event({"kind": "message", "level": "info", "text": text})
 
-    def stop_requested(self) -> bool:
-        return self._is_stopped or self._control.stop_requested()
+    def is_drain_requested(self) -> bool:
+        return self._is_stop_requested or self._supervisor_client.is_drain_requested()
 
 
 @contextmanager
-def calling(callbacks: Sequence[Callback], job: Job, worker: Worker) -> Iterator[Worker]:
+def with_callbacks(callbacks: Sequence[Callback], job: Job, worker: WorkerContext) -> Iterator[WorkerContext]:
     """Yield `worker` with its events passed to the callbacks, those that the job names included.
 
     Raises:
@@ -54,15 +54,15 @@ def calling(callbacks: Sequence[Callback], job: Job, worker: Worker) -> Iterator
         yield worker
         return
     run = RunDirectory(worker.run_directory)
-    called = Callbacks([*callbacks, *named_callbacks(job.observe.callbacks)], run)
-    control = CalledControl(worker.control, called)
+    called = CallbackThread([*callbacks, *load_callbacks(job.observe.callbacks)], run)
+    control = CallbackSupervisorClient(worker.supervisor_client, called)
     with called:
         try:
-            yield replace(worker, control=control)
+            yield replace(worker, supervisor_client=control)
         except BaseException as error:
             plain = traceback.format_exception_only(error)[-1].strip()
-            called.end(1, str(error) if isinstance(error, WanmaError) else plain)
+            called.end_run(1, str(error) if isinstance(error, WanmaError) else plain)
             raise
-        called.end(0 if control.outcome == "finished" else 1, None)
+        called.end_run(0 if control.outcome == "finished" else 1, None)
     if called.failure:
         raise WanmaError(f"{called.failure}\n  the run has stopped in order; the same call carries it on")

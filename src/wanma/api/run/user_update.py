@@ -8,7 +8,7 @@ from wanma.job.errors import JobError
 from wanma.job.sections.job import Job
 
 
-def check_update(job: Job, optimizer: Any, schedule: Any) -> dict[str, Any]:
+def check_user_optimizer(job: Job, optimizer: Any, schedule: Any) -> dict[str, Any]:
     """Return the given ones of optimizer and schedule, by name.
 
     Raises:
@@ -25,7 +25,7 @@ def check_update(job: Job, optimizer: Any, schedule: Any) -> dict[str, Any]:
     objects = {"optimizer": optimizer, "schedule": schedule}
     objects = {name: value for name, value in objects.items() if value is not None}
     if objects:
-        from wanma.training.optimizer.user_optimizer import own_update
+        from wanma.training.optimizer.user_optimizer import load_user_optimization
 
-        own_update(job.train, objects)
+        load_user_optimization(job.train, objects)
     return objects

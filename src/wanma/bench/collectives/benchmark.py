@@ -3,7 +3,7 @@
     sweeps = bench_collectives(ranks=(2, 4), sizes="1K..64M")
 
 Ranks start, meet and build their process groups as in a run, so that the benchmark measures what a run would
-use. Times come from `collectives.measurement`, as in a calibration; `save_sweeps` adds them to the
+use. Times come from `collectives.measurement`, as in a calibration; `save_to_calibration` adds them to the
 calibration.
 """
 
@@ -21,50 +21,61 @@ from pathlib import Path
 from typing import Any
 
 from wanma.bench.collectives.calibration_operators import forecast_seconds
-from wanma.bench.collectives.results import Sweep
-from wanma.bench.collectives.selection import SIZES, Asked, algorithms_of, dtypes_of, sizes_of
-from wanma.collectives.measurement.bandwidth import Timing
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.workers.environment import worker_environment
-from wanma.engines.local import run as run_local
+from wanma.bench.collectives.results import CollectiveResults
+from wanma.bench.collectives.selection import (
+    DEFAULT_SIZES,
+    BenchmarkSelection,
+    parse_sizes,
+    select_algorithms,
+    select_dtypes,
+)
+from wanma.collectives.measurement.bandwidth import CollectiveTiming
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.workers.environment import make_worker_environment
+from wanma.engines.local import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
-from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.node import discover_node
 from wanma.hardware.discovery.resource_limits import usable_memory_bytes
-from wanma.hardware.discovery.topology_address import position_of
-from wanma.job.cluster import Cluster, Node
+from wanma.hardware.discovery.topology_address import resolve_topology_address
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.file.loading import job_from, parse_override
+from wanma.job.file.loading import parse_override, to_job
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection
 from wanma.observe.units import bytes_text
-from wanma.planner.calibration.local_node import device_name, machine_text, plainest_plan, rank_counts
-from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.calibration.local_node import (
+    baseline_plan,
+    calibration_device_name,
+    node_text,
+    rank_counts,
+)
+from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.hardware_model.calibration import Calibration, load_calibration
 
-ENTRY = "wanma.bench.collectives.worker:measure_worker"
+ENTRY = "wanma.bench.collectives.worker:benchmark_collectives_worker"
 PRELOAD = ("torch", "wanma.bench.collectives.worker")
 DEFAULT_SECONDS = 60.0
-BUFFERS = 3
+MAX_BUFFERS_PER_RANK = 3
 """Maximum buffers of the largest size that a rank holds at once."""
 
 
 def bench_collectives(
     *,
     ranks: Sequence[int] = (),
-    sizes: str = SIZES,
+    sizes: str = DEFAULT_SIZES,
     collectives: Sequence[str] = (),
     algorithms: Sequence[str] = (),
     dtypes: Sequence[str] = (),
     seconds: float = DEFAULT_SECONDS,
     overrides: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Sweep]:
+) -> list[CollectiveResults]:
     """Measure the collectives with each number of ranks.
 
     Args:
         ranks: ranks on this node, and on each of the others; default: 2, 4 ... up to its GPUs or cores; on
             several nodes one for each GPU, or one.
-        sizes: message sizes in the form of `selection.sizes_of`.
+        sizes: message sizes in the form of `parse_sizes`.
         collectives, algorithms, dtypes: default: all, all, fp32.
         seconds: approximate duration for each number of ranks; large buffers may take longer.
         overrides: keys of `[cluster]`, such as 'cluster.nodes=2'.
@@ -79,15 +90,17 @@ def bench_collectives(
     """
     if seconds <= 0:
         raise JobError(f"--seconds {seconds:g}: measuring takes time", "give at least 1")
-    section = cluster_section(overrides)
+    section = parse_cluster_section(overrides)
     check_interface(section.network_interface)
-    (node,) = discover().nodes
+    (node,) = discover_node().nodes
     uses_gpus = section.device != "cpu"
     device = "cuda" if node.devices and uses_gpus else "cpu"
     from wanma.bench.collectives.worker import known_algorithms  # imports torch
 
-    asked = Asked(
-        sizes_of(sizes), algorithms_of(collectives, algorithms, known_algorithms(device)), dtypes_of(dtypes)
+    asked = BenchmarkSelection(
+        parse_sizes(sizes),
+        select_algorithms(collectives, algorithms, known_algorithms(device)),
+        select_dtypes(dtypes),
     )
     if section.nodes > 1:
         if len(ranks) > 1:
@@ -99,25 +112,25 @@ def bench_collectives(
             node, ranks or [len(node.devices) if device == "cuda" else 1], uses_gpus=uses_gpus
         )
     else:
-        counts = rank_counts(node, ranks, least=2, uses_gpus=uses_gpus)
+        counts = rank_counts(node, ranks, min_ranks=2, uses_gpus=uses_gpus)
     _check_memory(asked, max(counts), device)
     # The calibration is read first, so that a damaged one is reported at once.
-    bench = _Bench(node, section, asked, seconds, load_calibration())
-    return [sweep for count in counts if (sweep := _measure(bench, count, progress)) is not None]
+    bench = _BenchmarkContext(node, section, asked, seconds, load_calibration())
+    return [sweep for count in counts if (sweep := _run_benchmark(bench, count, progress)) is not None]
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _BenchmarkContext:
     """Parameters of a benchmark that do not depend on the number of ranks."""
 
-    node: Node
-    section: ClusterSection
-    asked: Asked
+    node: NodeGroup
+    cluster_section: ClusterSection
+    selection: BenchmarkSelection
     seconds: float
     calibration: Calibration
 
 
-def cluster_section(overrides: Sequence[str]) -> ClusterSection:
+def parse_cluster_section(overrides: Sequence[str]) -> ClusterSection:
     """Return the `[cluster]` section of `overrides`.
 
     Raises:
@@ -129,7 +142,7 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
                 f"wanma bench: {'.'.join(path)} says nothing about machines",
                 "keys of [cluster] can be given here, e.g. cluster.network_interface=eth1",
             )
-    section = job_from({"model": {"preset": "gpt-1m"}}, overrides).cluster
+    section = to_job({"model": {"preset": "gpt-1m"}}, overrides).cluster
     if section.min_nodes is not None and section.min_nodes < section.nodes:
         raise JobError(
             f"wanma bench: it measures with all machines (given: '{section.min_nodes}..{section.nodes}')",
@@ -138,77 +151,90 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
     return section
 
 
-def _check_memory(asked: Asked, ranks: int, device: str) -> None:
-    needed, usable = BUFFERS * asked.sizes[-1] * ranks, usable_memory_bytes()
+def _check_memory(selection: BenchmarkSelection, ranks: int, device: str) -> None:
+    needed, usable = MAX_BUFFERS_PER_RANK * selection.sizes[-1] * ranks, usable_memory_bytes()
     if device == "cpu" and needed > usable:
         raise JobError(
-            f"{ranks} ranks with up to {BUFFERS} buffers of {bytes_text(asked.sizes[-1])} need "
+            f"{ranks} ranks with up to {MAX_BUFFERS_PER_RANK} buffers of {bytes_text(selection.sizes[-1])} "
+            "need "
             f"{bytes_text(needed)}, and this machine has {bytes_text(usable)}",
             "measure smaller --sizes, or fewer --ranks",
         )
 
 
 @dataclass
-class _Told:
+class _ProgressPrinter:
     """Printer of the events of the ranks."""
 
     ranks: int
     progress: Callable[[str], None]
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: dict[str, Any]) -> None:
         if event["kind"] == "round":
             self.progress(f"{self.ranks} ranks: round {event['number']}")
         elif event["kind"] in ("message", "joined"):
             self.progress(event["text"])
 
 
-def _measure(bench: _Bench, ranks: int, progress: Callable[[str], None]) -> Sweep | None:
-    node, section, seconds = bench.node, bench.section, bench.seconds
-    plan = plainest_plan(node, ranks, section.nodes, uses_gpus=section.device != "cpu")
-    from wanma.bench.collectives.worker import RESULT, SILENCE_SECONDS, Request
+def _run_benchmark(
+    context: _BenchmarkContext, ranks: int, progress: Callable[[str], None]
+) -> CollectiveResults | None:
+    node, section, seconds = context.node, context.cluster_section, context.seconds
+    plan = baseline_plan(node, ranks, section.nodes, uses_gpus=section.device != "cpu")
+    from wanma.bench.collectives.worker import RESULT_FILE, SETUP_TIMEOUT_SECONDS, CollectiveBenchmarkRequest
 
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        launch = Launch(
+        launch = LaunchConfig(
             run_directory=Path(folder),
             entry=ENTRY,
-            payload=pickle.dumps(Request(plan, bench.asked, seconds, section.nodes)),
-            preload=PRELOAD,
+            payload=pickle.dumps(CollectiveBenchmarkRequest(plan, context.selection, seconds, section.nodes)),
+            preload_modules=PRELOAD,
             ranks_per_node=ranks,
             threads_per_rank=plan.threads_per_rank,
             nodes=section.nodes,
             node_rank=section.node_rank,
             rendezvous=section.rendezvous,
-            interface=section.network_interface,
-            position=position_of(section, os.environ).text,
-            environment=worker_environment(section, plan),
-            start_seconds=section.start_timeout_seconds + seconds,
-            hang_seconds=seconds + SILENCE_SECONDS,
-            job_hash=_agreed(bench, ranks),
+            network_interface=section.network_interface,
+            topology_address=resolve_topology_address(section, os.environ).path,
+            worker_environment=make_worker_environment(section, plan),
+            start_timeout_seconds=section.start_timeout_seconds + seconds,
+            hang_timeout_seconds=seconds + SETUP_TIMEOUT_SECONDS,
+            job_hash=_launch_fingerprint(context, ranks),
         )
-        outcome = run_local(launch, _Told(plan.world_size, progress).hear)
+        outcome = run_local(launch, _ProgressPrinter(plan.world_size, progress).on_event)
         if outcome.exit_code != 0:
-            what = outcome.message or f"was stopped (exit code {outcome.exit_code})"
+            what = outcome.failure_text or f"was stopped (exit code {outcome.exit_code})"
             raise WanmaError(f"measuring {plan.world_size} ranks: {what}", exit_code=outcome.exit_code)
-        written = Path(folder) / RESULT
-        return _sweep(json.loads(written.read_text()), bench, plan) if written.exists() else None
+        written = Path(folder) / RESULT_FILE
+        return (
+            _collective_results(json.loads(written.read_text()), context, plan) if written.exists() else None
+        )
 
 
-def _agreed(bench: _Bench, ranks: int) -> str:
+def _launch_fingerprint(context: _BenchmarkContext, ranks: int) -> str:
     """Return the hash that all nodes of one measurement must share."""
-    together = repr((bench.asked, ranks, bench.seconds, bench.section.nodes, bench.section.device))
+    together = repr(
+        (
+            context.selection,
+            ranks,
+            context.seconds,
+            context.cluster_section.nodes,
+            context.cluster_section.device,
+        )
+    )
     return hashlib.sha256(together.encode()).hexdigest()[:16]
 
 
-def _sweep(result: dict[str, Any], bench: _Bench, plan: Plan) -> Sweep:
-    node, nodes = bench.node, bench.section.nodes
-    limits = [size / seconds for size, seconds in zip(bench.asked.sizes, result["limits"], strict=True)]
+def _collective_results(result: dict[str, Any], context: _BenchmarkContext, plan: Plan) -> CollectiveResults:
+    node, nodes = context.node, context.cluster_section.nodes
+    limits = [size / seconds for size, seconds in zip(context.selection.sizes, result["limits"], strict=True)]
     ranks, on_cpu = plan.world_size, plan.device == "cpu"
     machine = None
     if nodes == 1:
         seen = node if not on_cpu else replace(node, devices=())
-        machine = machine_of(Cluster((seen,)), calibration=bench.calibration, ranks=ranks)
+        machine = build_hardware_model(Cluster((seen,)), calibration=context.calibration, ranks=ranks)
     timings = tuple(
-        Timing(
+        CollectiveTiming(
             collective,
             algorithm,
             dtype,
@@ -221,14 +247,14 @@ def _sweep(result: dict[str, Any], bench: _Bench, plan: Plan) -> Sweep:
         )
         for collective, algorithm, dtype, number, size_bytes, seconds in result["timings"]
     )
-    return Sweep(
+    return CollectiveResults(
         ranks=ranks,
         nodes=nodes,
-        device=device_name(node, plan),
+        device=calibration_device_name(node, plan),
         threads=plan.threads_per_rank if plan.device == "cpu" else 0,
         backend=result["backend"],
         limit=result["limit"],
-        machine=machine_text(node),
+        machine=node_text(node),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings,
         disturbed=result["disturbed"],

@@ -6,33 +6,33 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from wanma.bench.collectives.calibration_operators import operators_of
-from wanma.bench.collectives.results import Sweep
+from wanma.bench.collectives.calibration_operators import calibration_operators
+from wanma.bench.collectives.results import CollectiveResults
 from wanma.job.errors import JobError, WanmaError
-from wanma.planner.calibration.curve_fitting import with_collectives
+from wanma.planner.calibration.curve_fitting import refit_links
 from wanma.planner.hardware_model.calibration import (
+    BenchmarkPoint,
     Calibration,
-    Measured,
-    Point,
+    DeviceCalibration,
     load_calibration,
     save_calibration,
 )
 
 
-def check_saving(nodes: int) -> None:
+def check_calibration_writable(node_count: int) -> None:
     """Raise `JobError` if results cannot be saved, before anything is measured.
 
     A damaged calibration is reported too.
     """
-    if nodes > 1:
+    if node_count > 1:
         raise JobError(
-            f"--save with --nodes {nodes}: a calibration is of one machine's own links",
+            f"--save with --nodes {node_count}: a calibration is of one machine's own links",
             "leave --save out; the network between machines is described in a cluster file",
         )
     load_calibration()
 
 
-def save_sweeps(sweeps: Iterable[Sweep], path: Path | None = None) -> Path:
+def save_to_calibration(results: Iterable[CollectiveResults], path: Path | None = None) -> Path:
     """Set the links of the calibration to the measurements of these sweeps.
 
     Args:
@@ -46,32 +46,33 @@ def save_sweeps(sweeps: Iterable[Sweep], path: Path | None = None) -> Path:
             all-reduces of fp32 by the backend are missing; or the file cannot be used.
     """
     kept = load_calibration(path)
-    merged = [_merged(kept, sweep) for sweep in sweeps]
-    return save_calibration(kept.with_measured(*merged), path)
+    merged = [_merge_into_calibration(kept, sweep) for sweep in results]
+    return save_calibration(kept.with_devices(*merged), path)
 
 
-def _merged(kept: Calibration, sweep: Sweep) -> Measured:
-    key = (sweep.device, sweep.ranks, sweep.threads)
-    before = next((one for one in kept.measured if one.key == key), None)
+def _merge_into_calibration(calibration: Calibration, results: CollectiveResults) -> DeviceCalibration:
+    key = (results.device, results.ranks, results.threads)
+    before = next((one for one in calibration.devices if one.key == key), None)
     if before is None:
         raise WanmaError(
-            f"nothing was kept: {sweep.device} with {sweep.ranks} ranks was not calibrated, and links alone "
+            f"nothing was kept: {results.device} with {results.ranks} ranks was not calibrated, and links "
+            "alone "
             "make no forecast",
-            f"first `wanma cluster --calibrate --ranks {sweep.ranks}`, then measure again with --save",
+            f"first `wanma cluster --calibrate --ranks {results.ranks}`, then measure again with --save",
         )
-    points = list(_points(sweep))
+    points = list(_calibration_points(results))
     if not any(point.operator == "all_reduce" for point in points):
         raise WanmaError(
             "nothing was kept: forecasts compare all collectives with the backend's all-reduces in fp32, "
             "which were not measured",
             "measure them too: leave --collectives, --algorithms and --dtypes out",
         )
-    fitted = with_collectives(before, points)
-    return replace(fitted, date=sweep.date)
+    fitted = refit_links(before, points)
+    return replace(fitted, date=results.date)
 
 
-def _points(sweep: Sweep) -> Iterator[Point]:
-    for one in sweep.timings:
+def _calibration_points(results: CollectiveResults) -> Iterator[BenchmarkPoint]:
+    for one in results.timings:
         if one.dtype == "fp32":
-            for operator in operators_of(one.collective, one.algorithm, on_cpu=sweep.threads > 0):
-                yield Point(operator, (one.ranks, one.size_bytes), one.seconds)
+            for operator in calibration_operators(one.collective, one.algorithm, on_cpu=results.threads > 0):
+                yield BenchmarkPoint(operator, (one.ranks, one.size_bytes), one.seconds)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from wanma.bench.collectives.selection import DIRECT
-from wanma.planner.calibration.curve_fitting import forecast_of_collective
-from wanma.planner.hardware_model.calibration import Operator
-from wanma.planner.hardware_model.model import Machine
+from wanma.planner.calibration.curve_fitting import forecast_collective_seconds
+from wanma.planner.hardware_model.calibration import BenchmarkKind
+from wanma.planner.hardware_model.model import HardwareModel
 
 BACKEND = "backend"
 
-_ON_A_CPU: dict[tuple[str, str], tuple[Operator, ...]] = {
+_CPU_OPERATORS: dict[tuple[str, str], tuple[BenchmarkKind, ...]] = {
     ("all_reduce", BACKEND): ("all_reduce",),
     ("all_gather", DIRECT): ("all_gather",),
     ("all_gather", BACKEND): ("tensor_gather",),
@@ -17,7 +17,7 @@ _ON_A_CPU: dict[tuple[str, str], tuple[Operator, ...]] = {
     ("reduce_scatter", BACKEND): ("tensor_scatter",),
     ("all_to_all", BACKEND): ("all_to_all",),
 }
-_ON_A_GPU: dict[tuple[str, str], tuple[Operator, ...]] = {
+_GPU_OPERATORS: dict[tuple[str, str], tuple[BenchmarkKind, ...]] = {
     ("all_reduce", BACKEND): ("all_reduce",),
     ("all_gather", BACKEND): ("all_gather", "tensor_gather"),
     ("reduce_scatter", BACKEND): ("reduce_scatter", "tensor_scatter"),
@@ -25,20 +25,31 @@ _ON_A_GPU: dict[tuple[str, str], tuple[Operator, ...]] = {
 }
 
 
-def operators_of(collective: str, algorithm: str, *, on_cpu: bool) -> tuple[Operator, ...]:
+def calibration_operators(collective: str, algorithm: str, *, on_cpu: bool) -> tuple[BenchmarkKind, ...]:
     """Return the calibration's operators of a collective; empty if training does not run it."""
-    return (_ON_A_CPU if on_cpu else _ON_A_GPU).get((collective, algorithm), ())
+    return (_CPU_OPERATORS if on_cpu else _GPU_OPERATORS).get((collective, algorithm), ())
 
 
 def forecast_seconds(
-    machine: Machine | None, collective: str, algorithm: str, ranks: int, size_bytes: int, *, on_cpu: bool
+    hardware_model: HardwareModel | None,
+    collective: str,
+    algorithm: str,
+    ranks: int,
+    size_bytes: int,
+    *,
+    on_cpu: bool,
 ) -> float | None:
     """Return the forecast seconds of a collective; None if forecasts do not know it.
 
     Args:
-        machine: hardware model of the ranks; None, or one without known rates: nothing is known.
+        hardware_model: hardware model of the ranks; None, or one without known rates: nothing is known.
     """
-    operators = operators_of(collective, algorithm, on_cpu=on_cpu)
-    if machine is None or machine.unknown or machine.devices < ranks or not operators:
+    operators = calibration_operators(collective, algorithm, on_cpu=on_cpu)
+    if (
+        hardware_model is None
+        or hardware_model.unknown
+        or hardware_model.device_count < ranks
+        or not operators
+    ):
         return None
-    return forecast_of_collective(machine, operators[0], ranks, size_bytes)
+    return forecast_collective_seconds(hardware_model, operators[0], ranks, size_bytes)

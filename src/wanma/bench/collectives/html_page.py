@@ -6,61 +6,63 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from wanma.bench.collectives.results import Sweep
-from wanma.collectives.measurement.bandwidth import Timing
+from wanma.bench.collectives.results import CollectiveResults
+from wanma.collectives.measurement.bandwidth import CollectiveTiming
 from wanma.observe.units import bytes_text, duration_text
 from wanma.report.components.html_elements import card, document
-from wanma.report.components.line_chart import Chart, Line, figure
+from wanma.report.components.line_chart import Chart, Series, chart_figure
 
-LIMIT_COLOUR = 7
-COLOURS = 6
+LIMIT_COLOR = 7
+COLOR_COUNT = 6
 DEFINITIONS = (
     "Bus bandwidth by the definitions of nccl-tests (doc/PERFORMANCE.md): size / time × 2 (n − 1) / n of an "
     "all-reduce, × (n − 1) / n of an all-gather, reduce-scatter and all-to-all, × 1 of a broadcast."
 )
 
 
-def sweeps_page(sweeps: Iterable[Sweep]) -> str:
+def results_page(results: Iterable[CollectiveResults]) -> str:
     """Return the complete page as HTML."""
     parts = [f"<header><h1>Collectives</h1><p>{DEFINITIONS}</p></header>"]
-    for sweep in sweeps:
+    for sweep in results:
         told = f"{sweep.machine}, {sweep.date}. Limit: {sweep.limit}."
         parts.append(card(sweep.title, f'<p class="note">{escape(told)}</p>'))
-        parts.append(f'<section class="charts">{"".join(map(figure, charts(sweep)))}</section>')
+        parts.append(f'<section class="charts">{"".join(map(chart_figure, charts(sweep)))}</section>')
     return document("Collectives", parts)
 
 
-def charts(sweep: Sweep) -> list[Chart]:
+def charts(results: CollectiveResults) -> list[Chart]:
     """Return two charts, bandwidth and time, for each collective and precision."""
     drawn = []
-    for (collective, dtype), group in groupby(sweep.timings, key=lambda one: (one.collective, one.dtype)):
-        drawn += _pair(f"{collective}, {dtype}", list(group))
+    for (collective, dtype), group in groupby(results.timings, key=lambda one: (one.collective, one.dtype)):
+        drawn += _bandwidth_and_time_charts(f"{collective}, {dtype}", list(group))
     return drawn
 
 
-def _pair(title: str, timings: Sequence[Timing]) -> list[Chart]:
+def _bandwidth_and_time_charts(title: str, timings: Sequence[CollectiveTiming]) -> list[Chart]:
     names = tuple(dict.fromkeys(one.algorithm for one in timings))
     rates, times = [], []
     for number, name in enumerate(names):
         own = [one for one in timings if one.algorithm == name]
         xs = [float(one.size_bytes) for one in own]
-        colour = number % COLOURS + 1
-        rates.append(Line(name, colour, xs, [one.bus_bandwidth / 1e9 for one in own], dots=True))
-        times.append(Line(name, colour, xs, [one.seconds for one in own], dots=True))
+        colour = number % COLOR_COUNT + 1
+        rates.append(
+            Series(name, colour, xs, [one.bus_bandwidth / 1e9 for one in own], marks_all_points=True)
+        )
+        times.append(Series(name, colour, xs, [one.seconds for one in own], marks_all_points=True))
     own = [one for one in timings if one.algorithm == names[0]]
     xs = [float(one.size_bytes) for one in own]
-    rates.append(Line("limit", LIMIT_COLOUR, xs, [one.limit_bytes_per_second / 1e9 for one in own]))
+    rates.append(Series("limit", LIMIT_COLOR, xs, [one.link_bytes_per_second / 1e9 for one in own]))
     return [
         Chart(
             f"{title}: {what}",
             lines,
             unit,
             text,
-            log_choice=True,
-            across_ticks=xs,
-            across_text=bytes_text,
-            across_is_log=len(xs) > 1,
-            point_text=lambda bucket: bytes_text(bucket.middle),
+            offers_log_scale=True,
+            x_ticks=xs,
+            x_text=bytes_text,
+            x_is_log=len(xs) > 1,
+            tooltip_text=lambda bucket: bytes_text(bucket.center),
         )
         for what, lines, unit, text in (
             ("bus bandwidth", rates, "GB/s", lambda rate: f"{rate:.3g} GB/s"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from wanma.bench.collectives.html_page import sweeps_page
-from wanma.bench.collectives.results import Sweep, to_csv
+from wanma.bench.collectives.html_page import results_page
+from wanma.bench.collectives.results import CollectiveResults, to_csv
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run.run_directory import write_atomically, write_json
 
 
-def write_sweeps(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
+def write_results(results: Sequence[CollectiveResults], folder: Path) -> list[Path]:
     """Write collectives.json, .csv and .html into `folder`, which is created if missing.
 
     Returns:
@@ -23,9 +23,9 @@ def write_sweeps(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
     files = [folder / f"collectives.{kind}" for kind in ("json", "csv", "html")]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(files[0], {"sweeps": [sweep.to_json() for sweep in sweeps]})
-        write_atomically(files[1], to_csv(sweeps))
-        write_atomically(files[2], sweeps_page(sweeps))
+        write_json(files[0], {"sweeps": [sweep.to_json() for sweep in results]})
+        write_atomically(files[1], to_csv(results))
+        write_atomically(files[2], results_page(results))
     except OSError as error:
         raise WanmaError(
             f"cannot write to {folder}: {error.strerror or error}",
@@ -35,8 +35,8 @@ def write_sweeps(sweeps: Sequence[Sweep], folder: Path) -> list[Path]:
     return files
 
 
-def check_folder(folder: Path) -> None:
-    """Raise `WanmaError` if `write_sweeps` would, before anything is measured."""
+def check_writable(folder: Path) -> None:
+    """Raise `WanmaError` if `write_results` would, before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

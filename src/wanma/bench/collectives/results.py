@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wanma.collectives.measurement.bandwidth import Timing
+from wanma.collectives.measurement.bandwidth import CollectiveTiming
 
-COLUMNS = (
+CSV_COLUMNS = (
     "collective",
     "algorithm",
     "dtype",
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Sweep:
+class CollectiveResults:
     """Measurements of all collectives with one number of ranks."""
 
     ranks: int
@@ -44,7 +44,7 @@ class Sweep:
     """Description of the node, with versions."""
     date: str
     """Date and time in ISO 8601, UTC."""
-    timings: tuple[Timing, ...]
+    timings: tuple[CollectiveTiming, ...]
     disturbed: int
     """Number of measurements (timings and limits) during which other programs were busy throughout."""
 
@@ -55,32 +55,32 @@ class Sweep:
         return f"{self.ranks} ranks{nodes}, {self.backend}"
 
     def to_json(self) -> dict[str, Any]:
-        rows = [dict(zip(COLUMNS, _row(one), strict=True)) for one in self.timings]
+        rows = [dict(zip(CSV_COLUMNS, _row(one), strict=True)) for one in self.timings]
         return {**asdict(self), "timings": rows}
 
 
-def to_csv(sweeps: Iterable[Sweep]) -> str:
-    """Return CSV with one line for each timing, under `COLUMNS`."""
+def to_csv(results: Iterable[CollectiveResults]) -> str:
+    """Return CSV with one line for each timing, under `CSV_COLUMNS`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for sweep in sweeps:
+    writer.writerow(CSV_COLUMNS)
+    for sweep in results:
         writer.writerows(_row(one) for one in sweep.timings)
     return text.getvalue()
 
 
-def _row(one: Timing) -> Sequence[Any]:
+def _row(timing: CollectiveTiming) -> Sequence[Any]:
     return (
-        one.collective,
-        one.algorithm,
-        one.dtype,
-        one.ranks,
-        one.nodes,
-        one.size_bytes,
-        one.seconds,
-        one.algorithm_bandwidth,
-        one.bus_bandwidth,
-        one.limit_bytes_per_second,
-        one.share_of_limit,
-        one.forecast_seconds,
+        timing.collective,
+        timing.algorithm,
+        timing.dtype,
+        timing.ranks,
+        timing.nodes,
+        timing.size_bytes,
+        timing.seconds,
+        timing.algorithm_bandwidth,
+        timing.bus_bandwidth,
+        timing.link_bytes_per_second,
+        timing.link_utilization,
+        timing.forecast_seconds,
     )

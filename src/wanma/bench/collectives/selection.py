@@ -10,10 +10,10 @@ from wanma.collectives.measurement.bandwidth import BUS_FACTORS
 from wanma.job.errors import JobError, did_you_mean
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-SIZES = "1K..256M"
-FACTOR = 4
+DEFAULT_SIZES = "1K..256M"
+SIZE_STEP_FACTOR = 4
 """Ratio of neighbouring sizes of a range."""
-MOST_BYTES = 1 << 34
+MAX_SIZE_BYTES = 1 << 34
 DIRECT = "direct"
 """Algorithm in which all ranks send to each other at once, as `collectives.fsdp` does for sharded state."""
 
@@ -22,7 +22,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchmarkSelection:
     """Selection measured for each number of ranks."""
 
     sizes: tuple[int, ...]
@@ -32,7 +32,7 @@ class Asked:
     dtypes: tuple[str, ...]
 
 
-def sizes_of(text: str) -> tuple[int, ...]:
+def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse message sizes in bytes: '1K..256M' is a range, each four times the last; '4K,1M' is a list.
 
     Raises:
@@ -41,29 +41,29 @@ def sizes_of(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        sizes = [_size(first, text), _size(last, text)] if dots else [_size(first, text)]
+        sizes = [_parse_size(first, text), _parse_size(last, text)] if dots else [_parse_size(first, text)]
         if sizes[0] > sizes[-1]:
             raise JobError(f"--sizes {text}: {part} falls", f"write the smaller one first: {last}..{first}")
         found.update(sizes)
         size = sizes[0]
-        while (size := size * FACTOR) < sizes[-1]:
+        while (size := size * SIZE_STEP_FACTOR) < sizes[-1]:
             found.add(size)
     return tuple(sorted(found))
 
 
-def _size(word: str, text: str) -> int:
+def _parse_size(word: str, text: str) -> int:
     match = _SIZE.fullmatch(word.strip())
     if match is None:
         raise JobError(
             f"--sizes {text}: '{word}' is no size", "write sizes as 1K, 4M, 1G, or a range as 1K..256M"
         )
     size = int(match[1]) * _UNITS[match[2].upper()]
-    if not 1 <= size <= MOST_BYTES:
-        raise JobError(f"--sizes {text}: a size is from 1 byte to {MOST_BYTES >> 30}G")
+    if not 1 <= size <= MAX_SIZE_BYTES:
+        raise JobError(f"--sizes {text}: a size is from 1 byte to {MAX_SIZE_BYTES >> 30}G")
     return size
 
 
-def algorithms_of(
+def select_algorithms(
     collectives: Sequence[str], algorithms: Sequence[str], known: Iterable[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
     """Return the pairs of `known` that are selected; an empty sequence selects all.
@@ -73,8 +73,8 @@ def algorithms_of(
     """
     known = tuple(known)
     names = tuple(dict.fromkeys(name for _, name in known))
-    _check("--collectives", collectives, tuple(BUS_FACTORS))
-    _check("--algorithms", algorithms, names)
+    _check_names("--collectives", collectives, tuple(BUS_FACTORS))
+    _check_names("--algorithms", algorithms, names)
     asked = tuple(
         (collective, name)
         for collective, name in known
@@ -89,14 +89,14 @@ def algorithms_of(
     return asked
 
 
-def dtypes_of(names: Sequence[str]) -> tuple[str, ...]:
+def select_dtypes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the selected precisions, fp32 by default; raise `JobError` for an unknown one."""
-    _check("--dtypes", names, DTYPES)
+    _check_names("--dtypes", names, DTYPES)
     return tuple(dict.fromkeys(names)) or DTYPES[:1]
 
 
-def _check(option: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
+def _check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
         if name not in known:
             raise JobError(
                 f"{option}: there is no '{name}'.{did_you_mean(name, known)}",

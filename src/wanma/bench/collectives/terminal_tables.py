@@ -6,38 +6,38 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from wanma.bench.collectives.results import Sweep
-from wanma.collectives.measurement.bandwidth import Timing
+from wanma.bench.collectives.results import CollectiveResults
+from wanma.collectives.measurement.bandwidth import CollectiveTiming
 from wanma.observe.units import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def sweeps_text(sweeps: Iterable[Sweep]) -> RenderableType:
+def results_tables(results: Iterable[CollectiveResults]) -> RenderableType:
     """Return the tables of all sweeps."""
     from rich.console import Group
 
-    return Group(*(part for sweep in sweeps for part in _sweep(sweep)))
+    return Group(*(part for sweep in results for part in _result_tables(sweep)))
 
 
-def _sweep(sweep: Sweep) -> Iterator[RenderableType]:
+def _result_tables(results: CollectiveResults) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    yield Text(f"{sweep.title}: {sweep.machine}", style="bold")
-    yield Text(f"limit: {sweep.limit}", style="dim")
-    for (collective, dtype), group in groupby(sweep.timings, key=lambda one: (one.collective, one.dtype)):
+    yield Text(f"{results.title}: {results.machine}", style="bold")
+    yield Text(f"limit: {results.limit}", style="dim")
+    for (collective, dtype), group in groupby(results.timings, key=lambda one: (one.collective, one.dtype)):
         yield Text(f"\n{collective}, {dtype}", style="bold")
-        yield _table(list(group))
-    if sweep.disturbed:
+        yield _timings_table(list(group))
+    if results.disturbed:
         yield Text(
-            f"\nOther programs were busy during {sweep.disturbed} of the measurements: repeat it when the "
+            f"\nOther programs were busy during {results.disturbed} of the measurements: repeat it when the "
             "machine is at rest."
         )
     yield Text()
 
 
-def _table(timings: Sequence[Timing]) -> RenderableType:
+def _timings_table(timings: Sequence[CollectiveTiming]) -> RenderableType:
     """Return times and bus bandwidths by size and algorithm, the fastest of each size in bold.
 
     Rows of collectives that training runs show the forecast time beside the measured one. The table fits 80
@@ -61,8 +61,8 @@ def _table(timings: Sequence[Timing]) -> RenderableType:
                 f"{1e6 * one.seconds:,.0f}",
                 forecast,
                 f"{one.bus_bandwidth / 1e9:.3g}",
-                f"{one.limit_bytes_per_second / 1e9:.3g}",
-                f"{one.share_of_limit:.0%}",
+                f"{one.link_bytes_per_second / 1e9:.3g}",
+                f"{one.link_utilization:.0%}",
                 style="bold" if one is best and len(rows) > 1 else "",
             )
     return table

@@ -14,40 +14,40 @@ from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import DTYPES
 from wanma.checkpoint.format.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
+    DTYPE_BYTES,
+    MANIFEST_FILE,
     Box,
     FileEntry,
     Manifest,
-    Shard,
+    SavedShard,
     TensorEntry,
     build_header,
-    data_file,
+    data_file_name,
     dump_manifest,
 )
-from wanma.checkpoint.format.tensor_blocks import BLOCK_ELEMENTS, blocks
-from wanma.checkpoint.load.reader import Saved
-from wanma.checkpoint.load.verification import verify
-from wanma.checkpoint.store.checkpoint_folder import new_folder, read_manifest
+from wanma.checkpoint.format.tensor_blocks import BLOCK_ELEMENTS, iterate_blocks
+from wanma.checkpoint.load.reader import CheckpointReader
+from wanma.checkpoint.load.verification import find_defects
+from wanma.checkpoint.store.checkpoint_folder import create_output_folder, read_manifest
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
-def require_whole(path: Path) -> None:
+def require_valid(path: Path) -> None:
     """Reject a damaged checkpoint: one written from it would get hashes that match its damaged content.
 
     Raises:
         WanmaError: the checkpoint at `path` is not valid; the message says why.
     """
-    if problems := verify(path):
+    if problems := find_defects(path):
         raise WanmaError(
             f"checkpoint {path} is not whole: {'; '.join(problems)}", "`wanma checkpoint list` shows others"
         )
 
 
-def convert(
+def convert_checkpoint(
     path: Path,
     folder: Path,
-    kinds: Mapping[str, str],
+    dtypes: Mapping[str, str],
     files: int = 1,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> Manifest:
@@ -56,7 +56,7 @@ def convert(
     Args:
         path: the checkpoint to read.
         folder: the checkpoint to write.
-        kinds: name -> dtype as the format spells it, of the tensors to write.
+        dtypes: name -> dtype as the format spells it, of the tensors to write.
         files: number of files over which full tensors are distributed, by size.
         block_elements: elements converted at a time.
 
@@ -69,30 +69,32 @@ def convert(
     """
     if files < 1:
         raise WanmaError(f"{files} files: at least one is needed", exit_code=EXIT_USAGE)
-    require_whole(path)
-    saved, source = Saved(path), read_manifest(path)
-    with new_folder(folder) as partial:
+    require_valid(path)
+    saved, source = CheckpointReader(path), read_manifest(path)
+    with create_output_folder(folder) as partial:
         written: dict[str, FileEntry] = {}
         tensors: dict[str, TensorEntry] = {}
-        for number, names in enumerate(_spread(saved, kinds, files)):
-            file = data_file(number)
-            written[file] = _write(
-                partial / file, saved, {name: kinds[name] for name in names}, block_elements
+        for number, names in enumerate(_distribute_tensors(saved, dtypes, files)):
+            file = data_file_name(number)
+            written[file] = _write_data_file(
+                partial / file, saved, {name: dtypes[name] for name in names}, block_elements
             )
             for name in names:
                 shape = saved.tensors[name].shape
-                tensors[name] = TensorEntry(kinds[name], shape, (Shard(Box((0,) * len(shape), shape), file),))
+                tensors[name] = TensorEntry(
+                    dtypes[name], shape, (SavedShard(Box((0,) * len(shape), shape), file),)
+                )
         manifest = replace(source, files=written, tensors=dict(sorted(tensors.items())))
-        with (partial / MANIFEST).open("xb") as opened:
+        with (partial / MANIFEST_FILE).open("xb") as opened:
             opened.write(dump_manifest(manifest))
             opened.flush()
             os.fsync(opened.fileno())
     return manifest
 
 
-def _spread(saved: Saved, kinds: Mapping[str, str], files: int) -> list[list[str]]:
+def _distribute_tensors(reader: CheckpointReader, dtypes: Mapping[str, str], files: int) -> list[list[str]]:
     """Distribute tensor names over files: the largest first, each to the file with the fewest bytes."""
-    sizes = {name: ITEM_BYTES[dtype] * _elements(saved, name) for name, dtype in kinds.items()}
+    sizes = {name: DTYPE_BYTES[dtype] * _elements(reader, name) for name, dtype in dtypes.items()}
     groups: list[list[str]] = [[] for _ in range(files)]
     loads = [(0, number) for number in range(files)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -102,19 +104,21 @@ def _spread(saved: Saved, kinds: Mapping[str, str], files: int) -> list[list[str
     return [group for group in groups if group]
 
 
-def _elements(saved: Saved, name: str) -> int:
-    shape = saved.tensors[name].shape
-    return Box(shape, shape).elements
+def _elements(reader: CheckpointReader, name: str) -> int:
+    shape = reader.tensors[name].shape
+    return Box(shape, shape).numel
 
 
-def _write(path: Path, saved: Saved, kinds: Mapping[str, str], block_elements: int) -> FileEntry:
-    header, regions = build_header({name: (kinds[name], saved.tensors[name].shape) for name in kinds})
+def _write_data_file(
+    path: Path, reader: CheckpointReader, dtypes: Mapping[str, str], block_elements: int
+) -> FileEntry:
+    header, regions = build_header({name: (dtypes[name], reader.tensors[name].shape) for name in dtypes})
     digest, size = hashlib.sha256(header), len(header)
     with path.open("xb") as file:
         file.write(header)
         for name in sorted(regions, key=lambda name: regions[name].start):
-            for box in blocks(regions[name].shape, block_elements):
-                content = _content(saved, name, box, kinds[name])
+            for box in iterate_blocks(regions[name].shape, block_elements):
+                content = _read_box_content(reader, name, box, dtypes[name])
                 file.write(content)
                 digest.update(content)
                 size += len(content)
@@ -123,19 +127,19 @@ def _write(path: Path, saved: Saved, kinds: Mapping[str, str], block_elements: i
     return FileEntry(size, digest.hexdigest())
 
 
-def _content(saved: Saved, name: str, box: Box, dtype: str) -> memoryview:
-    part = with_dtype(name, saved.read(name, box).reshape(-1), dtype)
+def _read_box_content(reader: CheckpointReader, name: str, box: Box, dtype: str) -> memoryview:
+    part = cast_tensor(name, reader.read(name, box).reshape(-1), dtype)
     return part.view(torch.uint8).numpy().data
 
 
-def with_dtype(name: str, part: Tensor, dtype: str) -> Tensor:
+def cast_tensor(name: str, tensor: Tensor, dtype: str) -> Tensor:
     """Cast a part of tensor `name` to `dtype`, as the format spells it.
 
     Raises:
         WanmaError: a finite value would become infinite.
     """
-    converted = part.to(DTYPES[dtype])
-    changes = converted is not part and part.is_floating_point()
-    if changes and not torch.equal(part.isfinite(), converted.isfinite()):
+    converted = tensor.to(DTYPES[dtype])
+    changes = converted is not tensor and tensor.is_floating_point()
+    if changes and not torch.equal(tensor.isfinite(), converted.isfinite()):
         raise WanmaError(f"tensor {name} has values that {dtype} cannot hold", "choose a wider dtype")
     return converted

@@ -18,20 +18,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import DTYPES
-from wanma.checkpoint.format.manifest import ITEM_BYTES, Region, build_header
-from wanma.checkpoint.store.checkpoint_folder import new_folder
+from wanma.checkpoint.format.manifest import DTYPE_BYTES, FileRegion, build_header
+from wanma.checkpoint.store.checkpoint_folder import create_output_folder
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
-def is_published(folder: Path) -> bool:
+def has_huggingface_weights(folder: Path) -> bool:
     """Return True if `folder` holds weights in this form."""
-    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
-class PublishedWeights:
+class HuggingFaceWeights:
     """Tensors of a Hugging Face checkpoint, read box by box.
 
     Raises:
@@ -43,11 +43,11 @@ class PublishedWeights:
         self.files = _weight_map(folder)
         """File name by tensor name."""
         self.bytes_read = 0
-        self.largest_read = 0
+        self.largest_read_bytes = 0
         """Bytes of the largest box read."""
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> PublishedWeights:
+    def __enter__(self) -> HuggingFaceWeights:
         return self
 
     def __exit__(
@@ -69,7 +69,7 @@ class PublishedWeights:
         part: Tensor = self._slice(tensor)[box]
         read = part.numel() * part.element_size()
         self.bytes_read += read
-        self.largest_read = max(self.largest_read, read)
+        self.largest_read_bytes = max(self.largest_read_bytes, read)
         return part
 
     def _slice(self, tensor: str) -> Any:
@@ -85,11 +85,11 @@ class PublishedWeights:
             ) from error
 
 
-def write_published(
+def write_huggingface_weights(
     folder: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    make: Callable[[str], Tensor],
-    others: Mapping[str, bytes],
+    build_tensor: Callable[[str], Tensor],
+    extra_files: Mapping[str, bytes],
     file_bytes: int,
 ) -> None:
     """Write a Hugging Face checkpoint, one tensor in memory at a time; `folder` appears when it is complete.
@@ -97,59 +97,59 @@ def write_published(
     Args:
         folder: the new folder.
         tensors: name -> (dtype as safetensors spells it, shape).
-        make: builds one tensor of that dtype and shape.
-        others: contents of further files by name, such as config.json.
+        build_tensor: builds one tensor of that dtype and shape.
+        extra_files: contents of further files by name, such as config.json.
         file_bytes: maximum tensor bytes in one file; a larger tensor gets a file of its own.
 
     Raises:
         WanmaError: `folder` exists and is not empty, or cannot be written to.
     """
-    with new_folder(folder) as partial:
-        _write_into(partial, tensors, make, others, file_bytes)
+    with create_output_folder(folder) as partial:
+        _write_into(partial, tensors, build_tensor, extra_files, file_bytes)
 
 
 def _write_into(
     folder: Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    make: Callable[[str], Tensor],
-    others: Mapping[str, bytes],
+    build_tensor: Callable[[str], Tensor],
+    extra_files: Mapping[str, bytes],
     file_bytes: int,
 ) -> None:
-    groups = _groups(tensors, file_bytes)
-    names = [SINGLE]
+    groups = _group_by_file(tensors, file_bytes)
+    names = [WEIGHTS_FILE]
     if len(groups) > 1:
         names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
         index = {
-            "metadata": {"total_size": sum(_bytes(*entry) for entry in tensors.values())},
+            "metadata": {"total_size": sum(_tensor_bytes(*entry) for entry in tensors.values())},
             "weight_map": {
                 tensor: file for file, group in zip(names, groups, strict=True) for tensor in group
             },
         }
-        _write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+        _write_file(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode())
     for file, group in zip(names, groups, strict=True):
         header, regions = build_header({tensor: tensors[tensor] for tensor in group})
         with (folder / file).open("wb") as opened:
             opened.write(header)
             for tensor, region in sorted(regions.items(), key=lambda entry: entry[1].start):
-                opened.write(_content(tensor, make(tensor), region))
+                opened.write(_content(tensor, build_tensor(tensor), region))
             opened.flush()
             os.fsync(opened.fileno())
-    for file, content in others.items():
+    for file, content in extra_files.items():
         _write_file(folder / file, content)
 
 
-def _content(name: str, tensor: Tensor, region: Region) -> memoryview:
+def _content(name: str, tensor: Tensor, region: FileRegion) -> memoryview:
     if (tensor.dtype, tuple(tensor.shape)) != (DTYPES[region.dtype], region.shape):
         raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {region}")
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _groups(tensors: Mapping[str, tuple[str, tuple[int, ...]]], file_bytes: int) -> list[list[str]]:
+def _group_by_file(tensors: Mapping[str, tuple[str, tuple[int, ...]]], file_bytes: int) -> list[list[str]]:
     """Group tensors by file, in the given order, at most `file_bytes` per group of more than one."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, entry in tensors.items():
-        size = _bytes(*entry)
+        size = _tensor_bytes(*entry)
         if groups[-1] and used + size > file_bytes:
             groups.append([])
             used = 0
@@ -158,8 +158,8 @@ def _groups(tensors: Mapping[str, tuple[str, tuple[int, ...]]], file_bytes: int)
     return groups
 
 
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    size = ITEM_BYTES[dtype]
+def _tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    size = DTYPE_BYTES[dtype]
     for dim in shape:
         size *= dim
     return size
@@ -173,21 +173,21 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    if (folder / SINGLE).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
         try:
-            with safe_open(folder / SINGLE, framework="pt", device="cpu") as opened:
-                return dict.fromkeys(opened.keys(), SINGLE)
+            with safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu") as opened:
+                return dict.fromkeys(opened.keys(), WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise WanmaError(
-                f"{folder / SINGLE} cannot be read: {error}", "it is damaged: fetch it again"
+                f"{folder / WEIGHTS_FILE} cannot be read: {error}", "it is damaged: fetch it again"
             ) from error
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     try:
         found = json.loads(path.read_bytes())["weight_map"]
         files = {str(tensor): str(file) for tensor, file in found.items()}
     except OSError as error:
         raise WanmaError(
-            f"{folder} holds no published weights: neither {SINGLE} nor {INDEX}",
+            f"{folder} holds no published weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}",
             "name the folder with the safetensors files",
             EXIT_USAGE,
         ) from error

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from wanma.checkpoint.format.manifest import ITEM_BYTES, METADATA, Box
+from wanma.checkpoint.format.manifest import DTYPE_BYTES, METADATA_KEY, Box
 from wanma.job.errors import WanmaError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -40,7 +40,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """Shard of one tensor on this rank, and all ranks that hold the same shard."""
 
     name: str
@@ -52,10 +52,10 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * self.box.elements
+        return DTYPE_BYTES[self.dtype] * self.box.numel
 
 
-def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> list[Piece]:
+def local_shards(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> list[LocalShard]:
     """List the shards that this rank holds; tensors of which it holds nothing are left out.
 
     Args:
@@ -65,22 +65,24 @@ def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> l
     pieces = []
     holders: dict[tuple[object, ...], tuple[int, ...]] = {}
     for name, tensor in tensors.items():
-        if name == METADATA:
-            raise WanmaError(f"a tensor cannot be named {METADATA}: safetensors keeps that name for itself")
+        if name == METADATA_KEY:
+            raise WanmaError(
+                f"a tensor cannot be named {METADATA_KEY}: safetensors keeps that name for itself"
+            )
         box = local_box(name, tensor)
-        if box is not None and (box.elements > 0 or tensor.numel() == 0):
+        if box is not None and (box.numel > 0 or tensor.numel() == 0):
             kept_by = tuple(replicas)
             if isinstance(tensor, DTensor):
                 # Few layouts occur among many tensors, and a mesh's ranks take torch long to compute.
                 layout = tensor.device_mesh, tensor.placements
                 if layout not in holders:
-                    holders[layout] = _holders(tensor)
+                    holders[layout] = _replica_ranks(tensor)
                 kept_by = holders[layout]
-            pieces.append(Piece(name, dtype_name(name, tensor), tuple(tensor.shape), box, kept_by))
+            pieces.append(LocalShard(name, dtype_name(name, tensor), tuple(tensor.shape), box, kept_by))
     return pieces
 
 
-def arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+def shard_layout_key(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
     """Return a key that is equal exactly if the shards are the same; cheap, unlike the shards themselves."""
     return tuple(
         (name, tensor.dtype, tensor.shape, tensor.is_cuda)
@@ -89,14 +91,14 @@ def arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
     )
 
 
-def assign(pieces: Iterable[Piece], rank: int) -> list[Piece]:
+def assign_writers(shards: Iterable[LocalShard], rank: int) -> list[LocalShard]:
     """Return the shards that `rank` writes: each shard has exactly one writer among its replicas.
 
     Among ranks that hold the same shards, the largest goes first to the rank with the fewest bytes so far
     (longest processing time first, Graham 1969), so that they write about the same bytes.
     """
-    groups: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
-    for piece in pieces:
+    groups: defaultdict[tuple[int, ...], list[LocalShard]] = defaultdict(list)
+    for piece in shards:
         groups[piece.replicas].append(piece)
     mine = []
     for replicas, members in groups.items():
@@ -140,7 +142,7 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
                     "redistribute it to plain Shard placements before saving or loading",
                 )
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    held = tuple(local_part(tensor).shape)
+    held = tuple(local_tensor(tensor).shape)
     if tuple(shape) != held:
         raise WanmaError(
             f"tensor {name}: its placements {placements} give {tuple(shape)}, but it holds {held}"
@@ -148,7 +150,7 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
     return Box(tuple(offset), tuple(shape))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local data, which shares memory with `tensor`, without gradient history."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -169,7 +171,7 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     return DTYPE_NAMES[tensor.dtype]
 
 
-def _holders(tensor: DTensor) -> tuple[int, ...]:
+def _replica_ranks(tensor: DTensor) -> tuple[int, ...]:
     """Return the global ranks that hold the same shard: replicated mesh dimensions may differ."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

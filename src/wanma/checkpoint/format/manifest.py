@@ -23,29 +23,29 @@ from wanma.job.errors import WanmaError
 
 FORMAT = "wanma-checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 
-ITEM_BYTES = {
+DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes of one element by dtype, in the safetensors spelling that the manifest uses too."""
 
-DATA_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
-METADATA = "__metadata__"
+DATA_FILE_PATTERN = re.compile(r"rank-(\d{5,})\.safetensors")
+METADATA_KEY = "__metadata__"
 """Key of the only entry of a safetensors header that is not a tensor."""
-HEADER_LIMIT = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Maximum length in bytes of a safetensors header that readers accept (safetensors specification)."""
-ALIGNMENT = 64
+DATA_ALIGNMENT = 64
 """Alignment in bytes of the start of the data, so that every element is aligned when mapped."""
 
 
-def step_name(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """Return the folder name of a committed checkpoint."""
     return f"step-{step:08d}"
 
 
-def data_file(rank: int) -> str:
+def data_file_name(rank: int) -> str:
     """Return the file name of the shards that `rank` wrote."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -61,14 +61,14 @@ class Box:
     shape: tuple[int, ...]
 
     @property
-    def elements(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.shape)
 
 
 Slices = tuple[slice, ...]
 
 
-def overlap(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
+def intersect_boxes(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
     """Return the intersection of two boxes of one tensor.
 
     Returns:
@@ -90,7 +90,7 @@ def overlap(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
 
 
 @dataclass(frozen=True)
-class Shard:
+class SavedShard:
     """Saved box of a tensor; its data is in `file` under the tensor's own name."""
 
     box: Box
@@ -103,7 +103,7 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[SavedShard, ...]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             for name, entry in manifest.tensors.items()
         },
     }
-    rest = b'"manifest":' + to_json(body, "the checkpoint's state").encode() + b"}\n"
+    rest = b'"manifest":' + dump_json(body, "the checkpoint's state").encode() + b"}\n"
     first = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(rest).hexdigest()}
     return json.dumps(first, separators=(",", ":"))[:-1].encode() + b",\n" + rest
 
@@ -171,32 +171,32 @@ def parse_manifest(content: bytes) -> Manifest:
         head = json.loads(first.decode().rstrip(",") + "}")
         known, version = head["format"] == FORMAT, head["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WanmaError(f"{MANIFEST} is not a checkpoint's manifest") from error
+        raise WanmaError(f"{MANIFEST_FILE} is not a checkpoint's manifest") from error
     if not known or not isinstance(version, int) or version < 1:
-        raise WanmaError(f"{MANIFEST} is not a checkpoint's manifest")
+        raise WanmaError(f"{MANIFEST_FILE} is not a checkpoint's manifest")
     if version > VERSION:
         raise WanmaError(
-            f"{MANIFEST} has format version {version}, this wanma reads up to {VERSION}",
+            f"{MANIFEST_FILE} has format version {version}, this wanma reads up to {VERSION}",
             "update wanma to load it",
         )
     if hashlib.sha256(rest).hexdigest() != head.get("sha256"):
-        raise WanmaError(f"{MANIFEST} differs from its own checksum")
+        raise WanmaError(f"{MANIFEST_FILE} differs from its own checksum")
     try:
         return _manifest(json.loads(b"{" + rest)["manifest"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WanmaError(f"{MANIFEST} is malformed: {type(error).__name__} {error}") from error
+        raise WanmaError(f"{MANIFEST_FILE} is malformed: {type(error).__name__} {error}") from error
 
 
 def _manifest(value: dict[str, Any]) -> Manifest:
     """Build a manifest from a parsed body; raises ValueError, KeyError or TypeError for invalid values."""
     files = {name: FileEntry(int(v["bytes"]), str(v["sha256"])) for name, v in value["files"].items()}
     for name in files:
-        if not DATA_FILE.fullmatch(name):  # in particular: nothing outside the folder
+        if not DATA_FILE_PATTERN.fullmatch(name):  # in particular: nothing outside the folder
             raise ValueError(f"file name {name!r}")
     tensors = {}
     for name, entry in value["tensors"].items():
         shape = _sizes(entry["shape"])
-        if entry["dtype"] not in ITEM_BYTES:
+        if entry["dtype"] not in DTYPE_BYTES:
             raise ValueError(f"dtype {entry['dtype']!r} of {name}")
         shards = []
         for shard in entry["shards"]:
@@ -206,7 +206,7 @@ def _manifest(value: dict[str, Any]) -> Manifest:
             )
             if not inside or shard["file"] not in files:
                 raise ValueError(f"shard {shard} of {name}")
-            shards.append(Shard(box, shard["file"]))
+            shards.append(SavedShard(box, shard["file"]))
         tensors[name] = TensorEntry(entry["dtype"], shape, tuple(shards))
     metric = value["metric"]
     return Manifest(
@@ -227,7 +227,7 @@ def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
     return sizes
 
 
-def to_json(value: Any, what: str) -> str:
+def dump_json(value: Any, subject: str) -> str:
     """Format `value` as compact standard JSON.
 
     Raises:
@@ -237,7 +237,7 @@ def to_json(value: Any, what: str) -> str:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise WanmaError(
-            f"{what} cannot be written as JSON: {error}",
+            f"{subject} cannot be written as JSON: {error}",
             "keep numbers (finite), strings, lists and dictionaries there, and arrays among the tensors",
         ) from error
 
@@ -246,7 +246,7 @@ def to_json(value: Any, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class Region:
+class FileRegion:
     """Location of one tensor in a safetensors file, in bytes from the file's beginning."""
 
     dtype: str
@@ -255,46 +255,46 @@ class Region:
     stop: int
 
 
-def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Region]]:
+def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, FileRegion]]:
     """Build the header of a safetensors file for tensors given as name -> (dtype, shape).
 
     Wide elements go first, so that without gaps (the specification allows none) all are aligned.
     """
-    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name))
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name][0]], name))
+    header: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     position = 0
     for name in order:
         dtype, shape = tensors[name]
-        stop = position + ITEM_BYTES[dtype] * math.prod(shape)
+        stop = position + DTYPE_BYTES[dtype] * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, stop]}
         position = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
     base = 8 + len(text)
     regions = {}
     for name in order:
         start, stop = header[name]["data_offsets"]
-        regions[name] = Region(*tensors[name], base + start, base + stop)
+        regions[name] = FileRegion(*tensors[name], base + start, base + stop)
     return len(text).to_bytes(8, "little") + text, regions
 
 
-def parse_header(content: bytes | memoryview, file_bytes: int) -> dict[str, Region]:
+def parse_header(content: bytes | memoryview, file_bytes: int) -> dict[str, FileRegion]:
     """Parse the header of a safetensors file that begins with `content` and is `file_bytes` long.
 
     Raises:
         ValueError: it is no safetensors file, or a tensor reaches beyond its end.
     """
     length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(HEADER_LIMIT, file_bytes - 8):
+    if len(content) < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise ValueError("no safetensors header")
     regions = {}
     try:
         for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
-            if name == METADATA:
+            if name == METADATA_KEY:
                 continue
             start, stop = (8 + length + int(at) for at in entry["data_offsets"])
-            region = Region(str(entry["dtype"]), _sizes(entry["shape"]), start, stop)
-            needed = ITEM_BYTES[region.dtype] * math.prod(region.shape)
+            region = FileRegion(str(entry["dtype"]), _sizes(entry["shape"]), start, stop)
+            needed = DTYPE_BYTES[region.dtype] * math.prod(region.shape)
             if not (8 + length <= start and stop <= file_bytes and stop - start == needed):
                 raise ValueError(f"tensor {name} reaches outside the file")
             regions[name] = region

@@ -1,11 +1,11 @@
 """Transfer of memory files from rank to rank: conversations of a sender and a receiver that run concurrently.
 
-    problems = converse([send_image(path, 0, 2, group), receive_image(file, 2, 2, group)])
+    problems = converse([send_memory_file(path, 0, 2, group), receive_memory_file(file, 2, 2, group)])
 
 The messages are: the header with the size of the chunks; the receiver's answer whether it has memory; content
 and rank manifest in chunks. The receiver hashes the data, and writes the header last. A conversation yields
-each message once it is posted, and both sides post their n-th message in the same round of `converse`, so
-conversations in a ring never wait for each other.
+each message once it is posted, and both sides post their n-th message in the same round of `run_transfers`,
+so conversations in a ring never wait for each other.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from wanma.checkpoint.in_memory.memory_file import PACKED_BYTES, FoundImage, Head, ImageFile, unpack_head
+from wanma.checkpoint.in_memory.memory_file import (
+    PACKED_HEADER_BYTES,
+    MemoryFileHeader,
+    MemoryFileReader,
+    MemoryFileWriter,
+    unpack_header,
+)
 
 CHUNK_BYTES = 4 << 20
 """Maximum bytes of one message: small beside training's messages, so that training never waits long."""
-LEAST_CHUNK_BYTES = 64 << 10
+MIN_CHUNK_BYTES = 64 << 10
 """Maximum bytes of one message where the sender wants short ones."""
 
-Talk = Generator[dist.Work, None, str]
+TransferSteps = Generator[dist.Work, None, str]
 """Conversation: one side of a transfer, which yields posted messages and returns the problem, or ''."""
-_YES, _NO = 1, 0
+_ACCEPT, _REJECT = 1, 0
 _CHUNK = struct.Struct("<Q")
-FIRST_BYTES = PACKED_BYTES + _CHUNK.size
+FIRST_MESSAGE_BYTES = PACKED_HEADER_BYTES + _CHUNK.size
 """Bytes of the first message: the header, and the size of the chunks."""
 
 
-def converse(talks: Iterable[Talk], before_round: Callable[[], None] = lambda: None) -> list[str]:
+def run_transfers(
+    transfers: Iterable[TransferSteps], before_round: Callable[[], None] = lambda: None
+) -> list[str]:
     """Run conversations to their ends; all ranks that take part call it at the same time.
 
     Args:
-        talks: this rank's conversations.
+        transfers: this rank's conversations.
         before_round: called before each round of messages; if it waits, the other side waits too.
 
     Returns:
@@ -45,7 +53,7 @@ def converse(talks: Iterable[Talk], before_round: Callable[[], None] = lambda: N
     Raises:
         RuntimeError: a rank is gone, or silent for longer than the group's timeout.
     """
-    problems, going_on = [], list(talks)
+    problems, going_on = [], list(transfers)
     while going_on:
         before_round()
         posted = []
@@ -60,76 +68,80 @@ def converse(talks: Iterable[Talk], before_round: Callable[[], None] = lambda: N
     return problems
 
 
-def send_image(
+def send_memory_file(
     path: str | None,
     owner: int,
-    to: int,
+    target: int,
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Talk:
+) -> TransferSteps:
     """Send the complete memory file at `path`, written by rank `owner`; None: there is none after all.
 
     Args:
         path: the memory file.
         owner: the rank whose state it holds.
-        to: the receiving rank.
+        target: the receiving rank.
         group: a Gloo process group; None: all ranks.
         chunk_bytes: maximum bytes of one message.
     """
     image, problem = None, ""
     if path is not None:
         try:
-            image = FoundImage(path)
+            image = MemoryFileReader(path)
         except (OSError, ValueError) as error:
             problem = f"rank {owner}'s snapshot cannot be sent: {error}"
-    packed = image.head.pack() if image is not None else bytes(PACKED_BYTES)
+    packed = image.header.pack() if image is not None else bytes(PACKED_HEADER_BYTES)
     packed += _CHUNK.pack(chunk_bytes)
-    yield _post(dist.isend(torch.frombuffer(bytearray(packed), dtype=torch.uint8), to, group, owner))
+    yield _require_work(
+        dist.isend(torch.frombuffer(bytearray(packed), dtype=torch.uint8), target, group, owner)
+    )
     if image is None:
         return problem
     answer = torch.empty(1, dtype=torch.uint8)
-    yield _post(dist.irecv(answer, to, group, owner))
-    if answer.item() == _YES:
+    yield _require_work(dist.irecv(answer, target, group, owner))
+    if answer.item() == _ACCEPT:
         for chunk in torch.frombuffer(image.body, dtype=torch.uint8).split(chunk_bytes):
-            yield _post(dist.isend(chunk, to, group, owner))
+            yield _require_work(dist.isend(chunk, target, group, owner))
     return ""  # the receiver reports the reason
 
 
-def receive_image(file: ImageFile, owner: int, source: int, group: dist.ProcessGroup | None = None) -> Talk:
-    """Receive the memory file of rank `owner` from rank `source` into `file`, whose content is replaced."""
-    packed = torch.empty(FIRST_BYTES, dtype=torch.uint8)
-    yield _post(dist.irecv(packed, source, group, owner))
-    head = unpack_head(packed[:PACKED_BYTES].numpy().tobytes())
-    (chunk_bytes,) = _CHUNK.unpack(packed[PACKED_BYTES:].numpy().tobytes())
-    if head is None or not head.complete:
+def receive_memory_file(
+    writer: MemoryFileWriter, owner: int, source: int, group: dist.ProcessGroup | None = None
+) -> TransferSteps:
+    """Receive the memory file of rank `owner` from rank `source` into `writer`, whose content is replaced."""
+    packed = torch.empty(FIRST_MESSAGE_BYTES, dtype=torch.uint8)
+    yield _require_work(dist.irecv(packed, source, group, owner))
+    head = unpack_header(packed[:PACKED_HEADER_BYTES].numpy().tobytes())
+    (chunk_bytes,) = _CHUNK.unpack(packed[PACKED_HEADER_BYTES:].numpy().tobytes())
+    if head is None or not head.is_complete:
         return f"rank {owner} has no whole snapshot to be copied"
     problem, memory = "", memoryview(b"")
     try:
-        memory = _prepare(file, head)
+        memory = _reserve_memory(writer, head)
     except OSError as error:
         problem = f"no memory for a copy of rank {owner}'s snapshot: {error.strerror or error}"
-    answer = torch.tensor([_NO if problem else _YES], dtype=torch.uint8)
-    yield _post(dist.isend(answer, source, group, owner))
+    answer = torch.tensor([_REJECT if problem else _ACCEPT], dtype=torch.uint8)
+    yield _require_work(dist.isend(answer, source, group, owner))
     if problem:
         return problem
     digest = xxhash.xxh3_128()
     for chunk in torch.frombuffer(memory, dtype=torch.uint8).split(chunk_bytes):
-        yield _post(dist.irecv(chunk, source, group, owner))
+        yield _require_work(dist.irecv(chunk, source, group, owner))
         digest.update(chunk.numpy().data)
     if digest.digest() != head.digest:
         return f"rank {owner}'s snapshot of step {head.step} was damaged on its way, or before"
-    file.finish_copy(head)
+    writer.finish_received(head)
     return ""
 
 
-def _prepare(file: ImageFile, head: Head) -> memoryview:
+def _reserve_memory(writer: MemoryFileWriter, header: MemoryFileHeader) -> memoryview:
     """Reserve memory for content and rank manifest: a write to unreserved memory kills the process."""
-    file.begin(head)
-    memory = file.content(head.content_bytes + head.table_bytes)
-    file.reserve(0)
+    writer.mark_incomplete(header)
+    memory = writer.content(header.content_bytes + header.rank_manifest_bytes)
+    writer.reserve(0)
     return memory
 
 
-def _post(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is in the group"
     return work

@@ -17,37 +17,43 @@ from pathlib import Path
 from typing import Any
 
 from wanma.checkpoint.format.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
+    DTYPE_BYTES,
+    MANIFEST_FILE,
     build_header,
-    data_file,
+    data_file_name,
+    dump_json,
     parse_header,
-    step_name,
-    to_json,
+    step_folder_name,
 )
-from wanma.checkpoint.in_memory.memory_file import FoundImage
-from wanma.checkpoint.save.commit import commit
-from wanma.checkpoint.save.commit_session import Meeting
+from wanma.checkpoint.in_memory.memory_file import MemoryFileReader
+from wanma.checkpoint.save.commit import commit_checkpoint
+from wanma.checkpoint.save.commit_session import CommitSession
 from wanma.checkpoint.save.file_writer import write_file
-from wanma.checkpoint.store.checkpoint_folder import NOT_SAVED, clean, committed, read_manifest, unfinished
-from wanma.checkpoint.store.fallback_folder import open_refuge, refuges
+from wanma.checkpoint.store.checkpoint_folder import (
+    NOT_SAVED,
+    list_committed,
+    list_partial,
+    read_manifest,
+    remove_partial,
+)
+from wanma.checkpoint.store.fallback_folder import create_fallback_folder, fallback_folders
 from wanma.job.errors import WanmaError
 
-THREADS = 4
+WRITER_THREADS = 4
 """Number of files that one node writes at once."""
 
-Table = dict[str, Any]
+RankManifest = dict[str, Any]
 """Rank manifest: one rank's boxes of each tensor, and its own state."""
 
 
-def rescue(
-    folder: Path, images: Mapping[int, str], world_size: int, name: str, deadline: float
+def flush_to_disk(
+    folder: Path, memory_files: Mapping[int, str], world_size: int, name: str, deadline: float
 ) -> Path | None:
     """Write this node's part of the checkpoint; the node with rank 0's memory file commits it.
 
     Args:
         folder: the run's checkpoint folder, shared by all nodes.
-        images: paths of the memory files that this node writes, by rank; all of one step.
+        memory_files: paths of the memory files that this node writes, by rank; all of one step.
         world_size: number of ranks that left memory files, on all nodes; each is written by one node.
         name: unique name of this save in the run; the same on all nodes.
         deadline: on the monotonic clock, in seconds.
@@ -58,11 +64,11 @@ def rescue(
     Raises:
         WanmaError: a memory file is damaged, the disk failed, or other nodes did not write theirs in time.
     """
-    found = {rank: whole_image(path, rank) for rank, path in images.items()}
-    step = next(iter(found.values())).head.step
-    if (newer := _newer(folder, step)) is not None:
+    found = {rank: open_verified_memory_file(path, rank) for rank, path in memory_files.items()}
+    step = next(iter(found.values())).header.step
+    if (newer := _find_newer(folder, step)) is not None:
         return newer if 0 in found else None
-    partial = folder / f"{step_name(step)}.partial-{name}"
+    partial = folder / f"{step_folder_name(step)}.partial-{name}"
     try:
         return _write(partial, step, found, world_size, deadline)
     except OSError as error:
@@ -72,8 +78,8 @@ def rescue(
         ) from error
 
 
-def rescue_anywhere(
-    folder: Path, images: Mapping[int, str], world_size: int, name: str, deadline: float
+def flush_with_fallback(
+    folder: Path, memory_files: Mapping[int, str], world_size: int, name: str, deadline: float
 ) -> Path | None:
     """Flush as `rescue`; if `folder` is full and this node has all memory files, to a fallback folder.
 
@@ -81,25 +87,25 @@ def rescue_anywhere(
         WanmaError: as of `rescue`; of `folder` if no fallback folder is usable.
     """
     try:
-        return rescue(folder, images, world_size, name, deadline)
+        return flush_to_disk(folder, memory_files, world_size, name, deadline)
     except WanmaError as error:
-        if len(images) < world_size or not isinstance(error.__cause__, OSError):
+        if len(memory_files) < world_size or not isinstance(error.__cause__, OSError):
             raise
-        for place in refuges(folder):
+        for place in fallback_folders(folder):
             with contextlib.suppress(OSError, WanmaError):
-                open_refuge(place)
-                clean(place)
-                return rescue(place, images, world_size, name, deadline)
+                create_fallback_folder(place)
+                remove_partial(place)
+                return flush_to_disk(place, memory_files, world_size, name, deadline)
         raise
 
 
-def drop_attempt(folder: Path, name: str, ranks: Iterable[int]) -> None:
+def remove_failed_flush(folder: Path, name: str, ranks: Iterable[int]) -> None:
     """Remove these ranks' files of an unfinished `rescue` of that name, whose process is gone."""
-    for _, partial in unfinished(folder):
+    for _, partial in list_partial(folder):
         if not partial.name.endswith(f".partial-{name}"):
             continue
         for rank in ranks:
-            manifest = [partial / MANIFEST] if rank == 0 else []
+            manifest = [partial / MANIFEST_FILE] if rank == 0 else []
             for path in [*partial.rglob(f"*-{rank:05d}.*"), *manifest]:
                 path.unlink(missing_ok=True)
         for place in (partial / "held", partial):
@@ -108,45 +114,45 @@ def drop_attempt(folder: Path, name: str, ranks: Iterable[int]) -> None:
 
 
 def _write(
-    partial: Path, step: int, found: Mapping[int, FoundImage], world_size: int, deadline: float
+    partial: Path, step: int, memory_files: Mapping[int, MemoryFileReader], world_size: int, deadline: float
 ) -> Path | None:
-    tables = {rank: image.table() for rank, image in found.items()}
-    first = min(found)
+    tables = {rank: image.rank_manifest() for rank, image in memory_files.items()}
+    first = min(memory_files)
     seconds = max(deadline - time.monotonic(), 0.1)
-    held = [Meeting(partial / "held", rank, world_size, seconds) for rank in found]
-    written = [Meeting(partial, rank, world_size, seconds) for rank in found]
+    held = [CommitSession(partial / "held", rank, world_size, seconds) for rank in memory_files]
+    written = [CommitSession(partial, rank, world_size, seconds) for rank in memory_files]
     try:
-        for meeting, rank in zip(held, found, strict=True):
-            meeting.open()
-            meeting.post(tables[rank])
-        shares = share_out(held[0].collect())
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="rescue") as threads:
+        for meeting, rank in zip(held, memory_files, strict=True):
+            meeting.create_folder()
+            meeting.publish(tables[rank])
+        shares = assign_tensors(held[0].gather())
+        with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="rescue") as threads:
             parts = {
                 rank: threads.submit(_write_part, partial, tables[rank], image, shares[rank])
-                for rank, image in found.items()
+                for rank, image in memory_files.items()
             }
             for meeting, part in zip(written, parts.values(), strict=True):
-                meeting.open()
-                meeting.post(part.result())
+                meeting.create_folder()
+                meeting.publish(part.result())
         if first != 0:
             return None
-        written[0].collect()
+        written[0].gather()
         shutil.rmtree(partial / "held")
-        state = to_json(tables[0]["state"], "the training state")
-        path, _ = commit(partial, written[0], step, None, state)
+        state = dump_json(tables[0]["state"], "the training state")
+        path, _ = commit_checkpoint(partial, written[0], step, None, state)
         return path
     except (OSError, WanmaError) as error:
-        if len(found) == world_size:  # nobody else writes
+        if len(memory_files) == world_size:  # nobody else writes
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        for rank in found:  # their space may be what other nodes lack
-            (partial / data_file(rank)).unlink(missing_ok=True)
+        for rank in memory_files:  # their space may be what other nodes lack
+            (partial / data_file_name(rank)).unlink(missing_ok=True)
         for meeting in (held[0], written[0]):
-            meeting.fail(f"the node of rank {first}: {error}")
+            meeting.abort(f"the node of rank {first}: {error}")
         raise
 
 
-def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
+def assign_tensors(rank_manifests: Iterable[RankManifest]) -> dict[int, set[str]]:
     """Divide the boxes that several ranks hold: return, by rank, the names of the tensors that it writes.
 
     Boxes of a single holder come first, then large ones before small ones, each to the holder with the fewest
@@ -155,12 +161,12 @@ def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
     bytes_of: dict[int, int] = {}
-    for table in tables:
+    for table in rank_manifests:
         bytes_of[table["rank"]] = 0
         for name, (dtype, _, offset, part) in table["tensors"].items():
             box = (name, tuple(offset), tuple(part))
             holders.setdefault(box, []).append(table["rank"])
-            sizes[box] = ITEM_BYTES[dtype]
+            sizes[box] = DTYPE_BYTES[dtype]
             for size in part:
                 sizes[box] *= size
     shares: dict[int, set[str]] = {rank: set() for rank in bytes_of}
@@ -171,50 +177,56 @@ def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
     return shares
 
 
-def _write_part(partial: Path, table: Table, image: FoundImage, share: set[str]) -> Table:
+def _write_part(
+    partial: Path, rank_manifest: RankManifest, memory_file: MemoryFileReader, tensor_names: set[str]
+) -> RankManifest:
     """Write this rank's data file; return the rank manifest of the written part."""
-    kept = {name: entry for name, entry in table["tensors"].items() if name in share}
-    name = data_file(image.head.rank)
+    kept = {name: entry for name, entry in rank_manifest["tensors"].items() if name in tensor_names}
+    name = data_file_name(memory_file.header.rank)
     file = None
     if kept:
-        parts = [image.content] if len(kept) == len(table["tensors"]) else list(_cut(image.content, kept))
+        parts = (
+            [memory_file.content]
+            if len(kept) == len(rank_manifest["tensors"])
+            else list(_select_tensors(memory_file.content, kept))
+        )
         digest = write_file(partial / name, *parts)
         file = {"name": name, "bytes": sum(map(len, parts)), "sha256": digest}
     return {
-        "rank": image.head.rank,
-        "rank_state_json": table["rank_state_json"],
+        "rank": memory_file.header.rank,
+        "rank_state_json": rank_manifest["rank_state_json"],
         "tensors": kept,
         "file": file,
     }
 
 
-def _cut(content: memoryview, kept: Mapping[str, Any]) -> Iterator[memoryview]:
-    """Yield the parts of a safetensors file that holds only the `kept` tensors of `content`."""
+def _select_tensors(content: memoryview, selected: Mapping[str, Any]) -> Iterator[memoryview]:
+    """Yield the parts of a safetensors file that holds only the `selected` tensors of `content`."""
     have = parse_header(content, len(content))
-    header, regions = build_header({name: (have[name].dtype, have[name].shape) for name in kept})
+    header, regions = build_header({name: (have[name].dtype, have[name].shape) for name in selected})
     yield memoryview(header)
     for name in regions:  # in the order of the file
         yield content[have[name].start : have[name].stop]
 
 
-def whole_image(path: str, rank: int) -> FoundImage:
+def open_verified_memory_file(path: str, rank: int) -> MemoryFileReader:
     """Open the memory file at `path` and verify its content.
 
     Raises:
         WanmaError: it is no memory file, or it is damaged.
     """
     try:
-        image = FoundImage(path)
+        image = MemoryFileReader(path)
     except (OSError, ValueError) as error:
         raise WanmaError(f"the copy in memory of rank {rank} cannot be read: {error}") from error
-    if not image.is_whole():
+    if not image.is_valid():
         raise WanmaError(f"the copy in memory of rank {rank} is damaged: its content differs from its hash")
     return image
 
 
-def _newer(folder: Path, step: int) -> Path | None:
+def _find_newer(folder: Path, step: int) -> Path | None:
     """Return the newest readable checkpoint if it is of `step` or later; None otherwise."""
-    for at, path in committed(folder):
+    for at, path in list_committed(folder):
         if at < step:
             break
         try:

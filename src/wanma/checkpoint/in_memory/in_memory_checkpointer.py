@@ -26,48 +26,54 @@ from typing import Any
 import torch
 import xxhash
 
-from wanma.checkpoint.format.manifest import data_file, to_json
-from wanma.checkpoint.in_memory.memory_file import CHUNK_BYTES, FoundImage, Head, ImageFile
-from wanma.checkpoint.in_memory.partner_replication import Partner
-from wanma.checkpoint.load.reader import Source
-from wanma.checkpoint.save.commit import merge
+from wanma.checkpoint.format.manifest import data_file_name, dump_json
+from wanma.checkpoint.in_memory.memory_file import (
+    HASH_CHUNK_BYTES,
+    MemoryFileHeader,
+    MemoryFileReader,
+    MemoryFileWriter,
+)
+from wanma.checkpoint.in_memory.partner_replication import PartnerReplicator
+from wanma.checkpoint.load.reader import CheckpointSource
+from wanma.checkpoint.save.commit import merge_rank_manifests
 from wanma.checkpoint.save.file_buffer import FileBuffer
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Images
+from wanma.job.run.worker import MemoryFilePaths
 
-Places = dict[str, tuple[torch.Tensor, torch.Tensor]]
+CopyTargets = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Taken:
+class InMemoryCheckpointResult:
     """Result of a completed in-memory checkpoint on this rank, with its cost."""
 
     step: int
     bytes: int
     """Bytes of this rank's part."""
-    begin_seconds: float
+    start_seconds: float
     """Seconds of training that `begin` took."""
-    settle_seconds: float
+    wait_seconds: float
     """Seconds that `settle` waited."""
     copy_seconds: float
     """Seconds of the background copy from beginning to end, hash included."""
-    processor_seconds: float
+    cpu_seconds: float
     """Core seconds of the background copy."""
 
 
-class Snapshots:
+class InMemoryCheckpointer:
     """Writer of one rank's in-memory checkpoints, in two memory files used in turn.
 
     Args:
-        images: paths of the memory files.
+        memory_files: paths of the memory files.
         rank: this rank.
         world_size: number of ranks.
         generation: this start of the ranks.
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names.
         node_ranks: ranks of this node: one of them copies what several of them hold.
         layout: text that determines which rank holds which shard.
-        partner: replicates each memory file to another node, after `settle` and beside the next steps; until
-            that has ended no other in-memory checkpoint may begin (`is_sending`). None: no replication.
+        replicator: replicates each memory file to another node, after `wait_for_copy` and beside the next
+            steps; until that has ended no other in-memory checkpoint may begin (`is_replicating`). None: no
+            replication.
 
     Raises:
         WanmaError: a memory file cannot be opened.
@@ -75,7 +81,7 @@ class Snapshots:
 
     def __init__(
         self,
-        images: Images,
+        memory_files: MemoryFilePaths,
         rank: int,
         world_size: int,
         generation: int,
@@ -83,30 +89,32 @@ class Snapshots:
         replicas: Sequence[int] | None = None,
         node_ranks: Collection[int] | None = None,
         layout: str = "",
-        partner: Partner | None = None,
+        replicator: PartnerReplicator | None = None,
     ) -> None:
-        self.partner = partner
-        self._head = Head(0, generation, rank, world_size, layout_number(layout))
+        self.replicator = replicator
+        self._header = MemoryFileHeader(0, generation, rank, world_size, hash_layout(layout))
         replicas = range(world_size) if replicas is None else replicas
         try:
-            self._images = [_Image(path, rank, replicas, node_ranks) for path in images.mine]
+            self._memory_files = [
+                _BufferedMemoryFile(path, rank, replicas, node_ranks) for path in memory_files.own_paths
+            ]
         except OSError as error:
             raise WanmaError(f"rank {rank} cannot open the memory for snapshots: {error}") from error
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: threading.Thread | None = None
-        self._copied = threading.Event()
+        self._copy_done = threading.Event()
         """Event that the thread sets when the copy is complete; the thread may go on with the replication."""
-        self._is_settled = True
-        self._begin_seconds = 0.0
-        self._result: Taken | Exception | None = None
+        self._is_copied = True
+        self._start_seconds = 0.0
+        self._result: InMemoryCheckpointResult | Exception | None = None
 
-    def begin(
+    def start(
         self,
         step: int,
         tensors: Mapping[str, torch.Tensor],
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None = None,
-        changing: Collection[str] = (),
+        mutable_names: Collection[str] = (),
     ) -> None:
         """Start an in-memory checkpoint over the older memory file. Every rank calls it for the same steps.
 
@@ -116,81 +124,83 @@ class Snapshots:
                 until `settle`.
             state: JSON-able, the same on all ranks.
             rank_state: JSON-able, of this rank alone.
-            changing: names of tensors that may change at once; they are copied before this returns.
+            mutable_names: names of tensors that may change at once; they are copied before this returns.
 
         Raises:
             WanmaError: this state cannot be stored.
         """
-        assert self._is_settled, "settle the snapshot before"
-        assert not self.is_sending(), "wait until the snapshot before is sent"
+        assert self._is_copied, "settle the snapshot before"
+        assert not self.is_replicating(), "wait until the snapshot before is sent"
         began = time.perf_counter()
-        image = self._images[0]
-        self._images.reverse()
+        image = self._memory_files[0]
+        self._memory_files.reverse()
         table: dict[str, Any] = {
-            "rank": self._head.rank,
-            "rank_state_json": None if rank_state is None else to_json(dict(rank_state), "the rank's state"),
+            "rank": self._header.rank,
+            "rank_state_json": None
+            if rank_state is None
+            else dump_json(dict(rank_state), "the rank's state"),
             "state": dict(state),
         }
         try:
-            image.file.begin(replace(self._head, step=step))
-            places = image.buffer.places(tensors)
+            image.writer.mark_incomplete(replace(self._header, step=step))
+            places = image.buffer.copy_targets(tensors)
         except OSError as error:
-            raise self._no_memory(error) from error
+            raise self._out_of_memory_error(error) from error
         with torch.no_grad():
-            for name in places.keys() & set(changing):
+            for name in places.keys() & set(mutable_names):
                 view, local = places[name]
                 places[name] = view, local.clone()
         devices = {local.device for _, local in places.values() if local.is_cuda}
         events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        self._start(partial(self._take, image, step, places, table, events), f"snapshot-{step}")
-        self._begin_seconds = time.perf_counter() - began
+        self._start_thread(partial(self._copy_state, image, step, places, table, events), f"snapshot-{step}")
+        self._start_seconds = time.perf_counter() - began
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         """Skip a step on a rank that cannot `begin`: other nodes learn that they need not wait for it."""
-        if self.partner is not None:
-            self._start(lambda: None, "no-snapshot")
-            self._is_settled = True
+        if self.replicator is not None:
+            self._start_thread(lambda: None, "no-snapshot")
+            self._is_copied = True
 
-    def settle(self) -> Taken | None:
+    def wait_for_copy(self) -> InMemoryCheckpointResult | None:
         """Wait for the in-memory checkpoint in progress; None if there is none.
 
         Raises:
             WanmaError: it failed. The one before it is intact.
         """
-        if self._is_settled:
+        if self._is_copied:
             return None
         began = time.perf_counter()
-        self._copied.wait()
-        self._is_settled = True
+        self._copy_done.wait()
+        self._is_copied = True
         result = self._result
         if isinstance(result, OSError):
-            raise self._no_memory(result) from result
+            raise self._out_of_memory_error(result) from result
         if isinstance(result, Exception):
             raise result
         assert result is not None
-        return replace(result, begin_seconds=self._begin_seconds, settle_seconds=time.perf_counter() - began)
+        return replace(result, start_seconds=self._start_seconds, wait_seconds=time.perf_counter() - began)
 
-    def is_sending(self, seconds: float = 0.0) -> bool:
+    def is_replicating(self, seconds: float = 0.0) -> bool:
         """Return True if the exchange with other nodes is still in progress after waiting up to `seconds`."""
-        if self._thread is not None and self._is_settled:
-            self._thread.join(None if self.partner is None else seconds)
+        if self._thread is not None and self._is_copied:
+            self._thread.join(None if self.replicator is None else seconds)
             if not self._thread.is_alive():
                 self._thread = None
         return self._thread is not None
 
-    def drop_partner(self) -> None:
+    def stop_replication(self) -> None:
         """Stop the replication. An exchange that does not end is abandoned.
 
         The tensors that it sends may change meanwhile, which the receiver detects by the hash.
         """
-        self.partner = self._thread = None
+        self.replicator = self._thread = None
 
-    def bytes_to_take(self, tensors: Mapping[str, torch.Tensor]) -> int:
+    def required_bytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Estimate the additional bytes for in-memory checkpoints of these tensors and of backed-up ranks."""
-        size = self._images[0].buffer.bytes_of(tensors)
-        own = sum(max(size - image.file.taken_bytes, 0) for image in self._images)
+        size = self._memory_files[0].buffer.shard_bytes(tensors)
+        own = sum(max(size - image.writer.allocated_bytes, 0) for image in self._memory_files)
         # Equal nodes receive as much as they send; on unequal ones the receiver checks its own memory.
-        guests = max(2 * size - self.partner.taken_bytes, 0) if self.partner is not None else 0
+        guests = max(2 * size - self.replicator.allocated_bytes, 0) if self.replicator is not None else 0
         return own + guests
 
     def close(self, seconds: float | None = None) -> None:
@@ -201,89 +211,93 @@ class Snapshots:
         """
         if self._thread is not None:
             if seconds is not None:
-                self._copied.wait(seconds)  # other nodes may be gone: their transfers are not awaited
-            self._thread.join(0 if seconds is not None and self.partner is not None else seconds)
+                self._copy_done.wait(seconds)  # other nodes may be gone: their transfers are not awaited
+            self._thread.join(0 if seconds is not None and self.replicator is not None else seconds)
             if self._thread.is_alive():
                 return  # it goes on until the process ends
             self._thread = None
-        for image in self._images:
+        for image in self._memory_files:
             image.close()
-        self._images = []
-        if self.partner is not None:
-            self.partner.close()
+        self._memory_files = []
+        if self.replicator is not None:
+            self.replicator.close()
 
     # ------------------------------------------------------------ in the background
 
-    def _start(self, copy: Callable[[], str | None], name: str) -> None:
-        self._result, self._is_settled = None, False
-        self._copied.clear()
-        self._thread = threading.Thread(target=self._run, args=(copy,), name=name, daemon=True)
+    def _start_thread(self, copy: Callable[[], str | None], name: str) -> None:
+        self._result, self._is_copied = None, False
+        self._copy_done.clear()
+        self._thread = threading.Thread(target=self._copy_and_replicate, args=(copy,), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self, copy: Callable[[], str | None]) -> None:
-        partner = self.partner
+    def _copy_and_replicate(self, copy: Callable[[], str | None]) -> None:
+        partner = self.replicator
         path = None
         try:
             path = copy()
         except Exception as error:  # the thread has no caller: `settle` raises it
             self._result = error
-        self._copied.set()
+        self._copy_done.set()
         if partner is not None:
-            partner.exchange(path)
+            partner.replicate(path)
 
-    def _take(
+    def _copy_state(
         self,
-        image: _Image,
+        memory_file: _BufferedMemoryFile,
         step: int,
-        places: Places,
-        table: dict[str, Any],
+        targets: CopyTargets,
+        rank_manifest: dict[str, Any],
         events: dict[torch.device, torch.cuda.Event],
     ) -> str:
         """Copy the state into the memory file; return its path."""
         began, began_processor = time.perf_counter(), time.thread_time()
-        head = self._write(image, places, table, events)
-        self._result = Taken(
+        head = self._write_memory_file(memory_file, targets, rank_manifest, events)
+        self._result = InMemoryCheckpointResult(
             step,
-            head.content_bytes + head.table_bytes,
+            head.content_bytes + head.rank_manifest_bytes,
             0.0,
             0.0,
             time.perf_counter() - began,
             time.thread_time() - began_processor,
         )
-        return image.path
+        return memory_file.path
 
-    def _write(
+    def _write_memory_file(
         self,
-        image: _Image,
-        places: Places,
-        table: dict[str, Any],
+        memory_file: _BufferedMemoryFile,
+        targets: CopyTargets,
+        rank_manifest: dict[str, Any],
         events: dict[torch.device, torch.cuda.Event],
-    ) -> Head:
-        content = image.buffer.content
+    ) -> MemoryFileHeader:
+        content = memory_file.buffer.content
         if content:
-            table["file"] = {"name": data_file(self._head.rank), "bytes": len(content), "sha256": ""}
+            rank_manifest["file"] = {
+                "name": data_file_name(self._header.rank),
+                "bytes": len(content),
+                "sha256": "",
+            }
         else:
-            table["file"] = None
-        table["tensors"] = {
+            rank_manifest["file"] = None
+        rank_manifest["tensors"] = {
             piece.name: [piece.dtype, piece.shape, piece.box.offset, piece.box.shape]
-            for piece in image.buffer.pieces
+            for piece in memory_file.buffer.shards
         }
-        packed = to_json(table, "the training state").encode()
-        image.reserve(len(packed), bool(events))
-        with self._beside(events), torch.no_grad():
-            for view, local in places.values():
+        packed = dump_json(rank_manifest, "the training state").encode()
+        memory_file.reserve(len(packed), bool(events))
+        with self._copy_streams(events), torch.no_grad():
+            for view, local in targets.values():
                 if local.is_cuda:
                     view.copy_(local, non_blocking=True)
         digest = xxhash.xxh3_128()
-        data_bytes = sum(view.numel() * view.element_size() for view, _ in places.values())
+        data_bytes = sum(view.numel() * view.element_size() for view, _ in targets.values())
         digest.update(content[: len(content) - data_bytes])  # the header
         with torch.no_grad():
-            for view, local in places.values():
-                _copy(view, local, digest)
-        return image.file.finish(len(content), digest, packed)
+            for view, local in targets.values():
+                _copy_and_hash(view, local, digest)
+        return memory_file.writer.finish(len(content), digest, packed)
 
     @contextmanager
-    def _beside(self, events: dict[torch.device, torch.cuda.Event]) -> Iterator[None]:
+    def _copy_streams(self, events: dict[torch.device, torch.cuda.Event]) -> Iterator[None]:
         """Run copies from GPUs on separate streams, ordered after the work queued before `begin`."""
         for device, event in events.items():
             if device not in self._streams:
@@ -294,38 +308,38 @@ class Snapshots:
         for device in events:
             self._streams[device].synchronize()
 
-    def _no_memory(self, error: OSError) -> WanmaError:
+    def _out_of_memory_error(self, error: OSError) -> WanmaError:
         return WanmaError(
-            f"no memory for rank {self._head.rank}'s snapshots: {error.strerror or error}",
+            f"no memory for rank {self._header.rank}'s snapshots: {error.strerror or error}",
             "set checkpoint.in_memory_every_steps = 'off', use more machines, or shard the state "
             "(parallel.shard)",
         )
 
 
-class _Image:
+class _BufferedMemoryFile:
     """Memory file with the buffer that lies in it."""
 
     def __init__(
         self, path: str, rank: int, replicas: Sequence[int], node_ranks: Collection[int] | None
     ) -> None:
         self.path = path
-        self.file = ImageFile(path)
-        self.buffer = FileBuffer(rank, replicas, room=self, among=node_ranks)
+        self.writer = MemoryFileWriter(path)
+        self.buffer = FileBuffer(rank, replicas, allocator=self, writer_ranks=node_ranks)
         self._memory: torch.Tensor | None = None
         self._is_reserved = self._is_registered = False
 
-    def empty(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         self._release()
-        self._memory = torch.frombuffer(self.file.content(max(size, 1)), dtype=torch.uint8)
+        self._memory = torch.frombuffer(self.writer.content(max(size, 1)), dtype=torch.uint8)
         return self._memory[:size]
 
-    def rest(self) -> None:
+    def release_pages(self) -> None:
         pass
 
-    def reserve(self, table_bytes: int, is_cuda: bool) -> None:
+    def reserve(self, rank_manifest_bytes: int, is_cuda: bool) -> None:
         """Reserve the memory, and pin it for copies from a GPU: twice as fast, and asynchronous."""
         if not self._is_reserved:
-            self.file.reserve(2 * table_bytes)
+            self.writer.reserve(2 * rank_manifest_bytes)
             self._is_reserved = True
         if is_cuda and not self._is_registered and self._memory is not None:
             status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
@@ -338,7 +352,7 @@ class _Image:
 
     def close(self) -> None:
         self._release()
-        self.file.close()
+        self.writer.close()
 
     def _release(self) -> None:
         if self._is_registered and self._memory is not None:
@@ -347,7 +361,7 @@ class _Image:
         self._memory = None
 
 
-def _copy(view: torch.Tensor, local: torch.Tensor, digest: xxhash.xxh3_128) -> None:
+def _copy_and_hash(view: torch.Tensor, local: torch.Tensor, digest: xxhash.xxh3_128) -> None:
     """Copy the data unless a GPU stream has done so, and hash it chunk by chunk, so that it is read once.
 
     Uses one core, whatever number of threads torch has: the others are computing.
@@ -359,8 +373,8 @@ def _copy(view: torch.Tensor, local: torch.Tensor, digest: xxhash.xxh3_128) -> N
     elif not local.is_cuda:
         view.copy_(local)
     start, data = target.ctypes.data, target.data
-    for offset in range(0, len(data), CHUNK_BYTES):
-        size = min(CHUNK_BYTES, len(data) - offset)
+    for offset in range(0, len(data), HASH_CHUNK_BYTES):
+        size = min(HASH_CHUNK_BYTES, len(data) - offset)
         if source:
             ctypes.memmove(start + offset, source + offset, size)
         digest.update(data[offset : offset + size])
@@ -369,46 +383,48 @@ def _copy(view: torch.Tensor, local: torch.Tensor, digest: xxhash.xxh3_128) -> N
 # ---------------------------------------------------------------- afterwards
 
 
-class Found:
+class LocalCheckpoint:
     """Complete memory files of one step on this node.
 
     Args:
-        images: memory files by the rank that wrote them.
+        memory_files: memory files by the rank that wrote them.
     """
 
-    def __init__(self, images: Mapping[int, FoundImage]) -> None:
-        self._images = images
+    def __init__(self, memory_files: Mapping[int, MemoryFileReader]) -> None:
+        self._memory_files = memory_files
 
-    def source(self) -> Source:
+    def open_source(self) -> CheckpointSource:
         """Return them as a source from which this node's ranks can load.
 
         Raises:
             WanmaError: the memory files do not belong together.
         """
-        first = next(iter(self._images.values())).head
+        first = next(iter(self._memory_files.values())).header
         try:
-            tables = {rank: image.table() for rank, image in sorted(self._images.items())}
+            tables = {rank: image.rank_manifest() for rank, image in sorted(self._memory_files.items())}
             state = next(iter(tables.values()))["state"]
             world_size = None if len(tables) == first.world_size else first.world_size
-            manifest = merge(list(tables.values()), first.step, None, state, world_size)
+            manifest = merge_rank_manifests(list(tables.values()), first.step, None, state, world_size)
         except (ValueError, KeyError, TypeError) as error:
             raise WanmaError(f"the snapshot of step {first.step} cannot be read: {error}") from error
-        files = {data_file(rank): image for rank, image in self._images.items()}
-        return Source(f"the snapshot of step {first.step}", manifest, lambda file: files[file].content)
+        files = {data_file_name(rank): image for rank, image in self._memory_files.items()}
+        return CheckpointSource(
+            f"the snapshot of step {first.step}", manifest, lambda file: files[file].content
+        )
 
 
-def look(
-    images: Images,
+def find_local_checkpoint(
+    memory_files: MemoryFilePaths,
     step: int,
     rank: int,
     world_size: int,
     node_ranks: Sequence[int],
     layout: str = "",
-) -> tuple[Found, list[str]]:
+) -> tuple[LocalCheckpoint, list[str]]:
     """Find the in-memory checkpoint of `step` on this node, of which this rank verifies its share.
 
     Args:
-        images: paths of the memory files.
+        memory_files: paths of the memory files.
         step: the step to look for.
         rank: this rank, in the present generation.
         world_size: the present number of ranks.
@@ -418,24 +434,24 @@ def look(
     Returns:
         The memory files found, usable if no rank has a problem; and this rank's problems, a sentence each.
     """
-    found: dict[int, FoundImage] = {}
-    for owner, paths in images.found.items():
+    found: dict[int, MemoryFileReader] = {}
+    for owner, paths in memory_files.restore_paths.items():
         for path in paths:
             try:
-                image = FoundImage(path)
+                image = MemoryFileReader(path)
             except (OSError, ValueError):
                 continue  # one of the two may always be unfinished
-            if (image.head.step, image.head.rank) == (step, owner):
+            if (image.header.step, image.header.rank) == (step, owner):
                 found[owner] = image
     if not found:
-        return Found(found), [f"there is no snapshot of step {step}"]
-    heads = [image.head for image in found.values()]
-    if len({(head.generation, head.world_size, head.layout) for head in heads}) > 1:
-        return Found(found), [f"the snapshots of step {step} are of different runs"]
+        return LocalCheckpoint(found), [f"there is no snapshot of step {step}"]
+    heads = [image.header for image in found.values()]
+    if len({(head.generation, head.world_size, head.layout_hash) for head in heads}) > 1:
+        return LocalCheckpoint(found), [f"the snapshots of step {step} are of different runs"]
     expected: Sequence[int] = range(heads[0].world_size)
-    if not found.keys() >= set(expected) and (world_size, layout_number(layout)) == (
+    if not found.keys() >= set(expected) and (world_size, hash_layout(layout)) == (
         heads[0].world_size,
-        heads[0].layout,
+        heads[0].layout_hash,
     ):
         expected = node_ranks  # shards of other nodes' earlier ranks are needed by other nodes' present ranks
     missing = sorted(set(expected) - found.keys())
@@ -444,11 +460,11 @@ def look(
     problems += [
         f"rank {owner}'s snapshot of step {step} is damaged: its content differs from its hash"
         for owner in mine
-        if not found[owner].is_whole()
+        if not found[owner].is_valid()
     ]
-    return Found(found), problems
+    return LocalCheckpoint(found), problems
 
 
-def layout_number(layout: str) -> int:
+def hash_layout(layout: str) -> int:
     """Return the 64-bit hash of a layout, as memory file headers store it."""
     return int(xxhash.xxh3_64_intdigest(layout.encode()))

@@ -22,83 +22,83 @@ import xxhash
 
 from wanma.checkpoint.format.memory_map import map_private
 
-HEAD_BYTES = 4096
+HEADER_BYTES = 4096
 """Offset of the content in bytes: aligned as in a file."""
-CHUNK_BYTES = 1 << 20
+HASH_CHUNK_BYTES = 1 << 20
 """Bytes copied and hashed at a time, while they are in a core's cache."""
 
 _MAGIC = b"wanma\0im"
 _VERSION = 1
-_HEAD = struct.Struct("<8sIIQQIIQQQ16s")
-_SUM = struct.Struct("<Q")
-PACKED_BYTES = _HEAD.size + _SUM.size
+_HEADER = struct.Struct("<8sIIQQIIQQQ16s")
+_CHECKSUM = struct.Struct("<Q")
+PACKED_HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 """Length in bytes of a packed header."""
 
 
 @dataclass(frozen=True)
-class Head:
+class MemoryFileHeader:
     """Header of a memory file."""
 
     step: int
     generation: int
     rank: int
     world_size: int
-    layout: int = 0
+    layout_hash: int = 0
     """Hash of the layout: equal where the same number of ranks hold the same shards."""
-    complete: bool = False
+    is_complete: bool = False
     content_bytes: int = 0
-    table_bytes: int = 0
+    rank_manifest_bytes: int = 0
     digest: bytes = bytes(16)
     """XXH3-128 of content and rank manifest: protects against memory errors, not against forgery."""
 
     def pack(self) -> bytes:
-        fields = _HEAD.pack(
+        fields = _HEADER.pack(
             _MAGIC,
             _VERSION,
-            self.complete,
+            self.is_complete,
             self.step,
             self.generation,
             self.rank,
             self.world_size,
-            self.layout,
+            self.layout_hash,
             self.content_bytes,
-            self.table_bytes,
+            self.rank_manifest_bytes,
             self.digest,
         )
-        return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields))
+        return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def read_head(image: str | int) -> Head | None:
+def read_header(file: str | int) -> MemoryFileHeader | None:
     """Read the header of a memory file; None if there is none, as in an empty file, or if it is damaged.
 
     Args:
-        image: path or descriptor.
+        file: path or descriptor.
 
     Raises:
         OSError: the file cannot be read.
     """
-    if isinstance(image, str):
-        descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
+    if isinstance(file, str):
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return read_head(descriptor)
+            return read_header(descriptor)
         finally:
             os.close(descriptor)
-    return unpack_head(os.pread(image, PACKED_BYTES, 0))
+    return unpack_header(os.pread(file, PACKED_HEADER_BYTES, 0))
 
 
-def unpack_head(packed: bytes) -> Head | None:
-    """Parse the result of `Head.pack`; None for anything else."""
-    fields, checksum = packed[: _HEAD.size], packed[_HEAD.size :]
-    if len(checksum) != _SUM.size or _SUM.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields):
+def unpack_header(packed: bytes) -> MemoryFileHeader | None:
+    """Parse the result of `MemoryFileHeader.pack`; None for anything else."""
+    fields, checksum = packed[: _HEADER.size], packed[_HEADER.size :]
+    if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields):
         return None
-    magic, version, complete, step, generation, rank, world_size, layout, *rest = _HEAD.unpack(fields)
+    magic, version, complete, step, generation, rank, world_size, layout, *rest = _HEADER.unpack(fields)
     if (magic, version) != (_MAGIC, _VERSION):
         return None
-    return Head(step, generation, rank, world_size, layout, bool(complete), *rest)
+    return MemoryFileHeader(step, generation, rank, world_size, layout, bool(complete), *rest)
 
 
-class ImageFile:
-    """Memory file that a rank writes: `begin`, then the content into `content`, then `finish`.
+class MemoryFileWriter:
+    """Memory file that a rank writes: `mark_incomplete`, then the content into `content`, then `finish`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -107,10 +107,10 @@ class ImageFile:
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory: mmap.mmap | None = None
-        self._head: Head | None = None
+        self._header: MemoryFileHeader | None = None
 
     @property
-    def taken_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Memory in bytes that the file occupies."""
         return 512 * os.fstat(self._descriptor).st_blocks
 
@@ -122,56 +122,56 @@ class ImageFile:
         Raises:
             OSError: the address space is used up.
         """
-        os.ftruncate(self._descriptor, HEAD_BYTES + size)
-        self._memory = mmap.mmap(self._descriptor, HEAD_BYTES + size)
-        return memoryview(self._memory)[HEAD_BYTES:]
+        os.ftruncate(self._descriptor, HEADER_BYTES + size)
+        self._memory = mmap.mmap(self._descriptor, HEADER_BYTES + size)
+        return memoryview(self._memory)[HEADER_BYTES:]
 
-    def begin(self, head: Head) -> None:
+    def mark_incomplete(self, header: MemoryFileHeader) -> None:
         """Mark the memory file incomplete, for the writes to come.
 
         Raises:
             OSError: there is no memory for it.
         """
-        self._head = replace(head, complete=False)
-        os.pwrite(self._descriptor, self._head.pack(), 0)
+        self._header = replace(header, is_complete=False)
+        os.pwrite(self._descriptor, self._header.pack(), 0)
 
-    def reserve(self, table_bytes: int) -> None:
+    def reserve(self, rank_manifest_bytes: int) -> None:
         """Reserve the memory now: a later write without it would kill the process.
 
         Raises:
             OSError: there is not enough memory.
         """
-        size = (len(self._memory) if self._memory is not None else HEAD_BYTES) + table_bytes
+        size = (len(self._memory) if self._memory is not None else HEADER_BYTES) + rank_manifest_bytes
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, 0, size)
 
-    def finish(self, content_bytes: int, digest: xxhash.xxh3_128, table: bytes) -> Head:
+    def finish(self, content_bytes: int, digest: xxhash.xxh3_128, rank_manifest: bytes) -> MemoryFileHeader:
         """Write the rank manifest behind the content and mark the memory file complete.
 
         Args:
             content_bytes: length of the content.
             digest: hash of the content; the rank manifest is added to it.
-            table: the rank manifest.
+            rank_manifest: the rank manifest.
         """
-        assert self._head is not None
-        end = HEAD_BYTES + content_bytes
-        os.pwrite(self._descriptor, table, end)
-        digest.update(table)
+        assert self._header is not None
+        end = HEADER_BYTES + content_bytes
+        os.pwrite(self._descriptor, rank_manifest, end)
+        digest.update(rank_manifest)
         head = replace(
-            self._head,
-            complete=True,
+            self._header,
+            is_complete=True,
             content_bytes=content_bytes,
-            table_bytes=len(table),
+            rank_manifest_bytes=len(rank_manifest),
             digest=digest.digest(),
         )
         os.pwrite(self._descriptor, head.pack(), 0)
-        self._head = None
+        self._header = None
         return head
 
-    def finish_copy(self, head: Head) -> None:
+    def finish_received(self, header: MemoryFileHeader) -> None:
         """Mark complete a file that holds content and rank manifest received from another rank."""
-        os.pwrite(self._descriptor, head.pack(), 0)
-        self._head = None
+        os.pwrite(self._descriptor, header.pack(), 0)
+        self._header = None
 
     def close(self) -> None:
         """Close the descriptor; the mapping ends with the last view of it."""
@@ -179,7 +179,7 @@ class ImageFile:
         os.close(self._descriptor)
 
 
-class FoundImage:
+class MemoryFileReader:
     """Complete memory file that some rank has left, mapped privately into this process.
 
     Raises:
@@ -189,34 +189,34 @@ class FoundImage:
     def __init__(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            head = read_head(descriptor)
-            if head is None or not head.complete:
+            head = read_header(descriptor)
+            if head is None or not head.is_complete:
                 raise ValueError("it is not complete")
-            end = HEAD_BYTES + head.content_bytes + head.table_bytes
+            end = HEADER_BYTES + head.content_bytes + head.rank_manifest_bytes
             if os.fstat(descriptor).st_size < end:
                 raise ValueError("it is cut short")
             memory = map_private(descriptor, end)
         finally:
             os.close(descriptor)
-        self.path, self.head = path, head
-        self.body = memory[HEAD_BYTES:]
+        self.path, self.header = path, head
+        self.body = memory[HEADER_BYTES:]
         """Content and rank manifest."""
 
     @property
     def content(self) -> memoryview:
-        return self.body[: self.head.content_bytes]
+        return self.body[: self.header.content_bytes]
 
-    def is_whole(self) -> bool:
+    def is_valid(self) -> bool:
         """Return True if content and rank manifest match their hash; reads all of it."""
-        return bool(xxhash.xxh3_128_digest(self.body) == self.head.digest)
+        return bool(xxhash.xxh3_128_digest(self.body) == self.header.digest)
 
-    def table(self) -> dict[str, Any]:
+    def rank_manifest(self) -> dict[str, Any]:
         """Return the rank manifest; only trustworthy after `is_whole`.
 
         Raises:
             ValueError: it is malformed.
         """
-        table = json.loads(bytes(self.body[self.head.content_bytes :]))
+        table = json.loads(bytes(self.body[self.header.content_bytes :]))
         if not isinstance(table, dict):
             raise ValueError("its table is none")
         return table

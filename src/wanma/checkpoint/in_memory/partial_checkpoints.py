@@ -1,6 +1,6 @@
 """Parts of one in-memory checkpoint, each on the disk of the node that held it.
 
-    write_part(folder, images)     on each node, where `folder` takes no checkpoint
+    write_flushed_part(folder, images)     on each node, where `folder` takes no checkpoint
     parts(folder)                  on each node, at the next start
 
 A part is a folder in a fallback folder (`checkpoint.store.fallback_folder`) with some ranks' memory files.
@@ -17,19 +17,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wanma.checkpoint.format.manifest import step_name
-from wanma.checkpoint.in_memory.flush import whole_image
-from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, Head, read_head
+from wanma.checkpoint.format.manifest import step_folder_name
+from wanma.checkpoint.in_memory.flush import open_verified_memory_file
+from wanma.checkpoint.in_memory.memory_file import HEADER_BYTES, MemoryFileHeader, read_header
 from wanma.checkpoint.save.file_writer import write_file
 from wanma.checkpoint.store.checkpoint_folder import sync_folder
-from wanma.checkpoint.store.fallback_folder import is_mine, open_refuge, refuges
+from wanma.checkpoint.store.fallback_folder import create_fallback_folder, fallback_folders, is_own_folder
 from wanma.job.errors import WanmaError
 
 _NAME = re.compile(r"part-step-\d{8,}-\d+-\d{5}(\.writing)?")
 
 
 @dataclass(frozen=True)
-class Moment:
+class InMemoryCheckpointKey:
     """Identity of an in-memory checkpoint: step, generation and number of ranks."""
 
     step: int
@@ -38,21 +38,21 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Part:
+class FlushedPart:
     """Folder of memory files, all of one in-memory checkpoint."""
 
     path: Path
-    moment: Moment
-    images: Mapping[int, Path]
+    checkpoint_key: InMemoryCheckpointKey
+    memory_files: Mapping[int, Path]
     """Files by rank; their content is not verified."""
 
 
-def write_part(folder: Path, images: Mapping[int, str]) -> Path:
+def write_flushed_part(folder: Path, memory_files: Mapping[int, str]) -> Path:
     """Copy memory files to the first fallback folder with room, durably and completely or not at all.
 
     Args:
         folder: the run's checkpoint folder.
-        images: paths by rank; all of one in-memory checkpoint.
+        memory_files: paths by rank; all of one in-memory checkpoint.
 
     Returns:
         The part's folder.
@@ -60,19 +60,19 @@ def write_part(folder: Path, images: Mapping[int, str]) -> Path:
     Raises:
         WanmaError: a memory file is damaged, or no fallback folder has room.
     """
-    found = {rank: whole_image(path, rank) for rank, path in images.items()}
+    found = {rank: open_verified_memory_file(path, rank) for rank, path in memory_files.items()}
     first = min(found)
-    head = found[first].head
-    name = f"part-{step_name(head.step)}-{head.generation}-{first:05d}"
+    head = found[first].header
+    name = f"part-{step_folder_name(head.step)}-{head.generation}-{first:05d}"
     refused = []
-    for place in refuges(folder):
+    for place in fallback_folders(folder):
         writing = place / f"{name}.writing"
         try:
-            open_refuge(place)
+            create_fallback_folder(place)
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir()
             for rank, image in found.items():
-                page = image.head.pack().ljust(HEAD_BYTES, b"\0")
+                page = image.header.pack().ljust(HEADER_BYTES, b"\0")
                 write_file(writing / f"image-{rank:05d}", memoryview(page), image.body)
             sync_folder(writing)
             final = place / name
@@ -89,21 +89,21 @@ def write_part(folder: Path, images: Mapping[int, str]) -> Path:
     )
 
 
-def parts(folder: Path) -> list[Part]:
+def list_flushed_parts(folder: Path) -> list[FlushedPart]:
     """List the complete parts in the fallback folders of `folder` on this node."""
     found = []
-    for place in refuges(folder):
-        for path in sorted(place.iterdir()) if is_mine(place) else []:
+    for place in fallback_folders(folder):
+        for path in sorted(place.iterdir()) if is_own_folder(place) else []:
             match = _NAME.fullmatch(path.name)
-            if match and match[1] is None and (part := _part(path)) is not None:
+            if match and match[1] is None and (part := _read_part(path)) is not None:
                 found.append(part)
     return found
 
 
-def remove_parts(folder: Path, last_step: int) -> None:
+def remove_flushed_parts(folder: Path, last_step: int) -> None:
     """Remove the parts of steps up to `last_step`, and unfinished ones."""
-    for place in refuges(folder):
-        if not is_mine(place):
+    for place in fallback_folders(folder):
+        if not is_own_folder(place):
             continue
         for path in list(place.iterdir()):
             match = _NAME.fullmatch(path.name)
@@ -119,13 +119,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
-def _part(path: Path) -> Part | None:
-    heads: dict[int, tuple[Head, Path]] = {}
+def _read_part(path: Path) -> FlushedPart | None:
+    heads: dict[int, tuple[MemoryFileHeader, Path]] = {}
     for file in path.glob("image-*"):
         with contextlib.suppress(OSError):
-            if (head := read_head(str(file))) is not None and head.complete:
+            if (head := read_header(str(file))) is not None and head.is_complete:
                 heads[head.rank] = head, file
-    moments = {Moment(head.step, head.generation, head.world_size) for head, _ in heads.values()}
+    moments = {
+        InMemoryCheckpointKey(head.step, head.generation, head.world_size) for head, _ in heads.values()
+    }
     if len(moments) != 1:
         return None
-    return Part(path, moments.pop(), {rank: file for rank, (_, file) in heads.items()})
+    return FlushedPart(path, moments.pop(), {rank: file for rank, (_, file) in heads.items()})

@@ -9,41 +9,41 @@ import torch.distributed as dist
 
 from wanma.checkpoint.in_memory.file_transfer import (
     CHUNK_BYTES,
-    LEAST_CHUNK_BYTES,
-    Talk,
-    converse,
-    receive_image,
-    send_image,
+    MIN_CHUNK_BYTES,
+    TransferSteps,
+    receive_memory_file,
+    run_transfers,
+    send_memory_file,
 )
-from wanma.checkpoint.in_memory.memory_file import ImageFile
-from wanma.checkpoint.in_memory.partner_ring import host_of
+from wanma.checkpoint.in_memory.memory_file import MemoryFileWriter
+from wanma.checkpoint.in_memory.partner_ring import backup_rank_of
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Images
+from wanma.job.run.worker import MemoryFilePaths
 
-_WITH_GLOO = 3
+_GLOO_CPU_FACTOR = 3
 """Core seconds of an exchange relative to this thread's own, Gloo's thread included.
 
 Measured on loopback with 256 MB each way (0.07 of 0.2 s).
 """
-CHUNK_SECONDS = 0.02
+MAX_CHUNK_SECONDS = 0.02
 """Maximum time that training waits behind one message of an exchange that yields."""
-YIELD_SHARE = 0.01
+MIN_LINK_SHARE = 0.01
 """Maximum share of the time for messages when training never leaves the link free."""
-LONGEST_YIELD_SECONDS = 5.0
+MAX_YIELD_SECONDS = 5.0
 """Maximum pause between two messages: below the other side's timeout."""
 _POLL_SECONDS = 0.002
 
 
-class Partner:
+class PartnerReplicator:
     """Exchange of each in-memory checkpoint with other nodes, in two files per backed-up rank used in turn.
 
     If no rank begins an in-memory checkpoint before all have finished the exchange of the one before, there
     is always one step of which every rank's memory file is complete on its own node and on its partner.
 
     Args:
-        images: paths of the memory files; this rank stores those of its `guests`.
+        memory_files: paths of the memory files; this rank stores those of its `guests`.
         rank: this rank.
-        ranks_by_node: number of ranks of each node.
+        local_world_sizes: number of ranks of each node.
         group: Gloo process group of all ranks, used by nothing else, because this runs beside the training.
         is_busy: returns True while training communicates, which an exchange lets pass; None: the exchange
             takes its share of the link at any time.
@@ -54,29 +54,30 @@ class Partner:
 
     def __init__(
         self,
-        images: Images,
+        memory_files: MemoryFilePaths,
         rank: int,
-        ranks_by_node: Sequence[int],
+        local_world_sizes: Sequence[int],
         group: dist.ProcessGroup,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        self.problem = ""
+        self.failure_reason = ""
         """Reason why replication has stopped; empty: it works."""
-        self.processor_seconds = 0.0
+        self.cpu_seconds = 0.0
         """Estimated core seconds of the last exchange."""
         self._rank, self._group, self._is_busy = rank, group, is_busy
-        self._chunk_bytes = LEAST_CHUNK_BYTES if is_busy is not None else CHUNK_BYTES
-        self._host = host_of(rank, ranks_by_node)
+        self._chunk_bytes = MIN_CHUNK_BYTES if is_busy is not None else CHUNK_BYTES
+        self._backup_rank = backup_rank_of(rank, local_world_sizes)
         try:
-            self._guests = {
-                guest: [ImageFile(path) for path in paths] for guest, paths in images.guests.items()
+            self._backed_up_files = {
+                guest: [MemoryFileWriter(path) for path in paths]
+                for guest, paths in memory_files.backup_paths.items()
             }
         except OSError as error:
             raise WanmaError(
                 f"rank {rank} cannot open the memory for other nodes' snapshots: {error}"
             ) from error
 
-    def exchange(self, path: str | None) -> None:
+    def replicate(self, path: str | None) -> None:
         """Send this rank's memory file and receive those of backed-up ranks.
 
         Runs in a thread, on all ranks; never raises.
@@ -86,23 +87,26 @@ class Partner:
             path: this rank's memory file; None: it has none, but receives the others'.
         """
         began = time.thread_time()
-        talks = [send_image(path, self._rank, self._host, self._group, self._chunk_bytes)]
-        talks += [receive_image(files[0], guest, guest, self._group) for guest, files in self._guests.items()]
+        talks = [send_memory_file(path, self._rank, self._backup_rank, self._group, self._chunk_bytes)]
+        talks += [
+            receive_memory_file(files[0], guest, guest, self._group)
+            for guest, files in self._backed_up_files.items()
+        ]
         try:
-            problems = self._converse(talks)
+            problems = self._run_transfers(talks)
         except Exception as error:  # the thread has no caller: the waiting one reads `problem`
             problems = [f"the exchange with other nodes broke off: {error}"]
         if problems:
-            self.problem = self.problem or "; ".join(problems)
+            self.failure_reason = self.failure_reason or "; ".join(problems)
         else:
-            for files in self._guests.values():
+            for files in self._backed_up_files.values():
                 files.reverse()
-        self.processor_seconds = _WITH_GLOO * (time.thread_time() - began)
+        self.cpu_seconds = _GLOO_CPU_FACTOR * (time.thread_time() - began)
 
-    def _converse(self, talks: Sequence[Talk]) -> list[str]:
+    def _run_transfers(self, transfers: Sequence[TransferSteps]) -> list[str]:
         """Run the transfers, yield the link to training, and choose the chunk size of the next exchange."""
         if self._is_busy is None:
-            return converse(talks)
+            return run_transfers(transfers)
         rounds: list[float] = []
         ended = time.perf_counter()
 
@@ -112,24 +116,24 @@ class Partner:
             now = time.perf_counter()
             took = now - ended
             rounds.append(took)
-            latest = now + min(took / YIELD_SHARE, LONGEST_YIELD_SECONDS)
+            latest = now + min(took / MIN_LINK_SHARE, MAX_YIELD_SECONDS)
             while self._is_busy is not None and self._is_busy() and time.perf_counter() < latest:
                 time.sleep(_POLL_SECONDS)
             ended = time.perf_counter()
 
-        problems = converse(talks, let_pass)
+        problems = run_transfers(transfers, let_pass)
         full = sorted(rounds[3:-1])  # without the header, the answer, and a chunk that may be short
         if full and full[len(full) // 2] > 0:
-            wanted = self._chunk_bytes * CHUNK_SECONDS / full[len(full) // 2]
-            self._chunk_bytes = int(min(max(wanted, LEAST_CHUNK_BYTES), CHUNK_BYTES))
+            wanted = self._chunk_bytes * MAX_CHUNK_SECONDS / full[len(full) // 2]
+            self._chunk_bytes = int(min(max(wanted, MIN_CHUNK_BYTES), CHUNK_BYTES))
         return problems
 
     @property
-    def taken_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Memory in bytes that the files of backed-up ranks occupy."""
-        return sum(file.taken_bytes for files in self._guests.values() for file in files)
+        return sum(file.allocated_bytes for files in self._backed_up_files.values() for file in files)
 
     def close(self) -> None:
-        for file in (one for files in self._guests.values() for one in files):
+        for file in (one for files in self._backed_up_files.values() for one in files):
             file.close()
-        self._guests = {}
+        self._backed_up_files = {}

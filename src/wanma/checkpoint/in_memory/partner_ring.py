@@ -12,42 +12,42 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 
-def node_spans(ranks_by_node: Sequence[int]) -> list[range]:
+def node_rank_ranges(local_world_sizes: Sequence[int]) -> list[range]:
     """Return the ranks of each node.
 
     Args:
-        ranks_by_node: number of ranks of each node.
+        local_world_sizes: number of ranks of each node.
     """
-    return [range(first, stop) for first, stop in pairwise(accumulate(ranks_by_node, initial=0))]
+    return [range(first, stop) for first, stop in pairwise(accumulate(local_world_sizes, initial=0))]
 
 
-def node_of(rank: int, ranks_by_node: Sequence[int]) -> int:
-    return next(node for node, span in enumerate(node_spans(ranks_by_node)) if rank in span)
+def node_of(rank: int, local_world_sizes: Sequence[int]) -> int:
+    return next(node for node, span in enumerate(node_rank_ranges(local_world_sizes)) if rank in span)
 
 
-def host_of(rank: int, ranks_by_node: Sequence[int]) -> int:
+def backup_rank_of(rank: int, local_world_sizes: Sequence[int]) -> int:
     """Return the rank on the partner node that stores the memory files of `rank`.
 
     Raises:
         ValueError: there is one node only.
     """
-    if len(ranks_by_node) < 2:
+    if len(local_world_sizes) < 2:
         raise ValueError("one node has no partner")
-    spans, node = node_spans(ranks_by_node), node_of(rank, ranks_by_node)
+    spans, node = node_rank_ranges(local_world_sizes), node_of(rank, local_world_sizes)
     partner = spans[(node + 1) % len(spans)]
     return partner[(rank - spans[node].start) % len(partner)]
 
 
-def guests_of(rank: int, ranks_by_node: Sequence[int]) -> tuple[int, ...]:
+def backed_up_ranks(rank: int, local_world_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the backed-up ranks whose memory files `rank` stores; empty on a single node."""
-    if len(ranks_by_node) < 2:
+    if len(local_world_sizes) < 2:
         return ()
-    before = node_spans(ranks_by_node)[node_of(rank, ranks_by_node) - 1]
-    return tuple(guest for guest in before if host_of(guest, ranks_by_node) == rank)
+    before = node_rank_ranges(local_world_sizes)[node_of(rank, local_world_sizes) - 1]
+    return tuple(guest for guest in before if backup_rank_of(guest, local_world_sizes) == rank)
 
 
 @dataclass(frozen=True)
-class Fetch:
+class RestoreTransfer:
     """Transfer of one memory file that its owner's node has lost, and another node has."""
 
     owner: int
@@ -56,31 +56,31 @@ class Fetch:
     """Rank that sends it."""
 
 
-def plan_fetches(
-    held: Mapping[int, Collection[int]], ranks_by_node: Sequence[int]
-) -> tuple[list[Fetch], list[int]]:
+def plan_restore(
+    available_owners: Mapping[int, Collection[int]], local_world_sizes: Sequence[int]
+) -> tuple[list[RestoreTransfer], list[int]]:
     """Plan the transfers that give each node its own ranks' memory files, and list the ranks without any.
 
     Args:
-        held: node -> ranks whose memory file it has.
-        ranks_by_node: number of ranks of each node.
+        available_owners: node -> ranks whose memory file it has.
+        local_world_sizes: number of ranks of each node.
     """
-    spans = node_spans(ranks_by_node)
+    spans = node_rank_ranges(local_world_sizes)
     fetches, lost = [], []
     for node, span in enumerate(spans):
         for local_rank, owner in enumerate(span):
-            if owner in held[node]:
+            if owner in available_owners[node]:
                 continue
-            for other in _after(node, len(spans)):
-                if owner in held[other]:
+            for other in _partner_candidates(node, len(spans)):
+                if owner in available_owners[other]:
                     source = spans[other][local_rank % len(spans[other])]
-                    fetches.append(Fetch(owner, source))
+                    fetches.append(RestoreTransfer(owner, source))
                     break
             else:
                 lost.append(owner)
     return fetches, lost
 
 
-def _after(node: int, nodes: int) -> Iterator[int]:
+def _partner_candidates(node: int, node_count: int) -> Iterator[int]:
     """Return the other nodes, the partner first."""
-    return ((node + distance) % nodes for distance in range(1, nodes))
+    return ((node + distance) % node_count for distance in range(1, node_count))

@@ -1,6 +1,6 @@
 """Resharding of an in-memory checkpoint: each node gets the memory files that its ranks need parts of.
 
-    if laid_out_otherwise(images, step, worker, layout):      # every rank calls both
+    if needs_reshard(images, step, worker, layout):      # every rank calls both
         source, problems, count = gather(images, step, worker, tensors_for)
         load(source, tensors)                                 # as from a checkpoint of any layout
 
@@ -20,37 +20,42 @@ import torch
 import torch.distributed as dist
 
 from wanma.checkpoint.format.local_shards import local_box
-from wanma.checkpoint.format.manifest import Manifest, data_file, overlap
-from wanma.checkpoint.in_memory.file_transfer import converse, receive_image, send_image
-from wanma.checkpoint.in_memory.in_memory_checkpointer import layout_number
-from wanma.checkpoint.in_memory.memory_file import FoundImage, ImageFile, read_head
-from wanma.checkpoint.in_memory.partner_ring import node_spans
-from wanma.checkpoint.load.reader import Source
-from wanma.checkpoint.save.commit import merge
+from wanma.checkpoint.format.manifest import Manifest, data_file_name, intersect_boxes
+from wanma.checkpoint.in_memory.file_transfer import receive_memory_file, run_transfers, send_memory_file
+from wanma.checkpoint.in_memory.in_memory_checkpointer import hash_layout
+from wanma.checkpoint.in_memory.memory_file import (
+    MemoryFileHeader,
+    MemoryFileReader,
+    MemoryFileWriter,
+    read_header,
+)
+from wanma.checkpoint.in_memory.partner_ring import node_rank_ranges
+from wanma.checkpoint.load.reader import CheckpointSource
+from wanma.checkpoint.save.commit import merge_rank_manifests
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Images, Worker
+from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 
-TensorsFor = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
+TensorSelector = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 """Mapping from the names of all saved tensors to the tensors that this rank fills."""
 
 
-def laid_out_otherwise(images: Images, step: int, worker: Worker, layout: str) -> bool:
+def needs_reshard(memory_files: MemoryFilePaths, step: int, worker: WorkerContext, layout: str) -> bool:
     """Return True if the in-memory checkpoint of `step` has another number of ranks or another layout.
 
     Args:
-        images: paths of the memory files.
+        memory_files: paths of the memory files.
         step: the step of the in-memory checkpoint.
         worker: this rank's context.
         layout: text that determines which rank now holds which shard.
     """
-    mine = {(head.world_size, head.layout) for head in _heads(images, step)}
-    everyones = _everyones(mine, worker)
-    return bool(set().union(*everyones) - {(worker.world_size, layout_number(layout))})
+    mine = {(head.world_size, head.layout_hash) for head in _read_headers(memory_files, step)}
+    everyones = _all_gather_objects(mine, worker)
+    return bool(set().union(*everyones) - {(worker.world_size, hash_layout(layout))})
 
 
-def gather(
-    images: Images, step: int, worker: Worker, tensors_for: TensorsFor
-) -> tuple[Source | None, list[str], int]:
+def gather_for_reshard(
+    memory_files: MemoryFilePaths, step: int, worker: WorkerContext, select_tensors: TensorSelector
+) -> tuple[CheckpointSource | None, list[str], int]:
     """Transfer to each node the memory files of `step` that its ranks need parts of.
 
     Returns:
@@ -60,43 +65,43 @@ def gather(
     Raises:
         WanmaError: another rank is gone.
     """
-    found, damaged = _whole(images, step, worker)
+    found, damaged = _open_and_verify(memory_files, step, worker)
     mine = {
-        owner: {**image.table(), "world_size": image.head.world_size}
-        for owner, image in _share(found, worker)
+        owner: {**image.rank_manifest(), "world_size": image.header.world_size}
+        for owner, image in _rank_share(found, worker)
     }
-    told = _everyones((mine, damaged), worker)
-    spans = node_spans(worker.ranks_by_node)
+    told = _all_gather_objects((mine, damaged), worker)
+    spans = node_rank_ranges(worker.local_world_sizes)
     held = [sorted({owner for rank in span for owner in told[rank][0]}) for span in spans]
     here = {owner: found[owner] for owner in held[worker.node_rank]}
     tables = {owner: table for of_rank, _ in told for owner, table in of_rank.items()}
-    manifest, problems = _manifest(tables, here, step)
+    manifest, problems = _merge_rank_manifests(tables, here, step)
     if manifest is None:
         return None, [*(text for _, texts in told for text in texts), *problems], 0
 
-    needed = _everyones(_needed(manifest, tensors_for(manifest.tensors)), worker)
+    needed = _all_gather_objects(_required_owners(manifest, select_tensors(manifest.tensors)), worker)
     wanted = [{owner for rank in span for owner in needed[rank]} for span in spans]
-    fetches = plan_fetches(held, wanted, spans)
-    with _Received() as received:
-        problems = _exchange(fetches, here, received, worker)
-        paths = _everyones(received.paths, worker)
+    fetches = plan_reshard(held, wanted, spans)
+    with _ReceiveBuffers() as received:
+        problems = _run_transfers(fetches, here, received, worker)
+        paths = _all_gather_objects(received.paths, worker)
         for rank in worker.node_ranks:
             for owner, path in paths[rank].items():
                 try:
-                    here[owner] = FoundImage(path)
+                    here[owner] = MemoryFileReader(path)
                 except (OSError, ValueError) as error:
                     problems.append(f"rank {owner}'s snapshot did not arrive: {error}")
-        everyones = _everyones(problems, worker)  # all ranks have opened the received files
+        everyones = _all_gather_objects(problems, worker)  # all ranks have opened the received files
     problems = list(dict.fromkeys(text for texts in everyones for text in texts))
     if problems:
         return None, problems, 0
-    files = {data_file(owner): image for owner, image in here.items()}
+    files = {data_file_name(owner): image for owner, image in here.items()}
     name = f"the snapshot of step {step}"
-    return Source(name, manifest, lambda file: files[file].content), [], len(fetches)
+    return CheckpointSource(name, manifest, lambda file: files[file].content), [], len(fetches)
 
 
 @dataclass(frozen=True)
-class Fetch:
+class ReshardTransfer:
     """Transfer of one memory file to a node."""
 
     owner: int
@@ -105,63 +110,70 @@ class Fetch:
     target: int
 
 
-def plan_fetches(
-    held: Sequence[Iterable[int]], wanted: Sequence[Iterable[int]], spans: Sequence[range]
-) -> list[Fetch]:
+def plan_reshard(
+    available_owners: Sequence[Iterable[int]],
+    needed_owners: Sequence[Iterable[int]],
+    node_ranks: Sequence[range],
+) -> list[ReshardTransfer]:
     """Plan the transfers of memory files: each node's ranks send and receive in turn.
 
     Args:
-        held: by node, the owners of the memory files there.
-        wanted: by node, the owners whose memory files its ranks need; each is held somewhere.
-        spans: by node, its ranks.
+        available_owners: by node, the owners of the memory files there.
+        needed_owners: by node, the owners whose memory files its ranks need; each is held somewhere.
+        node_ranks: by node, its ranks.
     """
     holders: dict[int, list[int]] = {}
-    for node, owners in enumerate(held):
+    for node, owners in enumerate(available_owners):
         for owner in owners:
             holders.setdefault(owner, []).append(node)
-    fetches: list[Fetch] = []
-    for node, owners in enumerate(wanted):
-        lacking = sorted(set(owners) - set(held[node]))
+    fetches: list[ReshardTransfer] = []
+    for node, owners in enumerate(needed_owners):
+        lacking = sorted(set(owners) - set(available_owners[node]))
         for count, owner in enumerate(lacking):
-            giving = spans[holders[owner][node % len(holders[owner])]]
-            taking = spans[node]
-            fetches.append(Fetch(owner, giving[(owner + node) % len(giving)], taking[count % len(taking)]))
+            giving = node_ranks[holders[owner][node % len(holders[owner])]]
+            taking = node_ranks[node]
+            fetches.append(
+                ReshardTransfer(owner, giving[(owner + node) % len(giving)], taking[count % len(taking)])
+            )
     return fetches
 
 
-class _Received:
+class _ReceiveBuffers:
     """Memory of this rank for received files, released on exit; files opened by then stay mapped."""
 
     def __init__(self) -> None:
         self.paths: dict[int, str] = {}
         self._descriptors: list[int] = []
 
-    def __enter__(self) -> _Received:
+    def __enter__(self) -> _ReceiveBuffers:
         return self
 
     def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
 
-    def new(self, owner: int) -> ImageFile:
+    def allocate(self, owner: int) -> MemoryFileWriter:
         descriptor = os.memfd_create(f"wanma-image-of-{owner}", os.MFD_CLOEXEC)
         self._descriptors.append(descriptor)
         self.paths[owner] = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return ImageFile(self.paths[owner])
+        return MemoryFileWriter(self.paths[owner])
 
 
-def _exchange(
-    fetches: Sequence[Fetch], here: Mapping[int, FoundImage], received: _Received, worker: Worker
+def _run_transfers(
+    transfers: Sequence[ReshardTransfer],
+    local_files: Mapping[int, MemoryFileReader],
+    buffers: _ReceiveBuffers,
+    worker: WorkerContext,
 ) -> list[str]:
     files, talks = [], []
     try:
-        for one in fetches:
+        for one in transfers:
             if one.source == worker.rank:
-                talks.append(send_image(here[one.owner].path, one.owner, one.target))
+                talks.append(send_memory_file(local_files[one.owner].path, one.owner, one.target))
             if one.target == worker.rank:
-                files.append(received.new(one.owner))
-                talks.append(receive_image(files[-1], one.owner, one.source))
-        return converse(talks)
+                files.append(buffers.allocate(one.owner))
+                talks.append(receive_memory_file(files[-1], one.owner, one.source))
+        return run_transfers(talks)
     except (OSError, RuntimeError) as error:
         raise WanmaError(f"a snapshot could not be fetched from another node: {error}") from error
     finally:
@@ -169,77 +181,83 @@ def _exchange(
             file.close()
 
 
-def _heads(images: Images, step: int) -> list[Any]:
+def _read_headers(memory_files: MemoryFilePaths, step: int) -> list[MemoryFileHeader]:
     heads = []
-    for owner, paths in images.found.items():
+    for owner, paths in memory_files.restore_paths.items():
         for path in paths:
             try:
-                head = read_head(path)
+                head = read_header(path)
             except OSError:
                 continue
-            if head is not None and head.complete and (head.rank, head.step) == (owner, step):
+            if head is not None and head.is_complete and (head.rank, head.step) == (owner, step):
                 heads.append(head)
     return heads
 
 
-def _whole(images: Images, step: int, worker: Worker) -> tuple[dict[int, FoundImage], list[str]]:
+def _open_and_verify(
+    memory_files: MemoryFilePaths, step: int, worker: WorkerContext
+) -> tuple[dict[int, MemoryFileReader], list[str]]:
     """Open the memory files of `step` on this node and verify this rank's share; return problems too."""
-    found: dict[int, FoundImage] = {}
-    for owner, paths in images.found.items():
+    found: dict[int, MemoryFileReader] = {}
+    for owner, paths in memory_files.restore_paths.items():
         for path in paths:
             try:
-                image = FoundImage(path)
+                image = MemoryFileReader(path)
             except (OSError, ValueError):
                 continue  # one of the two may always be unfinished
-            if (image.head.step, image.head.rank) == (step, owner):
+            if (image.header.step, image.header.rank) == (step, owner):
                 found[owner] = image
     problems = []
-    for owner, image in _share(found, worker):
-        if not image.is_whole():
+    for owner, image in _rank_share(found, worker):
+        if not image.is_valid():
             del found[owner]  # another node may have a valid one
             problems.append(f"rank {owner}'s snapshot of step {step} is damaged on node {worker.node_rank}")
     return found, problems
 
 
-def _share(found: Mapping[int, FoundImage], worker: Worker) -> list[tuple[int, FoundImage]]:
+def _rank_share(
+    memory_files: Mapping[int, MemoryFileReader], worker: WorkerContext
+) -> list[tuple[int, MemoryFileReader]]:
     """Return this rank's share of the memory files that all ranks of a node see."""
     return [
-        (owner, found[owner])
-        for owner in sorted(found)
+        (owner, memory_files[owner])
+        for owner in sorted(memory_files)
         if owner % worker.local_world_size == worker.local_rank
     ]
 
 
-def _manifest(
-    tables: Mapping[int, dict[str, Any]], near: Iterable[int], step: int
+def _merge_rank_manifests(
+    rank_manifests: Mapping[int, dict[str, Any]], local_owners: Iterable[int], step: int
 ) -> tuple[Manifest | None, list[str]]:
     """Merge the rank manifests into one; of equal boxes those on this node take precedence."""
-    if not tables:
+    if not rank_manifests:
         return None, [f"nobody has a snapshot of step {step}"]
-    world_size = next(iter(tables.values()))["world_size"]
-    if lost := sorted(set(range(world_size)) - tables.keys()):
+    world_size = next(iter(rank_manifests.values()))["world_size"]
+    if lost := sorted(set(range(world_size)) - rank_manifests.keys()):
         return None, [f"nobody has rank {owner}'s snapshot of step {step}" for owner in lost]
-    order = [*sorted(near), *sorted(tables.keys() - set(near))]
+    order = [*sorted(local_owners), *sorted(rank_manifests.keys() - set(local_owners))]
     try:
-        merged = merge([tables[owner] for owner in order], step, None, tables[0]["state"])
+        merged = merge_rank_manifests(
+            [rank_manifests[owner] for owner in order], step, None, rank_manifests[0]["state"]
+        )
     except (WanmaError, ValueError, KeyError, TypeError) as error:
         return None, [f"the snapshot of step {step} cannot be read: {error}"]
     return merged, []
 
 
-def _needed(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+def _required_owners(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Return the ranks whose memory files hold a part of these tensors."""
-    owners = {data_file(owner): owner for owner in range(manifest.world_size)}
+    owners = {data_file_name(owner): owner for owner in range(manifest.world_size)}
     files: set[str] = set()
     for name, tensor in tensors.items():
         box, entry = local_box(name, tensor), manifest.tensors.get(name)
         if box is not None and entry is not None:
-            files.update(shard.file for shard in entry.shards if overlap(box, shard.box) is not None)
+            files.update(shard.file for shard in entry.shards if intersect_boxes(box, shard.box) is not None)
     return sorted(owners[file] for file in files)
 
 
-def _everyones(mine: Any, worker: Worker) -> list[Any]:
-    everyones = [mine] * worker.world_size
+def _all_gather_objects(own: Any, worker: WorkerContext) -> list[Any]:
+    everyones = [own] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(everyones, mine)
+        dist.all_gather_object(everyones, own)
     return everyones

@@ -6,60 +6,65 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from wanma.checkpoint.in_memory.file_transfer import converse, receive_image, send_image
-from wanma.checkpoint.in_memory.memory_file import ImageFile, read_head
-from wanma.checkpoint.in_memory.partner_ring import node_of, node_spans, plan_fetches
+from wanma.checkpoint.in_memory.file_transfer import receive_memory_file, run_transfers, send_memory_file
+from wanma.checkpoint.in_memory.memory_file import MemoryFileWriter, read_header
+from wanma.checkpoint.in_memory.partner_ring import node_of, node_rank_ranges, plan_restore
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Images, Worker
+from wanma.job.run.worker import MemoryFilePaths, WorkerContext
 
 
-def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str], int]:
+def restore_lost_files(
+    memory_files: MemoryFilePaths, step: int, worker: WorkerContext
+) -> tuple[MemoryFilePaths, list[str], int]:
     """Give every node the memory files of its own ranks at `step`; every rank calls it.
 
     A missing one is written into its rank's own file that is overwritten last.
 
     Args:
-        images: paths of this rank's memory files.
+        memory_files: paths of this rank's memory files.
         step: the step of the in-memory checkpoint.
         worker: this rank's context.
 
     Returns:
-        `images`, where `found` has this node's ranks, wherever their files were; the problems, a sentence
-        each; and the number of memory files transferred on all nodes.
+        `memory_files`, where `found` has this node's ranks, wherever their files were; the problems, a
+        sentence each; and the number of memory files transferred on all nodes.
 
     Raises:
         WanmaError: another rank is gone, or this rank's file cannot be opened.
     """
-    by_node = worker.ranks_by_node
+    by_node = worker.local_world_sizes
     if len(by_node) < 2:
-        return images, [], 0
+        return memory_files, [], 0
     here = {
-        owner: path for owner, paths in images.found.items() for path in paths if _is_of(path, owner, step)
+        owner: path
+        for owner, paths in memory_files.restore_paths.items()
+        for path in paths
+        if _is_complete_file_of(path, owner, step)
     }
-    told = [(sorted(here), images.mine[1])] * worker.world_size
-    dist.all_gather_object(told, (sorted(here), images.mine[1]))
-    held = {node: set(told[span.start][0]) for node, span in enumerate(node_spans(by_node))}
-    fetches, lost = plan_fetches(held, by_node)
+    told = [(sorted(here), memory_files.own_paths[1])] * worker.world_size
+    dist.all_gather_object(told, (sorted(here), memory_files.own_paths[1]))
+    held = {node: set(told[span.start][0]) for node, span in enumerate(node_rank_ranges(by_node))}
+    fetches, lost = plan_restore(held, by_node)
     problems = [_lost_text(owner, step, by_node) for owner in lost]
-    own = {owner: paths for owner, paths in images.found.items() if owner in worker.node_ranks}
+    own = {owner: paths for owner, paths in memory_files.restore_paths.items() if owner in worker.node_ranks}
     if not fetches or lost:
-        return replace(images, found=own), problems, 0
+        return replace(memory_files, restore_paths=own), problems, 0
 
     file = None
     talks = []
     for one in fetches:
         if one.source == worker.rank:
-            talks.append(send_image(here[one.owner], one.owner, one.owner))
+            talks.append(send_memory_file(here[one.owner], one.owner, one.owner))
         if one.owner == worker.rank:
             try:
-                file = ImageFile(images.mine[1])
+                file = MemoryFileWriter(memory_files.own_paths[1])
             except OSError as error:
                 raise WanmaError(
                     f"rank {worker.rank} cannot open the memory for snapshots: {error}"
                 ) from error
-            talks.append(receive_image(file, one.owner, one.source))
+            talks.append(receive_memory_file(file, one.owner, one.source))
     try:
-        problems = converse(talks)
+        problems = run_transfers(talks)
     except RuntimeError as error:
         raise WanmaError(f"a snapshot could not be fetched from another node: {error}") from error
     finally:
@@ -67,20 +72,20 @@ def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str],
             file.close()
     dist.barrier()  # files received by other ranks of this node are complete from here on
     fetched = {one.owner: (told[one.owner][1],) for one in fetches if one.owner in worker.node_ranks}
-    return replace(images, found={**own, **fetched}), problems, len(fetches)
+    return replace(memory_files, restore_paths={**own, **fetched}), problems, len(fetches)
 
 
-def _is_of(path: str, owner: int, step: int) -> bool:
+def _is_complete_file_of(path: str, owner: int, step: int) -> bool:
     try:
-        head = read_head(path)
+        head = read_header(path)
     except OSError:
         return False
-    return head is not None and head.complete and (head.rank, head.step) == (owner, step)
+    return head is not None and head.is_complete and (head.rank, head.step) == (owner, step)
 
 
-def _lost_text(owner: int, step: int, by_node: tuple[int, ...]) -> str:
-    node = node_of(owner, by_node)
+def _lost_text(owner: int, step: int, local_world_sizes: tuple[int, ...]) -> str:
+    node = node_of(owner, local_world_sizes)
     return (
         f"nobody has rank {owner}'s snapshot of step {step}: node {node} has lost it, and its partner, "
-        f"node {(node + 1) % len(by_node)}, has no copy"
+        f"node {(node + 1) % len(local_world_sizes)}, has no copy"
     )

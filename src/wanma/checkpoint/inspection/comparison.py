@@ -12,96 +12,110 @@ import torch
 from torch import Tensor
 
 from wanma.checkpoint.format.manifest import TensorEntry
-from wanma.checkpoint.format.tensor_blocks import BLOCK_ELEMENTS, blocks
-from wanma.checkpoint.load.reader import Saved
+from wanma.checkpoint.format.tensor_blocks import BLOCK_ELEMENTS, iterate_blocks
+from wanma.checkpoint.load.reader import CheckpointReader
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Differences of one tensor in both checkpoints; values are compared where the shapes are equal."""
 
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    differing: int = 0
+    unequal_elements: int = 0
     """Number of elements with unequal values; NaN equals NaN here."""
-    non_finite: int = 0
+    non_finite_elements: int = 0
     """Number of unequal elements with a NaN or an infinity on one side; left out of the two values below."""
-    largest: float = 0.0
+    max_absolute_difference: float = 0.0
     """Maximum of |a - b|."""
-    relative: float | None = 0.0
+    relative_norm: float | None = 0.0
     """Relative norm ‖a - b‖ / ‖a‖, Euclidean; None where a is zero."""
 
     @property
-    def is_none(self) -> bool:
-        return self.dtypes[0] == self.dtypes[1] and self.shapes[0] == self.shapes[1] and not self.differing
+    def is_empty(self) -> bool:
+        return (
+            self.dtypes[0] == self.dtypes[1]
+            and self.shapes[0] == self.shapes[1]
+            and not self.unequal_elements
+        )
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointDifference:
     """Differences between checkpoints A and B."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    tensors: tuple[Difference, ...]
+    tensors: tuple[TensorDifference, ...]
     """Tensors that differ."""
-    equal: int
+    equal_tensors: int
     """Number of equal tensors."""
-    state: tuple[tuple[str, Any, Any], ...]
+    state_differences: tuple[tuple[str, Any, Any], ...]
     """Differing state that is not a tensor: (dotted key, value in A, value in B); None where missing."""
-    ranks: tuple[int, ...]
+    ranks_with_different_state: tuple[int, ...]
     """Ranks whose own state differs."""
 
     @property
-    def is_none(self) -> bool:
-        return not (self.only_a or self.only_b or self.tensors or self.state or self.ranks)
+    def is_empty(self) -> bool:
+        return not (
+            self.only_a
+            or self.only_b
+            or self.tensors
+            or self.state_differences
+            or self.ranks_with_different_state
+        )
 
 
-def compare(a: Path, b: Path, block_elements: int = BLOCK_ELEMENTS) -> Comparison:
+def compare_checkpoints(a: Path, b: Path, block_elements: int = BLOCK_ELEMENTS) -> CheckpointDifference:
     """Compare two checkpoints; memory holds one block of each at a time.
 
     Raises:
         WanmaError: one cannot be read.
     """
-    left, right = Saved(a), Saved(b)
+    left, right = CheckpointReader(a), CheckpointReader(b)
     both = [name for name in left.tensors if name in right.tensors]
-    found = [_difference(name, left, right, block_elements) for name in both]
+    found = [_compare_tensor(name, left, right, block_elements) for name in both]
     manifests = read_manifest(a), read_manifest(b)
-    states = [{"step": one.step, "metric": one.metric, **dict(_flat(one.state))} for one in manifests]
+    states = [
+        {"step": one.step, "metric": one.metric, **dict(_flatten_state(one.state))} for one in manifests
+    ]
     ranks = [one.rank_state for one in manifests]
-    return Comparison(
+    return CheckpointDifference(
         only_a=tuple(sorted(set(left.tensors).difference(right.tensors))),
         only_b=tuple(sorted(set(right.tensors).difference(left.tensors))),
-        tensors=tuple(one for one in found if not one.is_none),
-        equal=sum(one.is_none for one in found),
-        state=tuple(
+        tensors=tuple(one for one in found if not one.is_empty),
+        equal_tensors=sum(one.is_empty for one in found),
+        state_differences=tuple(
             (key, states[0].get(key), states[1].get(key))
             for key in dict.fromkeys([*states[0], *states[1]])
             if states[0].get(key) != states[1].get(key)
         ),
-        ranks=tuple(
+        ranks_with_different_state=tuple(
             rank for rank in sorted({*ranks[0], *ranks[1]}) if ranks[0].get(rank) != ranks[1].get(rank)
         ),
     )
 
 
-def _difference(name: str, a: Saved, b: Saved, block_elements: int) -> Difference:
+def _compare_tensor(
+    name: str, a: CheckpointReader, b: CheckpointReader, block_elements: int
+) -> TensorDifference:
     entries: tuple[TensorEntry, TensorEntry] = a.tensors[name], b.tensors[name]
     dtypes = entries[0].dtype, entries[1].dtype
     shapes = entries[0].shape, entries[1].shape
     if shapes[0] != shapes[1]:
-        return Difference(name, dtypes, shapes, relative=None)
+        return TensorDifference(name, dtypes, shapes, relative_norm=None)
     differing = non_finite = 0
     largest = squares = norm = 0.0
-    for box in blocks(shapes[0], block_elements):
+    for box in iterate_blocks(shapes[0], block_elements):
         x, y = a.read(name, box).reshape(-1), b.read(name, box).reshape(-1)
-        wide = _wide(x)
+        wide = _to_fp64(x)
         norm += float(wide[wide.isfinite()].square().sum())
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
-        other = _wide(y)
-        unequal = _unequal(x, y, wide, other)
+        other = _to_fp64(y)
+        unequal = _unequal_mask(x, y, wide, other)
         finite = wide.isfinite() & other.isfinite()
         gap = (wide - other)[unequal & finite].abs()
         differing += int(unequal.sum())
@@ -110,25 +124,25 @@ def _difference(name: str, a: Saved, b: Saved, block_elements: int) -> Differenc
             largest = max(largest, float(gap.max()))
             squares += float(gap.square().sum())
     relative = math.sqrt(squares / norm) if norm > 0 else None if squares else 0.0
-    return Difference(name, dtypes, shapes, differing, non_finite, largest, relative)
+    return TensorDifference(name, dtypes, shapes, differing, non_finite, largest, relative)
 
 
-def _wide(part: Tensor) -> Tensor:
+def _to_fp64(part: Tensor) -> Tensor:
     """Convert to fp64; one-byte floating-point dtypes only convert by way of fp32."""
     return (part.float() if part.is_floating_point() and part.itemsize == 1 else part).double()
 
 
-def _unequal(x: Tensor, y: Tensor, wide: Tensor, other: Tensor) -> Tensor:
+def _unequal_mask(x: Tensor, y: Tensor, x_fp64: Tensor, y_fp64: Tensor) -> Tensor:
     """Return the mask of unequal elements; integers of one dtype are compared exactly, which fp64 cannot."""
     if x.dtype == y.dtype and not x.is_floating_point():
         signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
         return x.view(signed) != y.view(signed)
-    return (wide != other) & ~(wide.isnan() & other.isnan())
+    return (x_fp64 != y_fp64) & ~(x_fp64.isnan() & y_fp64.isnan())
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_state(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, one in value.items():
         if isinstance(one, Mapping):
-            yield from _flat(one, f"{prefix}{key}.")
+            yield from _flatten_state(one, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", one

@@ -1,7 +1,7 @@
 """Integrity scan: search of a checkpoint for every defect, on disk or at a URL. Torch-free.
 
-`verify` stops as soon as a checkpoint is known to be invalid; a scan goes on, and also finds defects that no
-hash reveals: tensors that the shards do not cover, files whose content contradicts the manifest.
+`find_defects` stops as soon as a checkpoint is known to be invalid; a scan goes on, and also finds defects
+that no hash reveals: tensors that the shards do not cover, files whose content contradicts the manifest.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from wanma.checkpoint.format.manifest import (
-    HEADER_LIMIT,
-    MANIFEST,
+    MANIFEST_FILE,
+    MAX_HEADER_BYTES,
     Box,
     FileEntry,
     Manifest,
-    overlap,
+    intersect_boxes,
     parse_header,
     parse_manifest,
-    step_name,
+    step_folder_name,
 )
 from wanma.job.errors import WanmaError
 
 _READ_BYTES = 8 << 20
 
 
-class Files(Protocol):
-    """Access to the files in a checkpoint's folder; `remote_storage.Storage` implements it too."""
+class FileAccess(Protocol):
+    """Access to the files in a checkpoint's folder; `remote_storage.RemoteStorage` implements it too."""
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small file; None: no such file."""
@@ -46,7 +46,7 @@ class Files(Protocol):
         """Open a file for reading, as a context manager."""
 
 
-class FolderFiles:
+class LocalFiles:
     """Access to the files of a folder on disk."""
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class FolderFiles:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Defect:
     """Defect of one file."""
 
     file: str
@@ -78,60 +78,62 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Scan:
+class ScanResult:
     """Result of the scan of one checkpoint."""
 
     name: str
     manifest: Manifest | None
     """Manifest; None: it cannot be read."""
-    problems: tuple[Problem, ...]
+    defects: tuple[Defect, ...]
 
     @property
-    def is_whole(self) -> bool:
-        return not self.problems
+    def is_valid(self) -> bool:
+        return not self.defects
 
 
-def scan(name: str, files: Files) -> Scan:
+def scan_checkpoint(name: str, files: FileAccess) -> ScanResult:
     """Scan the checkpoint called `name`: every hash, every header, every tensor.
 
     Returns:
         All defects, by file; an unreadable file is a defect, not an exception.
     """
     try:
-        content = files.read(MANIFEST)
+        content = files.read(MANIFEST_FILE)
         if content is None:
             raise WanmaError("is missing: the checkpoint was never completed")
         manifest = parse_manifest(content)
     except (OSError, WanmaError) as error:
-        return Scan(name, None, (Problem(MANIFEST, _cause(error).removeprefix(f"{MANIFEST} ")),))
-    problems = [Problem(MANIFEST, cause) for cause in _contradictions(name, manifest)]
+        return ScanResult(
+            name, None, (Defect(MANIFEST_FILE, _cause_text(error).removeprefix(f"{MANIFEST_FILE} ")),)
+        )
+    problems = [Defect(MANIFEST_FILE, cause) for cause in _find_manifest_errors(name, manifest)]
     held: defaultdict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for tensor, entry in manifest.tensors.items():
         for shard in entry.shards:
             held[shard.file][tensor] = entry.dtype, shard.box.shape
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         found = threads.map(
-            lambda file: list(_problems(files, file, manifest.files[file], held[file])),
+            lambda file: list(_find_file_defects(files, file, manifest.files[file], held[file])),
             sorted(manifest.files),
         )
         problems += [problem for several in found for problem in several]
-    return Scan(name, manifest, tuple(problems))
+    return ScanResult(name, manifest, tuple(problems))
 
 
-def quick_problem(size_of: Callable[[str], int | None], manifest: Manifest) -> str | None:
+def find_size_mismatch(size_of: Callable[[str], int | None], manifest: Manifest) -> str | None:
     """Return the first file that is missing or has another size; None: all sizes match."""
     for name, entry in manifest.files.items():
-        if (cause := _wrong_size(size_of(name), entry)) is not None:
+        if (cause := _size_mismatch(size_of(name), entry)) is not None:
             return f"{name} {cause}"
     return None
 
 
-def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def find_coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return the reason why boxes do not cover a tensor of `shape` exactly once; None if they do."""
-    elements, full = sum(box.elements for box in boxes), math.prod(shape)
+    elements, full = sum(box.numel for box in boxes), math.prod(shape)
     if full == 0:
         return None
-    parts = [box for box in boxes if box.elements]
+    parts = [box for box in boxes if box.numel]
     # Along the dimension with the most cuts, each box has few others to compare.
     dims = range(len(shape))
     along = max(dims, key=lambda dim: len({box.offset[dim] for box in parts}), default=None)
@@ -140,68 +142,68 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         for other in ordered[number + 1 :]:
             if along is not None and other.offset[along] >= box.offset[along] + box.shape[along]:
                 break
-            if overlap(box, other) is not None:
+            if intersect_boxes(box, other) is not None:
                 return f"shards at {box.offset} and {other.offset} overlap"
     return None if elements == full else f"its shards hold {elements:,} of {full:,} elements"
 
 
-def _contradictions(name: str, manifest: Manifest) -> Iterator[str]:
-    if name.startswith("step-") and not name.startswith(step_name(manifest.step)):
+def _find_manifest_errors(name: str, manifest: Manifest) -> Iterator[str]:
+    if name.startswith("step-") and not name.startswith(step_folder_name(manifest.step)):
         yield f"is of step {manifest.step:,}, not of the one that its folder is named after"
     for tensor, entry in manifest.tensors.items():
-        if (cause := uncovered(entry.shape, [shard.box for shard in entry.shards])) is not None:
+        if (cause := find_coverage_error(entry.shape, [shard.box for shard in entry.shards])) is not None:
             yield f"tensor {tensor}: {cause}"
         for file, count in Counter(shard.file for shard in entry.shards).items():
             if count > 1:
                 yield f"tensor {tensor}: {count} shards of that one name in {file}"
 
 
-def _problems(
-    files: Files, name: str, entry: FileEntry, held: dict[str, tuple[str, tuple[int, ...]]]
-) -> Iterator[Problem]:
+def _find_file_defects(
+    files: FileAccess, name: str, entry: FileEntry, expected_tensors: dict[str, tuple[str, tuple[int, ...]]]
+) -> Iterator[Defect]:
     """Yield the defects of one data file, which is read once."""
     try:
-        if (cause := _wrong_size(files.size(name), entry)) is not None:
-            yield Problem(name, cause)
+        if (cause := _size_mismatch(files.size(name), entry)) is not None:
+            yield Defect(name, cause)
             return
         digest = hashlib.sha256()
         with files.open(name) as file:
             head = file.read(8)
             length = int.from_bytes(head, "little")
-            if len(head) == 8 and length <= min(HEADER_LIMIT, entry.bytes - 8):
+            if len(head) == 8 and length <= min(MAX_HEADER_BYTES, entry.bytes - 8):
                 head += file.read(length)
             digest.update(head)
             while block := file.read(_READ_BYTES):
                 digest.update(block)
     except Exception as error:  # a storage library may raise anything
-        yield Problem(name, f"cannot be read: {_cause(error)}")
+        yield Defect(name, f"cannot be read: {_cause_text(error)}")
         return
     if digest.hexdigest() != entry.sha256:
-        yield Problem(name, "is damaged: its content differs from its SHA-256")
+        yield Defect(name, "is damaged: its content differs from its SHA-256")
     try:
         regions = parse_header(head, entry.bytes)
     except ValueError as error:
-        yield Problem(name, str(error))
+        yield Defect(name, str(error))
         return
-    for tensor, kind in held.items():
+    for tensor, kind in expected_tensors.items():
         region = regions.get(tensor)
         if region is None:
-            yield Problem(name, f"tensor {tensor} is not in it")
+            yield Defect(name, f"tensor {tensor} is not in it")
         elif (region.dtype, region.shape) != kind:
-            yield Problem(
+            yield Defect(
                 name, f"tensor {tensor} is {region.dtype} {region.shape}, not {kind[0]} {kind[1]} as listed"
             )
-    for tensor in sorted(set(regions).difference(held)):
-        yield Problem(name, f"tensor {tensor} is in it, but not listed")
+    for tensor in sorted(set(regions).difference(expected_tensors)):
+        yield Defect(name, f"tensor {tensor} is in it, but not listed")
 
 
-def _wrong_size(size: int | None, entry: FileEntry) -> str | None:
+def _size_mismatch(size: int | None, entry: FileEntry) -> str | None:
     if size is None:
         return "is missing"
     return None if size == entry.bytes else f"has {size:,} bytes instead of {entry.bytes:,}"
 
 
-def _cause(error: Exception) -> str:
+def _cause_text(error: Exception) -> str:
     if isinstance(error, WanmaError):
         return error.message
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -6,30 +6,30 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wanma.checkpoint.format.manifest import MANIFEST, Manifest, parse_manifest, step_name
-from wanma.checkpoint.inspection.integrity_scan import Files, FolderFiles, quick_problem
-from wanma.checkpoint.remote.remote_checkpoints import Remote
-from wanma.checkpoint.remote.remote_storage import Storage
-from wanma.checkpoint.remote.uploader import uploaded
-from wanma.checkpoint.store.best_metric import BestBy, best_by, best_step
-from wanma.checkpoint.store.checkpoint_folder import committed, unfinished
+from wanma.checkpoint.format.manifest import MANIFEST_FILE, Manifest, parse_manifest, step_folder_name
+from wanma.checkpoint.inspection.integrity_scan import FileAccess, LocalFiles, find_size_mismatch
+from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
+from wanma.checkpoint.remote.uploader import read_upload_record
+from wanma.checkpoint.store.best_metric import BestMetric, best_metric_of, step_with_best_score
+from wanma.checkpoint.store.checkpoint_folder import list_committed, list_partial
 from wanma.job.errors import WanmaError
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """Entry of the inventory: a checkpoint, or the remains of a save."""
 
     step: int
     name: str
-    problem: str | None
+    defect: str | None
     """Reason why it is not valid, as far as checked; None: nothing found."""
-    time: float | None = None
+    completed_at: float | None = None
     """Unix time of its completion; None: unknown."""
     manifest: Manifest | None = None
     is_best: bool = False
     """True if it has the best metric of those listed, by the rule of the newest one's run."""
-    uploaded: str | None = None
+    upload_url: str | None = None
     """URL that it was uploaded to."""
 
     @property
@@ -37,58 +37,69 @@ class Entry:
         return None if self.manifest is None else self.manifest.bytes
 
 
-def in_folder(folder: Path) -> list[Entry]:
+def list_in_folder(folder: Path) -> list[CheckpointEntry]:
     """List the checkpoints in a folder, newest first, unfinished saves included.
 
     Raises:
         WanmaError: the folder cannot be read.
     """
     try:
-        record = uploaded(folder)
-        found = [_entry(step, path, record.get(step_name(step))) for step, path in committed(folder)]
-        left = [Entry(step, path.name, "not complete") for step, path in unfinished(folder)]
+        record = read_upload_record(folder)
+        found = [
+            _read_entry(step, path, record.get(step_folder_name(step)))
+            for step, path in list_committed(folder)
+        ]
+        left = [CheckpointEntry(step, path.name, "not complete") for step, path in list_partial(folder)]
     except OSError as error:
         raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
-    return _with_best(sorted([*found, *left], key=lambda entry: -entry.step))
+    return _mark_best(sorted([*found, *left], key=lambda entry: -entry.step))
 
 
-def at_url(storage: Storage) -> list[Entry]:
+def list_at_url(storage: RemoteStorage) -> list[CheckpointEntry]:
     """List the checkpoints at a URL, newest first, incomplete uploads included.
 
     Raises:
         WanmaError: the storage fails.
     """
-    remote = Remote(storage)
+    remote = RemoteCheckpoints(storage)
     found = []
     for step in remote.steps():
-        name = step_name(step)
+        name = step_folder_name(step)
         try:
             manifest = remote.manifest(step)
-            problem = "not complete" if manifest is None else quick_problem(storage.files(name).get, manifest)
+            problem = (
+                "not complete"
+                if manifest is None
+                else find_size_mismatch(storage.list_files(name).get, manifest)
+            )
         except WanmaError as error:
             manifest, problem = None, error.message
-        found.append(Entry(step, name, problem, None, manifest))
-    return _with_best(found)
+        found.append(CheckpointEntry(step, name, problem, None, manifest))
+    return _mark_best(found)
 
 
-def _entry(step: int, path: Path, record: dict[str, object] | None) -> Entry:
-    files: Files = FolderFiles(path)
+def _read_entry(step: int, path: Path, record: dict[str, object] | None) -> CheckpointEntry:
+    files: FileAccess = LocalFiles(path)
     try:
-        content = files.read(MANIFEST)
+        content = files.read(MANIFEST_FILE)
         if content is None:
-            return Entry(step, path.name, f"{MANIFEST} is missing")
+            return CheckpointEntry(step, path.name, f"{MANIFEST_FILE} is missing")
         manifest = parse_manifest(content)
-        time = (path / MANIFEST).stat().st_mtime
+        time = (path / MANIFEST_FILE).stat().st_mtime
         same = record is not None and record.get("manifest_sha256") == hashlib.sha256(content).hexdigest()
         url = str(record["url"]) if record is not None and same else None
-        return Entry(step, path.name, quick_problem(files.size, manifest), time, manifest, uploaded=url)
+        return CheckpointEntry(
+            step, path.name, find_size_mismatch(files.size, manifest), time, manifest, upload_url=url
+        )
     except (OSError, WanmaError) as error:
-        return Entry(step, path.name, error.message if isinstance(error, WanmaError) else str(error))
+        return CheckpointEntry(
+            step, path.name, error.message if isinstance(error, WanmaError) else str(error)
+        )
 
 
-def _with_best(entries: list[Entry]) -> list[Entry]:
-    whole = {entry.step: entry.manifest for entry in entries if entry.manifest and entry.problem is None}
-    rule = best_by(whole[max(whole)]) if whole else BestBy()
+def _mark_best(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+    whole = {entry.step: entry.manifest for entry in entries if entry.manifest and entry.defect is None}
+    rule = best_metric_of(whole[max(whole)]) if whole else BestMetric()
     scored = {step: rule.score_of(manifest) for step, manifest in whole.items()}
-    best = best_step(scored)
+    best = step_with_best_score(scored)
     return [replace(entry, is_best=entry.step == best and entry.step in scored) for entry in entries]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from wanma.checkpoint.format.local_shards import arrangement, local_part, pieces_of
+from wanma.checkpoint.format.local_shards import local_shards, local_tensor, shard_layout_key
 
 CHUNK_ELEMENTS = 1 << 22
 """Elements of a tensor on a GPU hashed at a time: three temporary copies of 8 bytes each."""
@@ -24,41 +24,41 @@ _SIGNED = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
-class Group:
+class ReplicaHashes:
     """Hashes (64 bits, signed) by tensor of the shards that this rank shares with the same other ranks."""
 
-    replicas: tuple[int, ...]
+    ranks: tuple[int, ...]
     hashes: Mapping[str, int]
 
     @property
-    def number(self) -> int:
+    def group_hash(self) -> int:
         """Number of the group in the world: a hash of its ranks, the same on each of them."""
-        return _hash64(struct.pack(f"<{len(self.replicas)}q", *self.replicas))
+        return _hash64(struct.pack(f"<{len(self.ranks)}q", *self.ranks))
 
     @property
-    def digest(self) -> int:
+    def content_hash(self) -> int:
         """Hash of all hashes, in the order of the tensors' names."""
         text = b"".join(name.encode() + _SIGNED.pack(self.hashes[name]) for name in sorted(self.hashes))
         return _hash64(text)
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaMismatch:
     """Shard of one tensor that ranks hold differently."""
 
     name: str
-    holders: tuple[tuple[int, ...], ...]
+    ranks_by_content: tuple[tuple[int, ...], ...]
     """Ranks with equal content, the largest set first."""
 
     @property
-    def odd(self) -> tuple[int, ...]:
+    def outlier_ranks(self) -> tuple[int, ...]:
         """Ranks outvoted by more than half of all; empty without a majority."""
-        first, *others = self.holders
+        first, *others = self.ranks_by_content
         outvoted = sum(map(len, others))
         return tuple(sorted(rank for ranks in others for rank in ranks)) if len(first) > outvoted else ()
 
 
-class SharedParts:
+class ReplicaHasher:
     """Hasher of the shards that one rank shares with others.
 
     Args:
@@ -67,74 +67,80 @@ class SharedParts:
 
     def __init__(self, replicas: Sequence[int]) -> None:
         self._replicas = tuple(replicas)
-        self._arrangement: tuple[object, ...] | None = None
+        self._layout_key: tuple[object, ...] | None = None
         self._names: dict[tuple[int, ...], list[str]] = {}
 
-    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
+    def hash_groups(self, tensors: Mapping[str, torch.Tensor]) -> list[ReplicaHashes]:
         """Hash the shared shards by replica group; reads all of them.
 
         Args:
             tensors: full name -> tensor or DTensor.
         """
-        if (now := arrangement(tensors)) != self._arrangement:
+        if (now := shard_layout_key(tensors)) != self._layout_key:
             names: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
-            for piece in pieces_of(tensors, self._replicas):
+            for piece in local_shards(tensors, self._replicas):
                 if len(piece.replicas) > 1:
                     names[piece.replicas].append(piece.name)
-            self._names, self._arrangement = dict(sorted(names.items())), now
+            self._names, self._layout_key = dict(sorted(names.items())), now
         return [
-            Group(ranks, dict(zip(names, hashes([local_part(tensors[name]) for name in names]), strict=True)))
+            ReplicaHashes(
+                ranks,
+                dict(zip(names, hash_tensors([local_tensor(tensors[name]) for name in names]), strict=True)),
+            )
             for ranks, names in self._names.items()
         ]
 
 
-def hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
+def hash_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a signed 64-bit hash of each tensor's content: XXH3 in host memory.
 
     On a GPU it is computed there: the sum of its words, each multiplied by an odd number of its position,
     modulo 2^64. So every change of one word changes it, and so do two words that change places.
     """
-    on_device = [_sum_of_words(tensor) for tensor in tensors if tensor.is_cuda]
+    on_device = [_hash_device_tensor(tensor) for tensor in tensors if tensor.is_cuda]
     sums = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [next(sums) if tensor.is_cuda else _hash_in_memory(tensor) for tensor in tensors]
+    return [next(sums) if tensor.is_cuda else _hash_host_tensor(tensor) for tensor in tensors]
 
 
-def differences(told: Iterable[tuple[int, Mapping[str, int]]]) -> list[Difference]:
+def find_mismatches(hashes_by_rank: Iterable[tuple[int, Mapping[str, int]]]) -> list[ReplicaMismatch]:
     """List the tensors that the ranks of one group hold differently, by name.
 
     Args:
-        told: (rank, hash by tensor) of each rank.
+        hashes_by_rank: (rank, hash by tensor) of each rank.
     """
     holders: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, of_tensors in told:
+    for rank, of_tensors in hashes_by_rank:
         for name, value in of_tensors.items():
             holders[name][value].append(rank)
     return [
-        Difference(name, tuple(sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks))))
+        ReplicaMismatch(
+            name, tuple(sorted(map(tuple, alike.values()), key=lambda ranks: (-len(ranks), ranks)))
+        )
         for name, alike in sorted(holders.items())
         if len(alike) > 1
     ]
 
 
-def disagreeing(rows: Collection[Sequence[int]]) -> set[int]:
+def find_mismatched_groups(group_hashes_by_rank: Collection[Sequence[int]]) -> set[int]:
     """Return the numbers of the groups whose ranks have different digests.
 
     Args:
-        rows: per rank, number and digest of each of its groups, one after the other; zeros at the end.
+        group_hashes_by_rank: per rank, number and digest of each of its groups, one after the other; zeros
+            at the end.
     """
     digests: defaultdict[int, set[int]] = defaultdict(set)
-    for row in rows:
+    for row in group_hashes_by_rank:
         for number, digest in zip(row[::2], row[1::2], strict=True):
             digests[number].add(digest)
     return {number for number, given in digests.items() if len(given) > 1}
 
 
-def _hash_in_memory(tensor: torch.Tensor) -> int:
+def _hash_host_tensor(tensor: torch.Tensor) -> int:
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return _hash64(content.data)
 
 
-def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+def _hash_device_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the hash of a tensor on its GPU, () int64."""
     words = tensor.contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
     places = 2 * torch.arange(min(words.numel(), CHUNK_ELEMENTS), dtype=torch.int64, device=tensor.device) + 1

@@ -6,7 +6,7 @@
     load(source, tensors)                    # the same from an in-memory checkpoint
 
 Files are mapped and only what a rank needs is read. Loading trusts the hashes that `newest` or
-`verify` has checked; it checks that every tensor it reads exists with the listed dtype and shape.
+`find_defects` has checked; it checks that every tensor it reads exists with the listed dtype and shape.
 """
 
 from __future__ import annotations
@@ -18,33 +18,49 @@ from typing import Any
 
 import torch
 
-from wanma.checkpoint.format.local_shards import DTYPES, dtype_name, local_box, local_part
-from wanma.checkpoint.format.manifest import Box, Manifest, Region, TensorEntry, overlap, parse_header
+from wanma.checkpoint.format.local_shards import DTYPES, dtype_name, local_box, local_tensor
+from wanma.checkpoint.format.manifest import (
+    Box,
+    FileRegion,
+    Manifest,
+    TensorEntry,
+    intersect_boxes,
+    parse_header,
+)
 from wanma.checkpoint.format.memory_map import map_private
-from wanma.checkpoint.load.verification import newest, read_state, verify
+from wanma.checkpoint.load.verification import find_defects, find_newest_valid, read_training_state
 from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.job.errors import WanmaError, did_you_mean
 
-__all__ = ["Saved", "Source", "load", "load_full", "newest", "on_disk", "read_state", "verify"]
+__all__ = [
+    "CheckpointReader",
+    "CheckpointSource",
+    "find_defects",
+    "find_newest_valid",
+    "load_full_tensors",
+    "load_tensors",
+    "open_disk_source",
+    "read_training_state",
+]
 
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Source that a state can be loaded from: a checkpoint on disk or in memory."""
 
     name: str
     """Name in messages."""
     manifest: Manifest
-    map: Callable[[str], memoryview]
+    map_file: Callable[[str], memoryview]
     """Function from a data file's name to its content.
 
     The memory is writable for torch's sake, which does not write. Raises OSError or ValueError.
     """
 
 
-def on_disk(path: Path) -> Source:
+def open_disk_source(path: Path) -> CheckpointSource:
     """Return the checkpoint at `path` as a source.
 
     Raises:
@@ -54,17 +70,17 @@ def on_disk(path: Path) -> Source:
         manifest = read_manifest(path)
     except WanmaError as error:
         raise WanmaError(f"checkpoint {path}: {error.message}", error.hint or "load an older one") from error
-    return Source(f"checkpoint {path}", manifest, lambda file: _map(path / file))
+    return CheckpointSource(f"checkpoint {path}", manifest, lambda file: _map_file(path / file))
 
 
-def load(
-    source: Path | Source,
+def load_tensors(
+    source: Path | CheckpointSource,
     tensors: Mapping[str, torch.Tensor],
     *,
     strict: bool = True,
-    cast: bool = False,
-    rounds: Collection[str] = (),
-    elsewhere: Collection[str] = (),
+    allow_cast: bool = False,
+    rounded_names: Collection[str] = (),
+    names_on_other_ranks: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -74,9 +90,9 @@ def load(
         source: a checkpoint's path, the same on all ranks, or an in-memory checkpoint.
         tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
         strict: if True, tensors of the checkpoint without a counterpart here are an error.
-        cast: if True, floating-point tensors may have been saved in another floating-point dtype.
-        rounds: names of tensors that may have been saved in fp32.
-        elsewhere: names that only other ranks hold (of other pipeline stages).
+        allow_cast: if True, floating-point tensors may have been saved in another floating-point dtype.
+        rounded_names: names of tensors that may have been saved in fp32.
+        names_on_other_ranks: names that only other ranks hold (of other pipeline stages).
         rank: rank of the loading run, for its `rank_state`.
         world_size: world size of the loading run, for its `rank_state`.
 
@@ -87,29 +103,29 @@ def load(
         WanmaError: the checkpoint is from another model, or damaged. Tensors are untouched in the
             first case.
     """
-    source = source if isinstance(source, Source) else on_disk(source)
+    source = source if isinstance(source, CheckpointSource) else open_disk_source(source)
     manifest = source.manifest
-    _require_same_model(source, tensors, strict, cast, rounds, elsewhere)
-    files = _Files(source)
+    _require_same_model(source, tensors, strict, allow_cast, rounded_names, names_on_other_ranks)
+    files = _MappedFiles(source)
     for name, tensor in tensors.items():
         box = local_box(name, tensor)
         if box is not None:
-            _fill(local_part(tensor), box, name, manifest.tensors[name], files)
+            _fill(local_tensor(tensor), box, name, manifest.tensors[name], files)
     same_world = world_size == manifest.world_size
     return manifest.state, manifest.rank_state.get(rank) if same_world else None
 
 
-def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def load_full_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """Load full tensors onto the CPU, in one process; all of them or those named.
 
     Raises:
         WanmaError: the checkpoint lacks a name, or is damaged.
     """
-    saved = Saved(path)
+    saved = CheckpointReader(path)
     return {name: saved.read(name) for name in (saved.tensors if names is None else names)}
 
 
-class Saved:
+class CheckpointReader:
     """Reader of a checkpoint's tensors, one at a time or in parts; in one process, onto the CPU.
 
     Args:
@@ -119,11 +135,11 @@ class Saved:
         WanmaError: the checkpoint is damaged.
     """
 
-    def __init__(self, source: Path | Source) -> None:
-        source = source if isinstance(source, Source) else on_disk(source)
+    def __init__(self, source: Path | CheckpointSource) -> None:
+        source = source if isinstance(source, CheckpointSource) else open_disk_source(source)
         self.name = source.name
         self.tensors: Mapping[str, TensorEntry] = source.manifest.tensors
-        self._files = _Files(source)
+        self._files = _MappedFiles(source)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Read one tensor, or a box of it.
@@ -143,29 +159,29 @@ class Saved:
         return part
 
 
-def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _Files) -> None:
+def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _MappedFiles) -> None:
     """Copy into `local`, which holds `box` of the tensor, from every saved box that intersects it."""
     copied = 0
     with torch.no_grad():
         for shard in entry.shards:
-            if (common := overlap(box, shard.box)) is not None:
+            if (common := intersect_boxes(box, shard.box)) is not None:
                 into, out_of = common
                 part = local[into]
                 part.copy_(files.shard(shard.file, name, entry.dtype, shard.box.shape)[out_of])
                 copied += part.numel()
-    if copied != box.elements:
+    if copied != box.numel:
         raise WanmaError(
-            f"{files.source.name}: tensor {name} has {copied:,} of the {box.elements:,} elements needed",
+            f"{files.source.name}: tensor {name} has {copied:,} of the {box.numel:,} elements needed",
             "it is damaged: load an older one",
         )
 
 
-class _Files:
+class _MappedFiles:
     """Data files of a source, mapped into memory when first needed."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
         self.source = source
-        self._open: dict[str, tuple[memoryview, dict[str, Region]]] = {}
+        self._open: dict[str, tuple[memoryview, dict[str, FileRegion]]] = {}
 
     def shard(self, file: str, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the shard of tensor `name` in `file`, as a view of the mapped file."""
@@ -181,9 +197,9 @@ class _Files:
         elements = (region.stop - region.start) // DTYPES[dtype].itemsize
         return torch.frombuffer(memory, dtype=DTYPES[dtype], count=elements, offset=region.start).view(shape)
 
-    def _map(self, file: str) -> tuple[memoryview, dict[str, Region]]:
+    def _map(self, file: str) -> tuple[memoryview, dict[str, FileRegion]]:
         try:
-            memory, expected = self.source.map(file), self.source.manifest.files[file].bytes
+            memory, expected = self.source.map_file(file), self.source.manifest.files[file].bytes
             if len(memory) != expected:
                 raise ValueError(f"it has {len(memory):,} bytes instead of {expected:,}")
             return memory, parse_header(memory, len(memory))
@@ -194,18 +210,18 @@ class _Files:
             ) from error
 
 
-def _map(path: Path) -> memoryview:
+def _map_file(path: Path) -> memoryview:
     with path.open("rb") as opened:
         return map_private(opened.fileno())
 
 
 def _require_same_model(
-    source: Source,
+    source: CheckpointSource,
     tensors: Mapping[str, torch.Tensor],
     strict: bool,
-    cast: bool,
-    rounds: Collection[str],
-    elsewhere: Collection[str],
+    allow_cast: bool,
+    rounded_names: Collection[str],
+    names_on_other_ranks: Collection[str],
 ) -> None:
     """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
     manifest = source.manifest
@@ -214,29 +230,30 @@ def _require_same_model(
         entry = manifest.tensors.get(name)
         here = (dtype_name(name, tensor), tuple(tensor.shape))
         if entry is None:
-            close = did_you_mean(name, manifest.tensors) if len(differences) < _SHOWN else ""
+            close = did_you_mean(name, manifest.tensors) if len(differences) < _MAX_SHOWN else ""
             differences.append(f"{name}: not in the checkpoint.{close}")
         elif entry.shape != here[1]:
             differences.append(f"{name}: shape {here[1]} here, {entry.shape} in the checkpoint")
         elif (
             entry.dtype != here[0]
-            and not (name in rounds and entry.dtype == "F32")
-            and not (cast and tensor.is_floating_point() and _is_floating(entry))
+            and not (name in rounded_names and entry.dtype == "F32")
+            and not (allow_cast and tensor.is_floating_point() and _is_floating(entry))
         ):
             differences.append(f"{name}: dtype {here[0]} here, {entry.dtype} in the checkpoint")
     if strict:
-        extra = set(manifest.tensors).difference(tensors, elsewhere)
+        extra = set(manifest.tensors).difference(tensors, names_on_other_ranks)
         differences += [f"{name}: only in the checkpoint" for name in sorted(extra)]
     if differences:
-        more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
-        what, way_out = _kind(differences)
+        more = [f"and {len(differences) - _MAX_SHOWN} more"] if len(differences) > _MAX_SHOWN else []
+        what, way_out = _classify_differences(differences)
         raise WanmaError(
-            f"{source.name} {what}; first differences:\n    " + "\n    ".join(differences[:_SHOWN] + more),
+            f"{source.name} {what}; first differences:\n    "
+            + "\n    ".join(differences[:_MAX_SHOWN] + more),
             way_out,
         )
 
 
-def _kind(differences: list[str]) -> tuple[str, str]:
+def _classify_differences(differences: list[str]) -> tuple[str, str]:
     """Classify the differences: return what the checkpoint is, and the way out."""
     afresh = "or start afresh from its weights (checkpoint.start_from, --run-dir DIR)"
     if all(text.startswith("optimizer.") for text in differences):

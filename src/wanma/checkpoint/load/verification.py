@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from wanma.checkpoint.format.manifest import FileEntry
-from wanma.checkpoint.store.checkpoint_folder import committed, read_manifest
-from wanma.checkpoint.store.fallback_folder import rescued
+from wanma.checkpoint.store.checkpoint_folder import list_committed, read_manifest
+from wanma.checkpoint.store.fallback_folder import list_flushed
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
-def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]) -> Path:
+def find_valid(folder: Path, step: int | None, on_message: Callable[[str], None]) -> Path:
     """Return the checkpoint of `step` in `folder`, or the newest valid one; every byte of it is verified.
 
     Args:
@@ -28,7 +28,7 @@ def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]
     """
     if step is None:
         told: list[str] = []
-        path = newest(folder, told.append)
+        path = find_newest_valid(folder, told.append)
         if path is not None:
             if told:
                 on_message("\n  ".join([*told, "name a step to insist on its checkpoint"]))
@@ -44,7 +44,7 @@ def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]
             f"there are those of {steps}" if found else "it has none at all yet",
             EXIT_USAGE,
         )
-    if problems := verify(found[step]):
+    if problems := find_defects(found[step]):
         others = ", ".join(f"{one:,}" for one in found if one != step)
         raise WanmaError(
             f"checkpoint {found[step].name} is damaged: {'; '.join(problems)}",
@@ -53,19 +53,19 @@ def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]
     return found[step]
 
 
-def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> Path | None:
+def find_newest_valid(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> Path | None:
     """Return the newest valid checkpoint in `folder`; None if there is none.
 
     Damaged ones are skipped, each with a message that names the file and the reason. Reads every byte of
     the one it accepts; call it on one rank and send the path to the others (all must load the same one), or
-    let the ranks share the reading with `verify(path, part, parts)`.
+    let the ranks share the reading with `find_defects(path, share_index, share_count)`.
 
     Raises:
         WanmaError: the folder itself cannot be read.
     """
     skipped = False
     for _, path in _candidates(folder):
-        problems = verify(path)
+        problems = find_defects(path)
         if not problems:
             if skipped:
                 on_message(f"going back to checkpoint {path.name}")
@@ -75,14 +75,14 @@ def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> 
     return None
 
 
-def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
+def find_defects(path: Path, share_index: int = 0, share_count: int = 1) -> list[str]:
     """List the defects of the checkpoint at `path`, a sentence each; empty if it is valid.
 
     Args:
         path: the checkpoint.
-        part: number of the first file whose hash is checked.
-        parts: check the hash of every `parts`-th file only, so that the ranks of a large run share the
-            reading; everything else is checked by all of them.
+        share_index: number of the first file whose hash is checked.
+        share_count: check the hash of every `share_count`-th file only, so that the ranks of a large run
+            share the reading; everything else is checked by all of them.
     """
     try:
         manifest = read_manifest(path)
@@ -101,13 +101,13 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
             problems.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
     if problems:
         return problems
-    mine = sorted(manifest.files.items())[part::parts]
+    mine = sorted(manifest.files.items())[share_index::share_count]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        found = threads.map(lambda item: _compare_hash(path / item[0], item[1]), mine)
+        found = threads.map(lambda item: _find_hash_mismatch(path / item[0], item[1]), mine)
         return [problem for problem in found if problem]
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_training_state(path: Path) -> dict[str, Any]:
     """Return the training state of the checkpoint at `path`, without its tensors.
 
     Raises:
@@ -122,12 +122,12 @@ def read_state(path: Path) -> dict[str, Any]:
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
     """List step and path of each checkpoint, newest first, including those in fallback folders."""
     try:
-        return sorted([*committed(folder), *rescued(folder)], reverse=True)
+        return sorted([*list_committed(folder), *list_flushed(folder)], reverse=True)
     except OSError as error:
         raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
 
 
-def _compare_hash(path: Path, entry: FileEntry) -> str:
+def _find_hash_mismatch(path: Path, entry: FileEntry) -> str:
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

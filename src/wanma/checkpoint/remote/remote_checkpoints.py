@@ -18,27 +18,33 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from wanma.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, parse_manifest, step_name
-from wanma.checkpoint.remote.remote_storage import Storage
-from wanma.checkpoint.store.best_metric import BestBy, best_by
-from wanma.checkpoint.store.checkpoint_folder import Keep, publish, sync_folder
+from wanma.checkpoint.format.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+    step_folder_name,
+)
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
+from wanma.checkpoint.store.best_metric import BestMetric, best_metric_of
+from wanma.checkpoint.store.checkpoint_folder import RetentionPolicy, finalize_folder, sync_folder
 from wanma.job.errors import WanmaError
 
-THREADS = 8
+TRANSFER_THREADS = 8
 """Number of files transferred at once."""
 _STEP = re.compile(r"step-(\d{8,})")
 
 
-class DamagedError(WanmaError):
+class RemoteCheckpointDamagedError(WanmaError):
     """Error: this checkpoint at the URL is not valid; another may be."""
 
 
-class Remote:
+class RemoteCheckpoints:
     """Remote checkpoints of one run, at a URL."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: RemoteStorage) -> None:
         self.storage = storage
-        self._metrics: dict[int, tuple[BestBy, float | None]] = {}
+        self._metrics: dict[int, tuple[BestMetric, float | None]] = {}
         """Rule and metric by step, of checkpoints known to be complete there."""
 
     @property
@@ -51,17 +57,17 @@ class Remote:
         Raises:
             WanmaError: the storage fails, as in all that follows.
         """
-        found = (_STEP.fullmatch(name) for name in self.storage.folders())
+        found = (_STEP.fullmatch(name) for name in self.storage.list_folders())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a remote checkpoint; None for an incomplete upload.
 
         Raises:
-            DamagedError: it is no manifest.
+            RemoteCheckpointDamagedError: it is no manifest.
         """
-        content = self.storage.read(f"{step_name(step)}/{MANIFEST}")
-        return None if content is None else _parse(self, step, content)
+        content = self.storage.read(f"{step_folder_name(step)}/{MANIFEST_FILE}")
+        return None if content is None else _parse_remote_manifest(self, step, content)
 
     def upload(self, path: Path, step: int) -> int:
         """Upload the committed checkpoint at `path`, unless it is there already.
@@ -69,53 +75,61 @@ class Remote:
         Returns:
             Bytes sent.
         """
-        content = (path / MANIFEST).read_bytes()
+        content = (path / MANIFEST_FILE).read_bytes()
         manifest = parse_manifest(content)
-        there = f"{step_name(step)}/{MANIFEST}"
+        there = f"{step_folder_name(step)}/{MANIFEST_FILE}"
         if (known := self.storage.read(there)) is not None and known != content:
             self._metrics.pop(step, None)
             self.storage.remove(there)  # this step has no checkpoint there until the new one is complete
         if known != content:
-            _each(lambda name: self.storage.put(path / name, f"{step_name(step)}/{name}"), manifest.files)
+            _run_in_threads(
+                lambda name: self.storage.upload_file(path / name, f"{step_folder_name(step)}/{name}"),
+                manifest.files,
+            )
             self.storage.write(there, content)
-        self._metrics[step] = (best_by(manifest), manifest.metric)
+        self._metrics[step] = (best_metric_of(manifest), manifest.metric)
         return 0 if known == content else manifest.bytes + len(content)
 
-    def fetch(self, step: int, folder: Path) -> Path:
+    def download(self, step: int, folder: Path) -> Path:
         """Download a checkpoint into `folder`, where it appears once every hash has been verified.
 
         Returns:
             Its path.
 
         Raises:
-            DamagedError: it is not valid there.
+            RemoteCheckpointDamagedError: it is not valid there.
             WanmaError: the storage or the disk failed.
         """
-        content = self.storage.read(f"{step_name(step)}/{MANIFEST}")
+        content = self.storage.read(f"{step_folder_name(step)}/{MANIFEST_FILE}")
         if content is None:
-            raise DamagedError(f"{self.url}/{step_name(step)} was not uploaded whole: it has no {MANIFEST}")
-        manifest = _parse(self, step, content)
-        partial = folder / f"{step_name(step)}.partial-fetch-{os.getpid()}"
+            raise RemoteCheckpointDamagedError(
+                f"{self.url}/{step_folder_name(step)} was not uploaded whole: it has no {MANIFEST_FILE}"
+            )
+        manifest = _parse_remote_manifest(self, step, content)
+        partial = folder / f"{step_folder_name(step)}.partial-fetch-{os.getpid()}"
         try:
             partial.mkdir(parents=True)
             try:
-                _each(lambda name: self._fetch(step, name, manifest.files[name], partial), manifest.files)
-                with (partial / MANIFEST).open("xb") as file:
+                _run_in_threads(
+                    lambda name: self._download_file(step, name, manifest.files[name], partial),
+                    manifest.files,
+                )
+                with (partial / MANIFEST_FILE).open("xb") as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
                 sync_folder(partial)
-                return publish(partial, step)
+                return finalize_folder(partial, step)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
         except OSError as error:
             raise WanmaError(
-                f"cannot fetch {self.url}/{step_name(step)} into {folder}: {error.strerror or error}",
+                f"cannot fetch {self.url}/{step_folder_name(step)} into {folder}: {error.strerror or error}",
                 "free some space there, or choose another run directory with --run-dir DIR",
             ) from error
 
-    def newest(self, folder: Path, on_message: Callable[[str], None]) -> Path | None:
+    def download_newest_valid(self, folder: Path, on_message: Callable[[str], None]) -> Path | None:
         """Download the newest valid checkpoint; invalid ones are skipped with a message.
 
         Returns:
@@ -126,18 +140,18 @@ class Remote:
         """
         for step in self.steps():
             try:
-                return self.fetch(step, folder)
-            except DamagedError as error:
+                return self.download(step, folder)
+            except RemoteCheckpointDamagedError as error:
                 on_message(f"{error.message}; it is skipped")
         return None
 
-    def prune(self, keep: Keep, last: int, here: Iterable[int]) -> list[int]:
-        """Remove the checkpoints up to step `last` that the retention policy drops, and incomplete uploads.
+    def prune(self, policy: RetentionPolicy, last_step: int, local_steps: Iterable[int]) -> list[int]:
+        """Remove the checkpoints up to `last_step` that the retention policy drops, and incomplete uploads.
 
         Args:
-            keep: the retention policy.
-            last: the newest step that may be removed.
-            here: steps that are on disk too; their incomplete uploads will be completed.
+            policy: the retention policy.
+            last_step: the newest step that may be removed.
+            local_steps: steps that are on disk too; their incomplete uploads will be completed.
 
         Returns:
             The removed steps.
@@ -145,52 +159,56 @@ class Remote:
         whole: dict[int, float | None] = {}
         half = []
         for step in self.steps():
-            if step > last:
+            if step > last_step:
                 continue
-            if step in self._metrics or self._is_whole(step):
+            if step in self._metrics or self._is_complete(step):
                 rule, metric = self._metrics[step]
-                whole[step] = rule.score(metric) if rule == keep.best_by else None
+                whole[step] = rule.score(metric) if rule == policy.best_by else None
             else:
                 half.append(step)
-        stay = keep.choose(whole)
+        stay = policy.select_steps(whole)
         gone = [step for step in whole if step not in stay]
-        gone += [step for step in half if step not in set(here)]
+        gone += [step for step in half if step not in set(local_steps)]
         for step in gone:
             self._metrics.pop(step, None)
-            self.storage.remove(f"{step_name(step)}/{MANIFEST}")
-            self.storage.remove_folder(step_name(step))
+            self.storage.remove(f"{step_folder_name(step)}/{MANIFEST_FILE}")
+            self.storage.remove_folder(step_folder_name(step))
         return gone
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         """Return True if the remote manifest exists and is valid; note its metric."""
         try:
             manifest = self.manifest(step)
-        except DamagedError:
+        except RemoteCheckpointDamagedError:
             return False
         if manifest is not None:
-            self._metrics[step] = (best_by(manifest), manifest.metric)
+            self._metrics[step] = (best_metric_of(manifest), manifest.metric)
         return manifest is not None
 
-    def _fetch(self, step: int, name: str, entry: FileEntry, partial: Path) -> None:
-        there = f"{step_name(step)}/{name}"
+    def _download_file(self, step: int, name: str, entry: FileEntry, partial: Path) -> None:
+        there = f"{step_folder_name(step)}/{name}"
         size = self.storage.size(there)
         if size != entry.bytes:
             found = "is missing" if size is None else f"has {size:,} bytes instead of {entry.bytes:,}"
-            raise DamagedError(f"{self.url}/{there} {found}")
-        self.storage.get(there, partial / name, entry.bytes)
+            raise RemoteCheckpointDamagedError(f"{self.url}/{there} {found}")
+        self.storage.download_file(there, partial / name, entry.bytes)
         with (partial / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                raise DamagedError(f"{self.url}/{there} is damaged: its content differs from its SHA-256")
+                raise RemoteCheckpointDamagedError(
+                    f"{self.url}/{there} is damaged: its content differs from its SHA-256"
+                )
 
 
-def _parse(remote: Remote, step: int, content: bytes) -> Manifest:
+def _parse_remote_manifest(remote: RemoteCheckpoints, step: int, content: bytes) -> Manifest:
     try:
         return parse_manifest(content)
     except WanmaError as error:
-        raise DamagedError(f"{remote.url}/{step_name(step)}: {error.message}", error.hint) from error
+        raise RemoteCheckpointDamagedError(
+            f"{remote.url}/{step_folder_name(step)}: {error.message}", error.hint
+        ) from error
 
 
-def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
+def _run_in_threads(work: Callable[[str], None], names: Iterable[str]) -> None:
     """Run `work` for all names, several at a time; after a failure no more are started.
 
     Daemon threads are used: a thread pool would keep an ending process alive until its transfers are over.
@@ -211,7 +229,7 @@ def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
 
     threads = [
         threading.Thread(target=work_off, name=f"checkpoint-transfer-{number}", daemon=True)
-        for number in range(min(THREADS, len(waiting)))
+        for number in range(min(TRANSFER_THREADS, len(waiting)))
     ]
     for thread in threads:
         thread.start()

@@ -1,6 +1,7 @@
 """Folder on any storage that fsspec supports, with retries of the operations where they are safe.
 
-fsspec and the library behind a URL are imported when the first `Storage` is made, in the process that uses
+fsspec and the library behind a URL are imported when the first `RemoteStorage` is made, in the process that
+uses
 it: some start threads of their own, which a fork would not survive.
 """
 
@@ -12,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra
-from wanma.job.retry import PATIENCE, Patience, RetriedFile, retry
-from wanma.job.url_credentials import WHERE_CREDENTIALS_GO, has_credentials, without_credentials
+from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra_error
+from wanma.job.retry import STORAGE_RETRY_POLICY, RetryingFile, RetryPolicy, retry
+from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials, redact_credentials
 
 Result = TypeVar("Result")
 
@@ -48,14 +49,14 @@ def check_url(url: str, key: str) -> None:
     from fsspec.core import split_protocol
 
     if has_credentials(url):
-        raise WanmaError(f"{key}: a URL with credentials or a query in it", WHERE_CREDENTIALS_GO, EXIT_USAGE)
+        raise WanmaError(f"{key}: a URL with credentials or a query in it", CREDENTIALS_HINT, EXIT_USAGE)
     protocol = split_protocol(url)[0] or "file"
     try:
         for part in protocol.split("::"):
             get_filesystem_class(part)
     except ImportError as error:
         if protocol in _EXTRAS:
-            raise missing_extra(*_EXTRAS[protocol], f"{key} = '{url}'") from error
+            raise missing_extra_error(*_EXTRAS[protocol], f"{key} = '{url}'") from error
         raise WanmaError(f"{key} = '{url}': {error}", "install that package", EXIT_USAGE) from error
     except ValueError as error:
         known = ", ".join(name for name in ("s3", "gs", "abfs", "sftp") if name in available_protocols())
@@ -66,12 +67,12 @@ def check_url(url: str, key: str) -> None:
         ) from error
 
 
-class Storage:
+class RemoteStorage:
     """Folder at `url`; paths below are relative to it and use `/`. Safe to use from several threads.
 
     Args:
         url: the folder's URL.
-        patience: limits of the retries.
+        policy: limits of the retries.
         stop: once set, no operation begins, or is tried again.
         key: key of the job file or command line, for messages.
 
@@ -82,7 +83,7 @@ class Storage:
     def __init__(
         self,
         url: str,
-        patience: Patience = PATIENCE,
+        policy: RetryPolicy = STORAGE_RETRY_POLICY,
         stop: threading.Event | None = None,
         key: str = "the URL",
     ) -> None:
@@ -90,23 +91,23 @@ class Storage:
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
-        self._patience = patience
+        self._policy = policy
         self._stop = stop
         try:
-            self._system, root = url_to_fs(url)
+            self._filesystem, root = url_to_fs(url)
         except Exception as error:  # a storage library may raise anything, such as missing credentials
             raise _failure("cannot open", self.url, error) from error
         self._root = root.rstrip("/")
 
-    def below(self, path: str) -> Storage:
+    def subfolder(self, path: str) -> RemoteStorage:
         """Return the subfolder at `path`."""
-        return Storage(f"{self.url}/{path}", self._patience, self._stop)
+        return RemoteStorage(f"{self.url}/{path}", self._policy, self._stop)
 
-    def folders(self) -> list[str]:
+    def list_folders(self) -> list[str]:
         """List the names of the folders in it, sorted; empty if it does not exist."""
         return sorted(name for name, entry in self._list("").items() if entry["type"] == "directory")
 
-    def files(self, path: str) -> dict[str, int]:
+    def list_files(self, path: str) -> dict[str, int]:
         """Return name and bytes of the files in one of its folders; empty if that does not exist."""
         found = self._list(path)
         return {name: int(entry["size"]) for name, entry in found.items() if entry["type"] == "file"}
@@ -115,70 +116,74 @@ class Storage:
         """Return the bytes of a file; None: no such file."""
 
         def look() -> int | None:
-            self._system.invalidate_cache(self._at(path).rpartition("/")[0])
+            self._filesystem.invalidate_cache(self._absolute_path(path).rpartition("/")[0])
             try:
-                found = self._system.info(self._at(path))
+                found = self._filesystem.info(self._absolute_path(path))
             except FileNotFoundError:
                 return None
             return int(found["size"]) if found.get("type", "file") == "file" else None
 
-        return self._try("cannot look at", path, look)
+        return self._retry("cannot look at", path, look)
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small file; None: no such file."""
 
         def fetch() -> bytes | None:
             try:
-                return bytes(self._system.cat_file(self._at(path)))
+                return bytes(self._filesystem.cat_file(self._absolute_path(path)))
             except FileNotFoundError:
                 return None
 
-        return self._try("cannot read", path, fetch)
+        return self._retry("cannot read", path, fetch)
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file, and read it back to verify its content."""
 
         def send() -> None:
-            self._making_folder(path, lambda: self._system.pipe_file(self._at(path), content))
-            found = self._system.cat_file(self._at(path))
+            self._with_parent_folder(
+                path, lambda: self._filesystem.pipe_file(self._absolute_path(path), content)
+            )
+            found = self._filesystem.cat_file(self._absolute_path(path))
             if found != content:
                 raise OSError(f"{len(found):,} bytes are there, not the {len(content):,} written")
 
-        self._try("cannot write", path, send)
+        self._retry("cannot write", path, send)
 
-    def put(self, local: Path, path: str) -> None:
+    def upload_file(self, local: Path, path: str) -> None:
         """Upload a file and verify its size."""
         wanted = local.stat().st_size  # raises FileNotFoundError itself: not a failure of the storage
 
         def send() -> None:
-            self._making_folder(path, lambda: self._system.put_file(str(local), self._at(path)))
-            self._system.invalidate_cache(self._at(path).rpartition("/")[0])
-            found = self._system.info(self._at(path))["size"]
+            self._with_parent_folder(
+                path, lambda: self._filesystem.put_file(str(local), self._absolute_path(path))
+            )
+            self._filesystem.invalidate_cache(self._absolute_path(path).rpartition("/")[0])
+            found = self._filesystem.info(self._absolute_path(path))["size"]
             if found != wanted:
                 raise OSError(f"{found:,} of {wanted:,} bytes arrived")
 
-        self._try("cannot write", path, send)
+        self._retry("cannot write", path, send)
 
-    def get(self, path: str, local: Path, size: int) -> None:
+    def download_file(self, path: str, local: Path, size: int) -> None:
         """Download a file of `size` bytes, and sync it to disk."""
 
         def fetch() -> None:
-            self._system.get_file(self._at(path), str(local))
+            self._filesystem.get_file(self._absolute_path(path), str(local))
             with local.open("rb+") as file:
                 os.fsync(file.fileno())
                 found = file.seek(0, os.SEEK_END)
             if found != size:
                 raise OSError(f"{found:,} of {size:,} bytes arrived")
 
-        self._try("cannot fetch", path, fetch)
+        self._retry("cannot fetch", path, fetch)
 
-    def open(self, path: str) -> RetriedFile:
+    def open(self, path: str) -> RetryingFile:
         """Open a file for reading, as a context manager; a read that failed too often raises its error."""
-        return self._begin(
+        return self._run_unless_stopped(
             "cannot read",
             path,
-            lambda: RetriedFile(
-                lambda: self._system.open(self._at(path), "rb"), self._patience, stop=self._stop
+            lambda: RetryingFile(
+                lambda: self._filesystem.open(self._absolute_path(path), "rb"), self._policy, stop=self._stop
             ),
         )
 
@@ -187,50 +192,50 @@ class Storage:
 
         def remove() -> None:
             try:
-                self._system.rm_file(self._at(path))
+                self._filesystem.rm_file(self._absolute_path(path))
             except FileNotFoundError:
                 return
 
-        self._try("cannot remove", path, remove)
+        self._retry("cannot remove", path, remove)
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder with all that is in it, if it exists."""
 
         def remove() -> None:
-            self._system.invalidate_cache()
+            self._filesystem.invalidate_cache()
             try:
-                self._system.rm(self._at(path), recursive=True)
+                self._filesystem.rm(self._absolute_path(path), recursive=True)
             except FileNotFoundError:
                 return
 
-        self._try("cannot remove", path, remove)
+        self._retry("cannot remove", path, remove)
 
     def _list(self, path: str) -> dict[str, dict[str, Any]]:
         def look() -> dict[str, dict[str, Any]]:
-            self._system.invalidate_cache()
+            self._filesystem.invalidate_cache()
             try:
-                found = self._system.ls(self._at(path), detail=True)
+                found = self._filesystem.ls(self._absolute_path(path), detail=True)
             except FileNotFoundError:
                 return {}
             return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in found}
 
-        return self._try("cannot list", path, look)
+        return self._retry("cannot list", path, look)
 
-    def _at(self, path: str) -> str:
+    def _absolute_path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
-    def _making_folder(self, path: str, send: Callable[[], object]) -> None:
+    def _with_parent_folder(self, path: str, send: Callable[[], object]) -> None:
         """Send, and make the parent folder if it is missing; object stores have no folders."""
         try:
             send()
         except FileNotFoundError:
-            self._system.makedirs(self._at(path).rpartition("/")[0], exist_ok=True)
+            self._filesystem.makedirs(self._absolute_path(path).rpartition("/")[0], exist_ok=True)
             send()
 
-    def _try(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
-        return self._begin(what, path, lambda: retry(operation, self._patience, stop=self._stop))
+    def _retry(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+        return self._run_unless_stopped(what, path, lambda: retry(operation, self._policy, stop=self._stop))
 
-    def _begin(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+    def _run_unless_stopped(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
         if self._stop is not None and self._stop.is_set():
             raise WanmaError(f"{what} {self.url}/{path}: asked to stop")
         try:
@@ -245,4 +250,4 @@ def _failure(what: str, place: str, error: Exception) -> WanmaError:
     cause = f"{type(error).__name__}: {told}" if told else type(error).__name__
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     hint = "check the network, the credentials and the space there"
-    return WanmaError(without_credentials(f"{what} {place}: {cause}{notes}"), hint)
+    return WanmaError(redact_credentials(f"{what} {place}: {cause}{notes}"), hint)

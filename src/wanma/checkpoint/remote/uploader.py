@@ -5,7 +5,7 @@
     for upload in uploader.take(): ...   # results of earlier uploads
     uploader.close(seconds)              # waits for the one in progress
 
-The newest goes first, then those before it that are still on disk. After a failure the next `wake` tries
+The newest goes first, then those before it that are still on disk. After a failure the next `request` tries
 again. `uploaded.json` beside the checkpoints records the uploads, for `wanma checkpoint list`.
 """
 
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.checkpoint.format.manifest import MANIFEST, step_name
-from wanma.checkpoint.remote.remote_checkpoints import Remote
-from wanma.checkpoint.remote.remote_storage import Storage
-from wanma.checkpoint.store.checkpoint_folder import Keep, committed, read_score
+from wanma.checkpoint.format.manifest import MANIFEST_FILE, step_folder_name
+from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
+from wanma.checkpoint.store.checkpoint_folder import RetentionPolicy, list_committed, read_score
 from wanma.job.errors import WanmaError
-from wanma.job.retry import PATIENCE, Patience
+from wanma.job.retry import STORAGE_RETRY_POLICY, RetryPolicy
 from wanma.job.run.run_directory import write_json
 
-RECORD = "uploaded.json"
-_Identity = tuple[str, int, int]
+UPLOAD_RECORD_FILE = "uploaded.json"
+_CheckpointIdentity = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Upload:
+class UploadResult:
     """Result of an upload."""
 
     step: int
@@ -50,38 +50,38 @@ class Uploader:
     Args:
         folder: the run's checkpoint folder.
         url: destination.
-        keep: retention policy of the uploaded ones; None: all stay.
-        patience: limits of the retries.
+        policy: retention policy of the uploaded ones; None: all stay.
+        retry_policy: limits of the retries.
     """
 
     def __init__(
         self,
         folder: Path,
         url: str,
-        keep: Keep | None = None,
-        patience: Patience = PATIENCE,
+        policy: RetentionPolicy | None = None,
+        retry_policy: RetryPolicy = STORAGE_RETRY_POLICY,
     ) -> None:
-        self._folder, self._url, self._keep, self._patience = folder, url, keep, patience
+        self._folder, self._url, self._policy, self._retry_policy = folder, url, policy, retry_policy
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._last = 0
-        self._woken = False
-        self._working = False
-        self._uploads: list[Upload] = []
-        self._done: set[_Identity] = set()
-        self._held: Path | None = None
+        self._last_step = 0
+        self._is_requested = False
+        self._is_working = False
+        self._uploads: list[UploadResult] = []
+        self._uploaded: set[_CheckpointIdentity] = set()
+        self._locked_path: Path | None = None
         self._thread: threading.Thread | None = None
 
-    def wake(self, step: int) -> None:
+    def request(self, step: int) -> None:
         """Request the upload of all checkpoints up to `step` that have not been uploaded."""
         with self._changed:
-            self._last, self._woken = step, True
+            self._last_step, self._is_requested = step, True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def take(self) -> list[Upload]:
+    def poll(self) -> list[UploadResult]:
         """Return the uploads that have ended since the last call; never blocks."""
         with self._changed:
             uploads, self._uploads = self._uploads, []
@@ -91,17 +91,17 @@ class Uploader:
     def is_uploading(self) -> bool:
         """True if an upload is in progress or requested."""
         with self._changed:
-            return self._woken or self._working
+            return self._is_requested or self._is_working
 
-    def in_use(self) -> list[Path]:
+    def locked_paths(self) -> list[Path]:
         """Return the checkpoint that is being read, which must not be removed meanwhile."""
-        held = self._held
+        held = self._locked_path
         return [] if held is None else [held]
 
     def wait(self, seconds: float) -> bool:
         """Wait until no upload is in progress, for up to `seconds`; return True if none is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._woken or self._working), seconds)
+            return self._changed.wait_for(lambda: not (self._is_requested or self._is_working), seconds)
 
     def close(self, seconds: float = 0.0) -> bool:
         """Wait for up to `seconds`, then start no more uploads; return True if all were done.
@@ -116,95 +116,100 @@ class Uploader:
 
     # ---------------------------------------------------------------- in the background
 
-    def _work(self) -> None:
-        remote: Remote | None = None
+    def _run(self) -> None:
+        remote: RemoteCheckpoints | None = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._woken or self._stop.is_set())
+                self._changed.wait_for(lambda: self._is_requested or self._stop.is_set())
                 if self._stop.is_set():
                     return
-                self._woken, self._working = False, True
+                self._is_requested, self._is_working = False, True
             try:
-                remote = remote or Remote(Storage(self._url, self._patience, self._stop))
+                remote = remote or RemoteCheckpoints(RemoteStorage(self._url, self._retry_policy, self._stop))
                 self._upload_all(remote)
             except Exception as error:  # the thread has no caller
-                self._tell(Upload(self._last, self._url, 0, 0.0, _failure("checkpoints were", error)))
+                self._report(
+                    UploadResult(self._last_step, self._url, 0, 0.0, _failure("checkpoints were", error))
+                )
             finally:
                 with self._changed:
-                    self._working = False
+                    self._is_working = False
                     self._changed.notify_all()
 
-    def _upload_all(self, remote: Remote) -> None:
+    def _upload_all(self, remote: RemoteCheckpoints) -> None:
         while not self._stop.is_set() and (waiting := self._next()) is not None:
             step, path, identity = waiting
             began = time.monotonic()
-            self._held = path
+            self._locked_path = path
             try:
-                digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+                digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
                 sent = remote.upload(path, step)
             except Exception as error:
                 if not path.exists():  # removed before it was held: there is a newer one
                     continue
                 failure = _failure(f"the checkpoint of step {step} was", error)
-                self._tell(Upload(step, remote.url, 0, time.monotonic() - began, failure))
+                self._report(UploadResult(step, remote.url, 0, time.monotonic() - began, failure))
                 return
             finally:
-                self._held = None
-            self._done.add(identity)
-            self._tell(Upload(step, remote.url, sent, time.monotonic() - began))
+                self._locked_path = None
+            self._uploaded.add(identity)
+            self._report(UploadResult(step, remote.url, sent, time.monotonic() - began))
             entry = {"url": remote.url, "time": time.time(), "manifest_sha256": digest}
-            self._write_record({step_name(step): entry}, step)
-            if self._keep is not None:
+            self._write_record({step_folder_name(step): entry}, step)
+            if self._policy is not None:
                 self._prune(remote, step)
 
-    def _next(self) -> tuple[int, Path, _Identity] | None:
+    def _next(self) -> tuple[int, Path, _CheckpointIdentity] | None:
         # Later ones remain from before the run went back, and may be damaged.
-        here = {step: path for step, path in committed(self._folder) if step <= self._last}
-        if self._keep is not None:  # those that the policy would remove there need no upload
-            stay = self._keep.choose(
-                {step: read_score(path, self._keep.best_by) for step, path in here.items()}
+        here = {step: path for step, path in list_committed(self._folder) if step <= self._last_step}
+        if self._policy is not None:  # those that the policy would remove there need no upload
+            stay = self._policy.select_steps(
+                {step: read_score(path, self._policy.best_by) for step, path in here.items()}
             )
             here = {step: path for step, path in here.items() if step in stay}
         for step, path in here.items():
             try:
-                status = (path / MANIFEST).stat()
+                status = (path / MANIFEST_FILE).stat()
             except FileNotFoundError:
                 continue
             identity = (path.name, status.st_ino, status.st_mtime_ns)
-            if identity not in self._done:
+            if identity not in self._uploaded:
                 return step, path, identity
         return None
 
-    def _prune(self, remote: Remote, step: int) -> None:
-        assert self._keep is not None
+    def _prune(self, remote: RemoteCheckpoints, step: int) -> None:
+        assert self._policy is not None
         try:
-            gone = remote.prune(self._keep, self._last, [at for at, _ in committed(self._folder)])
+            gone = remote.prune(self._policy, self._last_step, [at for at, _ in list_committed(self._folder)])
         except WanmaError as error:
             told = WanmaError(f"older uploaded checkpoints could not be removed: {error.message}", error.hint)
-            self._tell(Upload(step, remote.url, 0, 0.0, told))
+            self._report(UploadResult(step, remote.url, 0, 0.0, told))
             return
-        self._write_record({step_name(at): None for at in gone}, step)
+        self._write_record({step_folder_name(at): None for at in gone}, step)
 
     def _write_record(self, changes: dict[str, dict[str, Any] | None], step: int) -> None:
-        entries = {**uploaded(self._folder), **changes}
+        entries = {**read_upload_record(self._folder), **changes}
         try:
-            write_json(self._folder / RECORD, {name: entry for name, entry in entries.items() if entry})
+            write_json(
+                self._folder / UPLOAD_RECORD_FILE, {name: entry for name, entry in entries.items() if entry}
+            )
         except OSError as error:
-            cause = f"what was uploaded could not be noted in {self._folder / RECORD}: {error.strerror}"
-            self._tell(Upload(step, self._url, 0, 0.0, WanmaError(cause, "free some space there")))
+            record = self._folder / UPLOAD_RECORD_FILE
+            cause = f"the record of uploads {record} cannot be written: {error.strerror}"
+            self._report(UploadResult(step, self._url, 0, 0.0, WanmaError(cause, "free some space there")))
 
-    def _tell(self, upload: Upload) -> None:
+    def _report(self, upload: UploadResult) -> None:
         with self._changed:
             self._uploads.append(upload)
 
 
-def uploaded(folder: Path) -> dict[str, dict[str, Any]]:
+def read_upload_record(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the upload record of `folder`: by checkpoint `url`, unix `time` and `manifest_sha256`.
 
     The hash tells whether the checkpoint of that step is still the same. Empty without a record.
     """
     try:
-        record = json.loads((folder / RECORD).read_text("utf-8"))
+        record = json.loads((folder / UPLOAD_RECORD_FILE).read_text("utf-8"))
     except (FileNotFoundError, ValueError):  # the record is informative: without it a list lacks a column
         return {}
     return record if isinstance(record, dict) else {}

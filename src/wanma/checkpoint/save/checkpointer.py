@@ -24,18 +24,23 @@ from typing import Any
 
 import torch
 
-from wanma.checkpoint.format.manifest import data_file, step_name, to_json
-from wanma.checkpoint.save.commit import commit
-from wanma.checkpoint.save.commit_session import Meeting
-from wanma.checkpoint.save.file_buffer import FileBuffer, Room
+from wanma.checkpoint.format.manifest import data_file_name, dump_json, step_folder_name
+from wanma.checkpoint.save.commit import commit_checkpoint
+from wanma.checkpoint.save.commit_session import CommitSession
+from wanma.checkpoint.save.file_buffer import BufferAllocator, FileBuffer
 from wanma.checkpoint.save.file_writer import write_file
-from wanma.checkpoint.store.best_metric import BestBy
-from wanma.checkpoint.store.checkpoint_folder import NOT_SAVED, Keep, Retention, clean
+from wanma.checkpoint.store.best_metric import BestMetric
+from wanma.checkpoint.store.checkpoint_folder import (
+    NOT_SAVED,
+    CheckpointPruner,
+    RetentionPolicy,
+    remove_partial,
+)
 from wanma.job.errors import WanmaError
 
 
 @dataclass(frozen=True)
-class SaveTicket:
+class PendingSave:
     """Handle of a save that goes on in the background."""
 
     step: int
@@ -59,12 +64,12 @@ class SaveResult:
     """Seconds of write, fsync and hash of this rank's part."""
     commit_seconds: float
     """Seconds from the end of this rank's write to the commit; 0 when the save failed."""
-    whole_bytes: int | None = None
+    total_bytes: int | None = None
     """Bytes of all ranks' parts; None on other ranks than 0, and when the save failed."""
     error: WanmaError | None = None
 
 
-def failure_of_last_save(results: Iterable[SaveResult | None], step: int, outcome: str) -> WanmaError | None:
+def last_save_error(results: Iterable[SaveResult | None], step: int, outcome: str) -> WanmaError | None:
     """Return the error of a run that ends at `step` without its checkpoint; None if no result reports it.
 
     Args:
@@ -95,13 +100,13 @@ class Checkpointer:
         keep_best: if True, the one with the best metric stays too.
         best_by: that metric and its direction.
         keep_every_steps: multiples of this number of steps stay too; 0: none.
-        in_use: returns the checkpoints that are being read: they are removed later (rank 0).
+        locked_paths: returns the checkpoints that are being read: they are removed later (rank 0).
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names as this
             one; they share the writing of them. Default: all ranks. With pipeline stages: the ranks
             of this rank's stage.
         deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
-        room: memory for the copy that is being saved; None: host memory.
-        still_mine: called before a checkpoint is committed; raises when these ranks have been superseded.
+        allocator: memory for the copy that is being saved; None: host memory.
+        check_fence: called before a checkpoint is committed; raises when these ranks have been superseded.
 
     Raises:
         WanmaError: `folder` cannot be written to.
@@ -116,13 +121,13 @@ class Checkpointer:
         generation: int = 0,
         keep: int = 3,
         keep_best: bool = True,
-        best_by: BestBy | None = None,
+        best_by: BestMetric | None = None,
         keep_every_steps: int = 0,
-        in_use: Callable[[], Collection[Path]] = tuple,
+        locked_paths: Callable[[], Collection[Path]] = tuple,
         replicas: Sequence[int] | None = None,
         deadline_seconds: float = 600.0,
-        room: Room | None = None,
-        still_mine: Callable[[], None] = lambda: None,
+        allocator: BufferAllocator | None = None,
+        check_fence: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise WanmaError(
@@ -133,22 +138,22 @@ class Checkpointer:
         self._world_size = world_size
         self._generation = generation
         self._deadline_seconds = deadline_seconds
-        self._best_by = best_by or BestBy()
-        self._retention = Retention(Keep(keep, keep_best, keep_every_steps, self._best_by))
-        self._in_use = in_use
-        self._still_mine = still_mine
-        self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), room)
+        self._best_by = best_by or BestMetric()
+        self._pruner = CheckpointPruner(RetentionPolicy(keep, keep_best, keep_every_steps, self._best_by))
+        self._locked_paths = locked_paths
+        self._check_fence = check_fence
+        self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), allocator)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._results: list[SaveResult] = []
-        self._given_up: list[Path] = []
-        self._serial = 0
-        self.removed: list[str] = []
+        self._aborted_saves: list[Path] = []
+        self._save_number = 0
+        self.removed_saves: list[str] = []
         """Unfinished saves of killed runs that were removed at the start (rank 0)."""
         if rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self.removed = clean(folder)
+                self.removed_saves = remove_partial(folder)
             except OSError as error:
                 raise WanmaError(
                     f"cannot use the checkpoint folder {folder}: {error.strerror or error}",
@@ -162,7 +167,7 @@ class Checkpointer:
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None = None,
         metric: float | None = None,
-    ) -> SaveTicket:
+    ) -> PendingSave:
         """Start saving; tensors and state may change as soon as this returns.
 
         Args:
@@ -177,34 +182,36 @@ class Checkpointer:
                 taken from `poll` or `wait`. The save is then not started, on any rank.
         """
         began = time.perf_counter()
-        self._serial += 1  # before anything can fail: the ranks tell their saves apart by it
-        partial = self._folder / f"{step_name(step)}.partial-{self._generation}-{self._serial}"
-        meeting = Meeting(partial, self._rank, self._world_size, self._deadline_seconds)
+        self._save_number += 1  # before anything can fail: the ranks tell their saves apart by it
+        partial = self._folder / f"{step_folder_name(step)}.partial-{self._generation}-{self._save_number}"
+        meeting = CommitSession(partial, self._rank, self._world_size, self._deadline_seconds)
         try:
             forgotten = self._take_failures()  # without the save in progress: that is for the next `poll`
-            self._join()
+            self._join_thread()
             if forgotten:
                 raise forgotten[0]
-            job = _Job(
+            job = _SaveRequest(
                 step=step,
-                state_json=to_json({**state, **self._best_by.values()}, "the training state"),
-                rank_state_json=None if rank_state is None else to_json(dict(rank_state), "the rank's state"),
+                state_json=dump_json({**state, **self._best_by.to_state()}, "the training state"),
+                rank_state_json=None
+                if rank_state is None
+                else dump_json(dict(rank_state), "the rank's state"),
                 metric=metric if metric is not None and math.isfinite(metric) else None,
                 partial=partial,
-                meeting=meeting,
+                session=meeting,
             )
             self._buffer.copy(tensors)
         except WanmaError as error:
             with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
-                self._give_up(partial, meeting, f"rank {self._rank}: {error.message}")
+                self._abort_save(partial, meeting, f"rank {self._rank}: {error.message}")
             raise
         # Now, not in the background: once the folder of a failed save is gone, a late rank must not
         # make it anew and wait there for the others.
         with contextlib.suppress(OSError):  # the background meets the same error, and reports it
-            meeting.open()
-        ticket = SaveTicket(step, len(self._buffer.content), time.perf_counter() - began)
+            meeting.create_folder()
+        ticket = PendingSave(step, len(self._buffer.content), time.perf_counter() - began)
         self._thread = threading.Thread(
-            target=self._finish, args=(job, ticket), name=f"checkpoint-{step}", daemon=True
+            target=self._run_save, args=(job, ticket), name=f"checkpoint-{step}", daemon=True
         )
         self._thread.start()
         return ticket
@@ -223,7 +230,7 @@ class Checkpointer:
     def wait(self, seconds: float | None = None) -> list[SaveResult]:
         """Wait until no save is in progress, or for `seconds`, then `poll`."""
         if seconds is None:
-            self._join()
+            self._join_thread()
         elif self._thread is not None:
             self._thread.join(seconds)
         return self.poll()
@@ -234,18 +241,18 @@ class Checkpointer:
         Raises:
             WanmaError: a save failed and its result has not been taken.
         """
-        self._join()
+        self._join_thread()
         try:
-            self._sweep()
+            self._remove_failed_saves()
         except OSError as error:
             raise WanmaError(f"cannot remove a failed save from {self._folder}: {error}") from error
         if forgotten := self._take_failures():
             raise forgotten[0]
 
-    def sweep(self) -> None:
+    def remove_failed_saves(self) -> None:
         """Remove the remains of failed saves, as far as possible (rank 0)."""
         with contextlib.suppress(OSError):
-            self._sweep()
+            self._remove_failed_saves()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -256,7 +263,7 @@ class Checkpointer:
         if error is None:
             self.close()
 
-    def _join(self) -> None:
+    def _join_thread(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -270,54 +277,59 @@ class Checkpointer:
 
     # ------------------------------------------------------------ in the background
 
-    def _finish(self, job: _Job, ticket: SaveTicket) -> None:
+    def _run_save(self, request: _SaveRequest, pending: PendingSave) -> None:
         """Write, commit, and append a result in any case."""
         began = time.perf_counter()
-        result = SaveResult(job.step, None, ticket.bytes, ticket.stall_seconds, 0.0, 0.0)
-        final = self._folder / step_name(job.step)
+        result = SaveResult(request.step, None, pending.bytes, pending.stall_seconds, 0.0, 0.0)
+        final = self._folder / step_folder_name(request.step)
         try:
-            self._sweep()
-            job.meeting.open()
-            table = self._write(job)
+            self._remove_failed_saves()
+            request.session.create_folder()
+            table = self._write(request)
             result = replace(result, write_seconds=time.perf_counter() - began)
-            job.meeting.post(table)
+            request.session.publish(table)
             if self._rank == 0:
-                _, whole = commit(
-                    job.partial, job.meeting, job.step, job.metric, job.state_json, self._still_mine
+                _, whole = commit_checkpoint(
+                    request.partial,
+                    request.session,
+                    request.step,
+                    request.metric,
+                    request.state_json,
+                    self._check_fence,
                 )
-                result = replace(result, whole_bytes=whole.bytes)
+                result = replace(result, total_bytes=whole.bytes)
             else:
-                job.meeting.follow(final)
+                request.session.wait_for_commit(final)
             result = replace(
                 result, path=final, commit_seconds=time.perf_counter() - began - result.write_seconds
             )
             if self._rank == 0:
-                self._retention.prune(self._folder, job.step, job.metric, self._in_use())
+                self._pruner.prune(self._folder, request.step, request.metric, self._locked_paths())
         except Exception as error:  # the thread has no caller: the result carries it
-            result = replace(result, error=self._failure(job, error, result.path))
+            result = replace(result, error=self._handle_failure(request, error, result.path))
         with self._lock:
             self._results.append(result)
 
-    def _write(self, job: _Job) -> dict[str, Any]:
+    def _write(self, request: _SaveRequest) -> dict[str, Any]:
         """Write this rank's file; return its rank manifest."""
         content = self._buffer.content
-        name = data_file(self._rank)
-        digest = write_file(job.partial / name, content) if content else ""
+        name = data_file_name(self._rank)
+        digest = write_file(request.partial / name, content) if content else ""
         return {
             "rank": self._rank,
             "file": {"name": name, "bytes": len(content), "sha256": digest} if content else None,
-            "rank_state_json": job.rank_state_json,
+            "rank_state_json": request.rank_state_json,
             "tensors": {
                 piece.name: [piece.dtype, piece.shape, piece.box.offset, piece.box.shape]
-                for piece in self._buffer.pieces
+                for piece in self._buffer.shards
             },
         }
 
-    def _failure(self, job: _Job, error: Exception, saved: Path | None) -> WanmaError:
+    def _handle_failure(self, request: _SaveRequest, error: Exception, saved: Path | None) -> WanmaError:
         """Free the space of a failed save, notify the other ranks, and return one error."""
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
-        elif isinstance(error, FileNotFoundError) and not job.partial.exists():
+        elif isinstance(error, FileNotFoundError) and not request.partial.exists():
             cause = "rank 0 gave up the save and removed its folder"
             hint = "see the log of rank 0 for the cause"
         elif isinstance(error, OSError):
@@ -330,36 +342,37 @@ class Checkpointer:
             failure = WanmaError(f"checkpoint {saved.name} is saved, but tidying up failed: {cause}", hint)
         else:
             try:
-                self._give_up(job.partial, job.meeting, cause)
+                self._abort_save(request.partial, request.session, cause)
             except OSError as second:
                 cause += f" (and cleaning up after it: {second})"
             failure = WanmaError(
-                f"the checkpoint of step {job.step} {NOT_SAVED}: {cause}; the ones before it are untouched",
+                f"the checkpoint of step {request.step} {NOT_SAVED}: {cause}; the ones before it are "
+                "untouched",
                 hint,
             )
         failure.__cause__ = error
         return failure
 
-    def _give_up(self, partial: Path, meeting: Meeting, cause: str) -> None:
+    def _abort_save(self, partial: Path, session: CommitSession, cause: str) -> None:
         """Remove this rank's part, and notify the other ranks."""
-        self._given_up.append(partial)
-        (partial / data_file(self._rank)).unlink(missing_ok=True)
-        meeting.leave()
+        self._aborted_saves.append(partial)
+        (partial / data_file_name(self._rank)).unlink(missing_ok=True)
+        session.remove_own()
         if self._world_size > 1:
-            meeting.fail(cause)
+            session.abort(cause)
         else:
-            self._sweep()
+            self._remove_failed_saves()
 
-    def _sweep(self) -> None:
+    def _remove_failed_saves(self) -> None:
         """Remove the folders of failed saves, which still tell the other ranks the reason (rank 0)."""
-        while self._given_up:
-            if self._rank == 0 and self._given_up[0].exists():
-                shutil.rmtree(self._given_up[0])
-            self._given_up.pop(0)
+        while self._aborted_saves:
+            if self._rank == 0 and self._aborted_saves[0].exists():
+                shutil.rmtree(self._aborted_saves[0])
+            self._aborted_saves.pop(0)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SaveRequest:
     """Save on its way to the background thread; tensors are in the buffer, state is already text."""
 
     step: int
@@ -367,4 +380,4 @@ class _Job:
     rank_state_json: str | None
     metric: float | None
     partial: Path
-    meeting: Meeting
+    session: CommitSession

@@ -10,36 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from wanma.checkpoint.format.manifest import (
-    MANIFEST,
+    MANIFEST_FILE,
     Box,
     FileEntry,
     Manifest,
-    Shard,
+    SavedShard,
     TensorEntry,
     dump_manifest,
 )
-from wanma.checkpoint.save.commit_session import Meeting
-from wanma.checkpoint.store.checkpoint_folder import publish, sync_folder
+from wanma.checkpoint.save.commit_session import CommitSession
+from wanma.checkpoint.store.checkpoint_folder import finalize_folder, sync_folder
 from wanma.job.errors import WanmaError
 
 
-def commit(
+def commit_checkpoint(
     partial: Path,
-    meeting: Meeting,
+    session: CommitSession,
     step: int,
     metric: float | None,
     state_json: str,
-    still_mine: Callable[[], None] = lambda: None,
+    check_fence: Callable[[], None] = lambda: None,
 ) -> tuple[Path, Manifest]:
     """Wait for every rank's part, then commit the checkpoint.
 
     Args:
         partial: the folder being written.
-        meeting: the commit session of the ranks.
+        session: the commit session of the ranks.
         step: the saved step.
         metric: value for the choice of the best checkpoint; None: none.
         state_json: the training state as JSON.
-        still_mine: raises when these ranks may no longer write into the run.
+        check_fence: raises when these ranks may no longer write into the run.
 
     Returns:
         The committed folder and its manifest.
@@ -48,22 +48,22 @@ def commit(
         WanmaError: a rank failed or is late, or the parts do not cover the tensors.
         OSError: the disk failed.
     """
-    manifest = merge(meeting.collect(), step, metric, json.loads(state_json))
+    manifest = merge_rank_manifests(session.gather(), step, metric, json.loads(state_json))
     for name, entry in manifest.files.items():
         if (partial / name).stat().st_size != entry.bytes:
             raise WanmaError(f"{name} has not the size that its rank wrote", "check the shared file system")
-    with (partial / MANIFEST).open("xb") as file:
+    with (partial / MANIFEST_FILE).open("xb") as file:
         file.write(dump_manifest(manifest))
         file.flush()
         os.fsync(file.fileno())
-    meeting.tidy()
+    session.remove_all()
     sync_folder(partial)
-    still_mine()
-    return publish(partial, step), manifest
+    check_fence()
+    return finalize_folder(partial, step), manifest
 
 
-def merge(
-    tables: list[dict[str, Any]],
+def merge_rank_manifests(
+    rank_manifests: list[dict[str, Any]],
     step: int,
     metric: float | None,
     state: dict[str, Any],
@@ -72,7 +72,7 @@ def merge(
     """Merge rank manifests into one manifest.
 
     Args:
-        tables: the rank manifests.
+        rank_manifests: the rank manifests.
         step: the saved step.
         metric: value for the choice of the best checkpoint; None: none.
         state: the training state.
@@ -85,7 +85,7 @@ def merge(
     rank_state: dict[int, dict[str, Any]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     boxes: dict[str, dict[Box, str]] = {}
-    for table in tables:
+    for table in rank_manifests:
         if table["rank_state_json"] is not None:
             rank_state[table["rank"]] = json.loads(table["rank_state_json"])
         if (file := table["file"]) is None:
@@ -102,13 +102,13 @@ def merge(
             boxes.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(part)), file["name"])
     tensors = {}
     for name, (dtype, shape) in sorted(kinds.items()):
-        saved, full = sum(box.elements for box in boxes[name]), math.prod(shape)
+        saved, full = sum(box.numel for box in boxes[name]), math.prod(shape)
         if saved != full and world_size is None:
             raise WanmaError(
                 f"the ranks together hold {saved:,} of the {full:,} elements of tensor {name}",
                 "save on every rank of the run, each with all tensors that it holds",
             )
         tensors[name] = TensorEntry(
-            dtype, shape, tuple(Shard(box, file) for box, file in boxes[name].items())
+            dtype, shape, tuple(SavedShard(box, file) for box, file in boxes[name].items())
         )
-    return Manifest(step, world_size or len(tables), metric, state, rank_state, files, tensors)
+    return Manifest(step, world_size or len(rank_manifests), metric, state, rank_state, files, tensors)

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wanma.checkpoint.format.manifest import to_json
+from wanma.checkpoint.format.manifest import dump_json
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import write_atomically
 
-_NOTE_ATTEMPTS = 5
-_NOTE_PAUSE_SECONDS = 0.2
+_ABORT_ATTEMPTS = 5
+_ABORT_PAUSE_SECONDS = 0.2
 
 
-class Meeting:
+class CommitSession:
     """Commit session of one save, on one rank.
 
     Args:
@@ -40,36 +40,36 @@ class Meeting:
         self._inode: int | None = None
         """Inode of the folder, which a rename keeps; None until `open`."""
 
-    def open(self) -> None:
+    def create_folder(self) -> None:
         """Make the folder, unless another rank has; only once, because it may be removed meanwhile."""
         if self._inode is None:
             self._partial.mkdir(parents=True, exist_ok=True)
             self._inode = self._partial.stat().st_ino
 
-    def post(self, table: dict[str, Any]) -> None:
+    def publish(self, rank_manifest: dict[str, Any]) -> None:
         """Write this rank's manifest where rank 0 finds it."""
-        write_atomically(self._path("table", self._rank), to_json(table, "a checkpoint's table"))
+        write_atomically(self._path("table", self._rank), dump_json(rank_manifest, "a checkpoint's table"))
 
-    def fail(self, message: str) -> None:
+    def abort(self, message: str) -> None:
         """Notify all ranks that this rank's part failed, unless rank 0 has removed the folder already.
 
         Raises:
             OSError: not even the note could be written; the others fail at their deadline.
         """
-        for attempt in range(_NOTE_ATTEMPTS):
+        for attempt in range(_ABORT_ATTEMPTS):
             if self._inode is not None and not self._partial.exists():
                 return
             try:
-                self.open()
+                self.create_folder()
                 write_atomically(self._path("failed", self._rank), json.dumps({"message": message}))
                 return
             except OSError:  # on a full disk, room for a note comes when the others remove their parts
-                if attempt == _NOTE_ATTEMPTS - 1:
+                if attempt == _ABORT_ATTEMPTS - 1:
                     self._path("failed", self._rank).touch()  # its name alone takes no room
                     return
-                time.sleep(_NOTE_PAUSE_SECONDS)
+                time.sleep(_ABORT_PAUSE_SECONDS)
 
-    def collect(self) -> list[dict[str, Any]]:
+    def gather(self) -> list[dict[str, Any]]:
         """Wait for the manifests of all ranks and return them in the order of ranks (rank 0).
 
         Raises:
@@ -77,7 +77,7 @@ class Meeting:
         """
         wanted = {self._path("table", rank).name for rank in range(self._world_size)}
         names: set[str] = set()
-        for names in self._watch(self._deadline_seconds):
+        for names in self._poll_folder(self._deadline_seconds):
             if wanted <= names:
                 tables = (self._path("table", rank) for rank in range(self._world_size))
                 return [json.loads(table.read_text("utf-8")) for table in tables]
@@ -85,18 +85,18 @@ class Meeting:
             raise WanmaError(f"somebody removed {self._partial}", "let only one run save into a folder")
         missing = [rank for rank in range(self._world_size) if self._path("table", rank).name not in names]
         raise WanmaError(
-            f"{_some(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
+            f"{_ranks_text(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
             f"check that {self._partial.parent} is one folder shared by all machines, and how fast it is",
         )
 
-    def follow(self, final: Path) -> None:
+    def wait_for_commit(self, final: Path) -> None:
         """Wait until rank 0 has committed (other ranks).
 
         Raises:
             WanmaError: it did not.
         """
         # Rank 0 starts its own deadline when it has written its part, which may be later.
-        for _ in self._watch(2 * self._deadline_seconds):
+        for _ in self._poll_folder(2 * self._deadline_seconds):
             pass
         if self._partial.exists():
             raise WanmaError(
@@ -106,16 +106,16 @@ class Meeting:
         if not final.exists() or final.stat().st_ino != self._inode:  # gone, or an older save of that step
             raise WanmaError("rank 0 gave up the save", "see the log of rank 0 for the cause")
 
-    def leave(self) -> None:
+    def remove_own(self) -> None:
         """Remove this rank's manifest."""
         self._path("table", self._rank).unlink(missing_ok=True)
 
-    def tidy(self) -> None:
+    def remove_all(self) -> None:
         """Remove all rank manifests, once they are merged (rank 0)."""
         for rank in range(self._world_size):
             self._path("table", rank).unlink()
 
-    def _watch(self, seconds: float) -> Iterator[set[str]]:
+    def _poll_folder(self, seconds: float) -> Iterator[set[str]]:
         """Yield the names in the folder repeatedly until the deadline, or until it is gone."""
         # Two ranks poll every 10 ms; thousands would overload a shared file system that way.
         stop, pause, longest = time.monotonic() + seconds, 0.001, min(1.0, 0.01 + self._world_size / 4000)
@@ -127,7 +127,7 @@ class Meeting:
             except FileNotFoundError:
                 return
             if note is not None:
-                raise WanmaError(json.loads(note)["message"] if note else _wordless(notes[0]))
+                raise WanmaError(json.loads(note)["message"] if note else _disk_full_message(notes[0]))
             yield names
             if time.monotonic() > stop:
                 return
@@ -138,12 +138,12 @@ class Meeting:
         return self._partial / f"{kind}-{rank:05d}.json"
 
 
-def _wordless(note: str) -> str:
+def _disk_full_message(file_name: str) -> str:
     """Return the message of an empty note, for whose text there was no room."""
-    return f"rank {int(note.removeprefix('failed-').removesuffix('.json'))}: No space left on device"
+    return f"rank {int(file_name.removeprefix('failed-').removesuffix('.json'))}: No space left on device"
 
 
-def _some(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

@@ -12,20 +12,27 @@ from typing import Protocol
 
 import torch
 
-from wanma.checkpoint.format.local_shards import DTYPES, Piece, arrangement, assign, local_part, pieces_of
+from wanma.checkpoint.format.local_shards import (
+    DTYPES,
+    LocalShard,
+    assign_writers,
+    local_shards,
+    local_tensor,
+    shard_layout_key,
+)
 from wanma.checkpoint.format.manifest import build_header
 from wanma.job.errors import WanmaError
 
-_REST_BYTES = 64 << 20
+_RELEASE_INTERVAL_BYTES = 64 << 20
 
 
-class Room(Protocol):
+class BufferAllocator(Protocol):
     """Provider of memory outside the process's own, such as mapped files."""
 
-    def empty(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         """Return uninitialized memory, (size,) uint8."""
 
-    def rest(self) -> None:
+    def release_pages(self) -> None:
         """Release the process's memory behind it; called from time to time while much is copied."""
 
 
@@ -35,25 +42,26 @@ class FileBuffer:
     Args:
         rank: this rank.
         replicas: ranks that hold the same plain (not DTensor) tensors under the same names.
-        room: memory for the copy; None: host memory.
-        among: ranks that divide the writing of their common shards; None: all. Other ranks write them again.
+        allocator: memory for the copy; None: host memory.
+        writer_ranks: ranks that divide the writing of their common shards; None: all. Other ranks write them
+            again.
     """
 
     def __init__(
         self,
         rank: int,
         replicas: Sequence[int],
-        room: Room | None = None,
-        among: Collection[int] | None = None,
+        allocator: BufferAllocator | None = None,
+        writer_ranks: Collection[int] | None = None,
     ) -> None:
-        self._room = room
-        self._among = among
+        self._allocator = allocator
+        self._writer_ranks = writer_ranks
         self._rank = rank
         self._replicas = tuple(replicas)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: tuple[object, ...] | None = None
         self._views: dict[str, torch.Tensor] = {}
-        self.pieces: list[Piece] = []
+        self.shards: list[LocalShard] = []
         """Shards that this rank writes, of the tensors last copied."""
         self.content = memoryview(b"")
         """Content of the file, of the tensors last copied; empty when this rank writes nothing."""
@@ -67,18 +75,20 @@ class FileBuffer:
         devices = set()
         touched = 0
         with torch.no_grad():
-            for view, local in self.places(tensors).values():
+            for view, local in self.copy_targets(tensors).values():
                 view.copy_(local, non_blocking=True)
                 devices.add(local.device)
                 touched += view.numel() * view.element_size()
-                if self._room is not None and touched >= _REST_BYTES:
-                    self._room.rest()
+                if self._allocator is not None and touched >= _RELEASE_INTERVAL_BYTES:
+                    self._allocator.release_pages()
                     touched = 0
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def copy_targets(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return, by name, (view of the file's data, local tensor to copy there) of this rank's share.
 
         Views are in the file's order, without gaps, behind the header, which is already written.
@@ -86,38 +96,38 @@ class FileBuffer:
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
         """
-        layout = arrangement(tensors)
+        layout = shard_layout_key(tensors)
         if layout != self._layout:
             self._layout = None  # until the new one is complete
-            self._arrange(tensors)
+            self._plan_file(tensors)
             self._layout = layout
-        return {name: (view, local_part(tensors[name])) for name, view in self._views.items()}
+        return {name: (view, local_tensor(tensors[name])) for name, view in self._views.items()}
 
-    def bytes_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
+    def shard_bytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Return the bytes of this rank's share of `tensors`, without the header."""
-        return sum(piece.bytes for piece in self._share(tensors))
+        return sum(piece.bytes for piece in self._shards_to_write(tensors))
 
-    def _share(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-        pieces = pieces_of(tensors, self._replicas)
-        if self._among is not None:
+    def _shards_to_write(self, tensors: Mapping[str, torch.Tensor]) -> list[LocalShard]:
+        pieces = local_shards(tensors, self._replicas)
+        if self._writer_ranks is not None:
             pieces = [
-                replace(piece, replicas=tuple(rank for rank in piece.replicas if rank in self._among))
+                replace(piece, replicas=tuple(rank for rank in piece.replicas if rank in self._writer_ranks))
                 for piece in pieces
             ]
-        return assign(pieces, self._rank)
+        return assign_writers(pieces, self._rank)
 
-    def _arrange(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _plan_file(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lay out the file for these tensors and allocate its memory."""
-        self.pieces = self._share(tensors)
-        header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.pieces})
+        self.shards = self._shards_to_write(tensors)
+        header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.shards})
         size = max((region.stop for region in regions.values()), default=0)
-        pinned = self._room is None and any(tensor.is_cuda for tensor in tensors.values())
+        pinned = self._allocator is None and any(tensor.is_cuda for tensor in tensors.values())
         self._views, self.content = {}, memoryview(b"")
-        if size > self._memory.numel() or (self._room is None and pinned != self._memory.is_pinned()):
+        if size > self._memory.numel() or (self._allocator is None and pinned != self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before asking for the new
             try:
-                if self._room is not None:
-                    self._memory = self._room.empty(size)
+                if self._allocator is not None:
+                    self._memory = self._allocator.allocate(size)
                 else:
                     self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             except (RuntimeError, OSError) as error:

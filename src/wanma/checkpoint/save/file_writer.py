@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from wanma.job.retry import Patience, retry
+from wanma.job.retry import RetryPolicy, retry
 
-_PATIENCE = Patience(tries=3, deadline_seconds=60.0)
+_RETRY_POLICY = RetryPolicy(max_attempts=3, deadline_seconds=60.0)
 """Limits of the retries: other ranks wait for this file, so they are shorter than an upload's."""
 _WRITE_BYTES = 64 << 20
 
@@ -25,7 +25,7 @@ def write_file(path: Path, *parts: memoryview) -> str:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as beside:
         digest = beside.submit(_sha256, parts)
-        retry(lambda: _write(path, parts), _PATIENCE)
+        retry(lambda: _write(path, parts), _RETRY_POLICY)
         return digest.result()
 
 

@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 from wanma.checkpoint.format.manifest import Manifest
 
-Mode = Literal["min", "max"]
-STATE_KEY = "best_by"
+MetricMode = Literal["min", "max"]
+BEST_BY_STATE_KEY = "best_by"
 """Key of a checkpoint's training state; a checkpoint without it uses the validation loss."""
 
 
 @dataclass(frozen=True)
-class BestBy:
+class BestMetric:
     """Metric and its better direction."""
 
     metric: str = "loss"
-    mode: Mode = "min"
+    mode: MetricMode = "min"
 
     def score(self, value: float | None) -> float | None:
         """Return a score where lower is better; None if `value` is None or not finite."""
@@ -29,20 +29,20 @@ class BestBy:
 
     def score_of(self, manifest: Manifest) -> float | None:
         """Return the score of a checkpoint; None where it was saved with another metric, or with none."""
-        return self.score(manifest.metric) if best_by(manifest) == self else None
+        return self.score(manifest.metric) if best_metric_of(manifest) == self else None
 
-    def values(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's training state that store the rule."""
-        return {} if self == BestBy() else {STATE_KEY: [self.metric, self.mode]}
+        return {} if self == BestMetric() else {BEST_BY_STATE_KEY: [self.metric, self.mode]}
 
 
-def best_by(manifest: Manifest) -> BestBy:
+def best_metric_of(manifest: Manifest) -> BestMetric:
     """Return the rule under which a checkpoint was saved."""
-    found = manifest.state.get(STATE_KEY)
-    return BestBy() if found is None else BestBy(*found)
+    found = manifest.state.get(BEST_BY_STATE_KEY)
+    return BestMetric() if found is None else BestMetric(*found)
 
 
-def best_step(scores: Mapping[int, float | None]) -> int | None:
+def step_with_best_score(scores: Mapping[int, float | None]) -> int | None:
     """Return the step with the lowest score, the newest of equals; None if none has one."""
     scored = [(value, -step) for step, value in scores.items() if value is not None and math.isfinite(value)]
     return -min(scored)[1] if scored else None

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wanma.checkpoint.format.manifest import MANIFEST, Manifest, parse_manifest, step_name
-from wanma.checkpoint.store.best_metric import BestBy, best_by, best_step
+from wanma.checkpoint.format.manifest import MANIFEST_FILE, Manifest, parse_manifest, step_folder_name
+from wanma.checkpoint.store.best_metric import BestMetric, best_metric_of, step_with_best_score
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 NOT_SAVED = "was not saved"
@@ -27,32 +27,32 @@ NOT_SAVED = "was not saved"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(partial|replaced|removed)-.+)?")
 
 
-def committed(folder: Path) -> list[tuple[int, Path]]:
+def list_committed(folder: Path) -> list[tuple[int, Path]]:
     """List step and path of every committed checkpoint, newest first; their content is not verified."""
     found: dict[int, Path] = {}
-    for step, kind, path in _entries(folder):
+    for step, kind, path in _list_entries(folder):
         # A kill between the two renames of a replacement leaves the older one valid.
         if kind is None or (kind == "replaced" and step not in found):
             found[step] = path
     return sorted(found.items(), reverse=True)
 
 
-def unfinished(folder: Path) -> list[tuple[int, Path]]:
+def list_partial(folder: Path) -> list[tuple[int, Path]]:
     """List step and path of saves that are being written, or that killed runs left behind."""
-    return [(step, path) for step, kind, path in _entries(folder) if kind == "partial"]
+    return [(step, path) for step, kind, path in _list_entries(folder) if kind == "partial"]
 
 
-def clean(folder: Path) -> list[str]:
+def remove_partial(folder: Path) -> list[str]:
     """Remove the remains of killed runs. Call it while no process saves into `folder`.
 
     Returns:
         Names of the unfinished saves that were removed.
     """
-    complete = {step for step, kind, _ in _entries(folder) if kind is None}
+    complete = {step for step, kind, _ in _list_entries(folder) if kind is None}
     left = []
-    for step, kind, path in _entries(folder):
+    for step, kind, path in _list_entries(folder):
         if kind == "replaced" and step not in complete:
-            path.rename(folder / step_name(step))
+            path.rename(folder / step_folder_name(step))
             complete.add(step)
             continue
         if kind == "partial":
@@ -62,13 +62,13 @@ def clean(folder: Path) -> list[str]:
     return left
 
 
-def set_aside(folder: Path) -> Path | None:
+def archive_run_checkpoints(folder: Path) -> Path | None:
     """Move the checkpoints of an earlier run out of the way of a new one in the same place.
 
     Returns:
         Their new folder; None if there were none.
     """
-    if not committed(folder):
+    if not list_committed(folder):
         return None
     number = 1
     while (aside := folder.with_name(f"{folder.name}-before-{number}")).exists():
@@ -86,16 +86,16 @@ def read_manifest(path: Path) -> Manifest:
         WanmaError: there is none, or it is damaged.
     """
     try:
-        content = (path / MANIFEST).read_bytes()
+        content = (path / MANIFEST_FILE).read_bytes()
     except OSError as error:
-        raise WanmaError(f"{MANIFEST} cannot be read: {error.strerror or error}") from error
+        raise WanmaError(f"{MANIFEST_FILE} cannot be read: {error.strerror or error}") from error
     return parse_manifest(content)
 
 
-def publish(partial: Path, step: int) -> Path:
+def finalize_folder(partial: Path, step: int) -> Path:
     """Give a finished folder its final name, durably; an older checkpoint of that step is replaced."""
     folder = partial.parent
-    final = folder / step_name(step)
+    final = folder / step_folder_name(step)
     older = folder / partial.name.replace(".partial-", ".replaced-")
     replaces = final.exists()
     if replaces:
@@ -108,7 +108,7 @@ def publish(partial: Path, step: int) -> Path:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def create_output_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes `folder` once it is complete, or is removed.
 
     Raises:
@@ -144,74 +144,80 @@ def sync_folder(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Retention policy: rule that selects the checkpoints to keep."""
 
-    newest: int = 3
+    keep_newest: int = 3
     """Number of newest checkpoints that stay, at least 1."""
-    best: bool = True
+    keep_best: bool = True
     """Switch that also keeps the one with the best metric."""
-    every_steps: int = 0
+    keep_every_steps: int = 0
     """Interval in steps whose multiples stay too; 0: none."""
-    best_by: BestBy = field(default_factory=BestBy)
+    best_by: BestMetric = field(default_factory=BestMetric)
 
-    def choose(self, scores: Mapping[int, float | None]) -> set[int]:
+    def select_steps(self, scores: Mapping[int, float | None]) -> set[int]:
         """Return the steps that stay, of those given with their score by `best_by`."""
         newest_first = sorted(scores, reverse=True)
-        stay = set(newest_first[: self.newest])
-        if self.every_steps:
-            stay.update(step for step in newest_first if step % self.every_steps == 0)
-        if self.best and (lowest := best_step(scores)) is not None:
+        stay = set(newest_first[: self.keep_newest])
+        if self.keep_every_steps:
+            stay.update(step for step in newest_first if step % self.keep_every_steps == 0)
+        if self.keep_best and (lowest := step_with_best_score(scores)) is not None:
             stay.add(lowest)
         return stay
 
 
-class Retention:
+class CheckpointPruner:
     """Remover of checkpoints by a retention policy.
 
     Only checkpoints up to the one just committed are counted and removed. Later ones exist when
     a run went back past a damaged checkpoint: counting those could delete the only good one.
     """
 
-    def __init__(self, keep: Keep) -> None:
-        self._keep = keep
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self._policy = policy
         self._scores: dict[Path, float | None] = {}
 
-    def prune(self, folder: Path, step: int, metric: float | None, in_use: Collection[Path] = ()) -> None:
+    def prune(
+        self, folder: Path, step: int, metric: float | None, locked_paths: Collection[Path] = ()
+    ) -> None:
         """Remove the checkpoints that the policy drops, now that `step` is committed with `metric`.
 
         Args:
             folder: the checkpoint folder.
             step: the committed step.
             metric: its value for the choice of the best; None: none.
-            in_use: checkpoints that are being read; they wait for the next call.
+            locked_paths: checkpoints that are being read; they wait for the next call.
         """
-        past = {at: path for at, path in committed(folder) if at <= step}
-        self._scores[folder / step_name(step)] = self._keep.best_by.score(metric)
+        past = {at: path for at, path in list_committed(folder) if at <= step}
+        self._scores[folder / step_folder_name(step)] = self._policy.best_by.score(metric)
         for path in past.values():
             if path not in self._scores:
-                self._scores[path] = read_score(path, self._keep.best_by)
-        stay = self._keep.choose({at: self._scores[path] for at, path in past.items()})
-        gone = {at: path for at, path in past.items() if at not in stay and path not in in_use}
+                self._scores[path] = read_score(path, self._policy.best_by)
+        stay = self._policy.select_steps({at: self._scores[path] for at, path in past.items()})
+        gone = {at: path for at, path in past.items() if at not in stay and path not in locked_paths}
         for at, path in gone.items():
-            removed = folder / f"{step_name(at)}.removed-{step}"
+            removed = folder / f"{step_folder_name(at)}.removed-{step}"
             path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
             shutil.rmtree(removed)
         self._scores = {path: self._scores[path] for at, path in past.items() if at not in gone}
 
 
-def best(folder: Path) -> Path | None:
+def find_best(folder: Path) -> Path | None:
     """Return the committed checkpoint with the best metric, by the rule of the newest one's run.
 
     The newest of equals; None if none has one.
     """
-    found = dict(committed(folder))
-    rules = [rule for path in found.values() if (rule := _rule(path)) is not None]
-    lowest = best_step({step: read_score(path, rules[0]) for step, path in found.items()}) if rules else None
+    found = dict(list_committed(folder))
+    rules = [rule for path in found.values() if (rule := _best_rule_of(path)) is not None]
+    lowest = (
+        step_with_best_score({step: read_score(path, rules[0]) for step, path in found.items()})
+        if rules
+        else None
+    )
     return None if lowest is None else found[lowest]
 
 
-def read_score(path: Path, rule: BestBy) -> float | None:
+def read_score(path: Path, rule: BestMetric) -> float | None:
     """Return the score of the checkpoint at `path`; None if it is damaged: it is never the best."""
     try:
         return rule.score_of(read_manifest(path))
@@ -219,14 +225,14 @@ def read_score(path: Path, rule: BestBy) -> float | None:
         return None
 
 
-def _rule(path: Path) -> BestBy | None:
+def _best_rule_of(path: Path) -> BestMetric | None:
     try:
-        return best_by(read_manifest(path))
+        return best_metric_of(read_manifest(path))
     except WanmaError:
         return None
 
 
-def _entries(folder: Path) -> list[tuple[int, str | None, Path]]:
+def _list_entries(folder: Path) -> list[tuple[int, str | None, Path]]:
     """List step, state (None: committed) and path of every checkpoint folder, committed ones first."""
     entries = []
     if folder.is_dir():

@@ -14,12 +14,12 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from wanma.checkpoint.store.checkpoint_folder import committed, publish, sync_folder
+from wanma.checkpoint.store.checkpoint_folder import finalize_folder, list_committed, sync_folder
 
 _KEY_DIGITS = 12
 
 
-def refuges(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
+def fallback_folders(folder: Path, environment: Mapping[str, str] = os.environ) -> list[Path]:
     """List the fallback folders of `folder`, the more permanent ones first; they need not exist."""
     whole = folder.absolute().resolve()
     key = f"{whole.parent.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:_KEY_DIGITS]}"
@@ -29,33 +29,35 @@ def refuges(folder: Path, environment: Mapping[str, str] = os.environ) -> list[P
     return [state / "wanma" / "rescued" / key, temporary / others / key, Path("/dev/shm") / others / key]
 
 
-def open_refuge(place: Path) -> None:
+def create_fallback_folder(path: Path) -> None:
     """Make a fallback folder, for this user alone.
 
     Raises:
         OSError: it cannot be made, or is another user's.
     """
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    place.mkdir(mode=0o700, exist_ok=True)
-    if not is_mine(place):
-        raise PermissionError(f"{place} is another user's")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not is_own_folder(path):
+        raise PermissionError(f"{path} is another user's")
 
 
-def rescued(folder: Path) -> list[tuple[int, Path]]:
+def list_flushed(folder: Path) -> list[tuple[int, Path]]:
     """List step and path of the checkpoints in the fallback folders of `folder`, newest first."""
-    found = [one for place in refuges(folder) if is_mine(place) for one in committed(place)]
+    found = [
+        one for place in fallback_folders(folder) if is_own_folder(place) for one in list_committed(place)
+    ]
     return sorted(found, reverse=True)
 
 
-def bring_home(folder: Path) -> list[str]:
+def move_back_flushed(folder: Path) -> list[str]:
     """Move flushed checkpoints that are newer back into `folder`, as far as there is room now.
 
     Returns:
         Messages for the user.
     """
     told = []
-    for step, path in rescued(folder):
-        newest = max((at for at, _ in committed(folder)), default=-1)
+    for step, path in list_flushed(folder):
+        newest = max((at for at, _ in list_committed(folder)), default=-1)
         try:
             if step > newest:
                 partial = folder / f"{path.name}.partial-rescued"
@@ -67,10 +69,10 @@ def bring_home(folder: Path) -> list[str]:
     return told
 
 
-def set_aside_rescued(folder: Path) -> None:
+def archive_flushed(folder: Path) -> None:
     """Move flushed checkpoints of an earlier run aside, so that a run that starts anew does not load them."""
-    for place in refuges(folder):
-        if is_mine(place):
+    for place in fallback_folders(folder):
+        if is_own_folder(place):
             number = 1
             while (aside := place.with_name(f"{place.name}-before-{number}")).exists():
                 number += 1
@@ -85,18 +87,17 @@ def _move(path: Path, partial: Path, step: int) -> str:
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         sync_folder(partial)
-        return (
-            f"checkpoint {path.name} was rescued to {path.parent}, and is moved to {publish(partial, step)}"
-        )
+        moved = finalize_folder(partial, step)
+        return f"checkpoint {path.name} was rescued to {path.parent}, and is moved to {moved}"
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def is_mine(place: Path) -> bool:
-    """Return True if `place` is a folder of this user: one that another user may have made is not trusted."""
+def is_own_folder(path: Path) -> bool:
+    """Return True if `path` is a folder of this user: one that another user may have made is not trusted."""
     try:
-        found = place.lstat()
+        found = path.lstat()
     except OSError:
         return False
-    return place.is_dir() and not place.is_symlink() and found.st_uid == os.getuid()
+    return path.is_dir() and not path.is_symlink() and found.st_uid == os.getuid()

@@ -1,4 +1,4 @@
-"""Commands, one module each: `add(commands)` declares it, `run(arguments)` returns its exit code.
+"""Commands, one module each: `add_parser(commands)` declares it, `run(arguments)` returns its exit code.
 
 Modules that a command needs are imported inside `run`, so that `wanma --help` and completion answer at once.
 """

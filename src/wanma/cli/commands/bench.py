@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from wanma.cli.arguments import numbers
+from wanma.cli.arguments import parse_integers
 
 _EXAMPLES = """\
 examples:
@@ -19,21 +19,30 @@ Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is mea
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("bench", help="measure this machine, or several together")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     found = actions.add_parser(
         "collectives", help="time and bandwidth by collective, algorithm, size", epilog=_EXAMPLES
     )
     found.add_argument(
-        "--ranks", metavar="N,N", type=numbers, help="on one machine; default: 2, 4 ... to its GPUs or cores"
+        "--ranks",
+        metavar="N,N",
+        type=parse_integers,
+        help="on one machine; default: 2, 4 ... to its GPUs or cores",
     )
     found.add_argument("--sizes", metavar="SIZES", help="such as 1K..64M or 4K,1M; default: 1K..256M")
-    found.add_argument("--collectives", metavar="NAME,NAME", type=_names, default=[], help="default: all")
     found.add_argument(
-        "--algorithms", metavar="NAME,NAME", type=_names, default=[], help="backend, ring ...; default: all"
+        "--collectives", metavar="NAME,NAME", type=_parse_names, default=[], help="default: all"
     )
-    found.add_argument("--dtypes", metavar="NAME,NAME", type=_names, default=[], help="default: fp32")
+    found.add_argument(
+        "--algorithms",
+        metavar="NAME,NAME",
+        type=_parse_names,
+        default=[],
+        help="backend, ring ...; default: all",
+    )
+    found.add_argument("--dtypes", metavar="NAME,NAME", type=_parse_names, default=[], help="default: fp32")
     found.add_argument("--seconds", metavar="N", type=float, help="for each number of ranks; default: 60")
     found.add_argument("--out", metavar="DIR", type=Path, help="write JSON, CSV and a page of charts there")
     found.add_argument("--save", action="store_true", help="add them to what forecasts know of this machine")
@@ -47,21 +56,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, cluster_section
-    from wanma.bench.collectives.calibration import check_saving, save_sweeps
-    from wanma.bench.collectives.output_files import check_folder, write_sweeps
-    from wanma.bench.collectives.selection import SIZES
-    from wanma.bench.collectives.terminal_tables import sweeps_text
-    from wanma.cli.output import show
+    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, parse_cluster_section
+    from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
+    from wanma.bench.collectives.output_files import check_writable, write_results
+    from wanma.bench.collectives.selection import DEFAULT_SIZES
+    from wanma.bench.collectives.terminal_tables import results_tables
+    from wanma.cli.output import print_content
 
-    overrides = [*arguments.set, *_options_as_overrides(arguments)]
+    overrides = [*arguments.set, *_cluster_overrides(arguments)]
     if arguments.save:
-        check_saving(cluster_section(overrides).nodes)
+        check_calibration_writable(parse_cluster_section(overrides).nodes)
     if arguments.out is not None:
-        check_folder(arguments.out)
+        check_writable(arguments.out)
     sweeps = bench_collectives(
         ranks=arguments.ranks or (),
-        sizes=SIZES if arguments.sizes is None else arguments.sizes,
+        sizes=DEFAULT_SIZES if arguments.sizes is None else arguments.sizes,
         collectives=arguments.collectives,
         algorithms=arguments.algorithms,
         dtypes=arguments.dtypes,
@@ -72,19 +81,19 @@ def run(arguments: argparse.Namespace) -> int:
     if not sweeps:
         print("measured; the results are shown on the machine of rank 0")
         return 0
-    show(sweeps_text(sweeps))
+    print_content(results_tables(sweeps))
     if arguments.out is not None:
-        print(f"Written: {', '.join(map(str, write_sweeps(sweeps, arguments.out)))}")
+        print(f"Written: {', '.join(map(str, write_results(sweeps, arguments.out)))}")
     if arguments.save:
-        print(f"Kept in {save_sweeps(sweeps)}")
+        print(f"Kept in {save_to_calibration(sweeps)}")
     return 0
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
+def _cluster_overrides(arguments: argparse.Namespace) -> list[str]:
     """Return options that are another form of a key as overrides, so that one place checks them."""
     written = {
         "cluster.nodes": arguments.nodes,

@@ -7,7 +7,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from wanma.cli.arguments import add_runs_folder, checkpoint_places, chosen_place, complete_with
+from wanma.cli.arguments import (
+    add_runs_folder_option,
+    complete_checkpoint_locations,
+    resolve_checkpoint_location,
+    set_completer,
+)
 from wanma.job.errors import EXIT_FAILED, JobError
 
 _EXAMPLES = """\
@@ -23,31 +28,33 @@ PLACE is a run, a checkpoint's folder, a folder of them, or (list, verify) a URL
 meant, the newest whole one is taken.
 """
 
-Run = Callable[[argparse.Namespace], int]
+Handler = Callable[[argparse.Namespace], int]
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "checkpoint", help="list, verify, compare and convert checkpoints", epilog=_EXAMPLES
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
 
-    found = _action(actions, "list", "what there is, newest first", _list)
-    _place(found, "place", "?")
-    _json(found)
+    found = _add_action(actions, "list", "what there is, newest first", _list)
+    _add_location_argument(found, "place", "?")
+    _add_json_option(found)
 
-    verified = _action(actions, "verify", "read every byte, and tell all that is wrong; exit code 1", _verify)
-    _place(verified, "place", "?")
-    _json(verified)
+    verified = _add_action(
+        actions, "verify", "read every byte, and tell all that is wrong; exit code 1", _verify
+    )
+    _add_location_argument(verified, "place", "?")
+    _add_json_option(verified)
 
-    compared = _action(actions, "diff", "what differs between two; exit code 1 if anything", _diff)
-    _place(compared, "a")
-    _place(compared, "b")
+    compared = _add_action(actions, "diff", "what differs between two; exit code 1 if anything", _diff)
+    _add_location_argument(compared, "a")
+    _add_location_argument(compared, "b")
     compared.add_argument("--all", action="store_true", help="all tensors; default: the 20 that differ most")
-    _json(compared)
+    _add_json_option(compared)
 
-    converted = _action(actions, "convert", "write one anew; the one read is never changed", _convert)
-    _place(converted, "place")
+    converted = _add_action(actions, "convert", "write one anew; the one read is never changed", _convert)
+    _add_location_argument(converted, "place")
     converted.add_argument("to", metavar="OUT", type=Path, help="folder to make")
     converted.add_argument(
         "--format",
@@ -63,33 +70,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     converted.add_argument("--weights", action="store_true", help="leave the optimizer's state away")
 
 
-def _action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, run: Run
+def _add_action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, run: Handler
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    add_runs_folder(parser)
+    add_runs_folder_option(parser)
     parser.set_defaults(run=run)
     return parser
 
 
-def _place(parser: argparse.ArgumentParser, name: str, nargs: str | None = None) -> None:
+def _add_location_argument(parser: argparse.ArgumentParser, name: str, nargs: str | None = None) -> None:
     about = "a run, a checkpoint's folder, a folder of them, or a URL"
     metavar = "PLACE" if name == "place" else name.upper()
     place = parser.add_argument(
         name, metavar=metavar, nargs=nargs, help=f"{about}; default: the newest run" if nargs else about
     )
-    complete_with(place, checkpoint_places)
+    set_completer(place, complete_checkpoint_locations)
 
 
-def _json(parser: argparse.ArgumentParser) -> None:
+def _add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    place = chosen_place(arguments.place, arguments.runs)
+    place = resolve_checkpoint_location(arguments.place, arguments.runs)
     from wanma.api.checkpoints.operations import inventory
     from wanma.api.checkpoints.output_text import inventory_json, inventory_table
-    from wanma.cli.output import show
+    from wanma.cli.output import print_content
 
     entries = inventory(place)
     if arguments.json:
@@ -98,41 +105,41 @@ def _list(arguments: argparse.Namespace) -> int:
         print(f"no checkpoints in {place} yet")
     else:
         print(place)
-        show(inventory_table(entries))
+        print_content(inventory_table(entries))
         print("As far as sizes tell; `wanma checkpoint verify` reads every byte.")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    place = chosen_place(arguments.place, arguments.runs)
-    from wanma.api.checkpoints.operations import scans
+    place = resolve_checkpoint_location(arguments.place, arguments.runs)
+    from wanma.api.checkpoints.operations import scan_checkpoints
     from wanma.api.checkpoints.output_text import scan_json, scan_text
-    from wanma.cli.output import show
+    from wanma.cli.output import print_content
 
     found = []
-    for one in scans(place):
+    for one in scan_checkpoints(place):
         found.append(one)
         if not arguments.json:
-            show(scan_text(one))
+            print_content(scan_text(one))
     if arguments.json:
         print(json.dumps([scan_json(one) for one in found], indent=2))
-    return 0 if all(one.is_whole for one in found) else EXIT_FAILED
+    return 0 if all(one.is_valid for one in found) else EXIT_FAILED
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    places = [chosen_place(place, arguments.runs) for place in (arguments.a, arguments.b)]
-    from wanma.api.checkpoints.operations import diff
-    from wanma.api.checkpoints.output_text import SHOWN, comparison_json, comparison_tables
-    from wanma.cli.output import show, warn
+    places = [resolve_checkpoint_location(place, arguments.runs) for place in (arguments.a, arguments.b)]
+    from wanma.api.checkpoints.operations import compare_newest
+    from wanma.api.checkpoints.output_text import MAX_SHOWN_TENSORS, comparison_json, comparison_tables
+    from wanma.cli.output import print_content, print_warning
 
-    a, b, found = diff(places[0], places[1], warn)
+    a, b, found = compare_newest(places[0], places[1], print_warning)
     if arguments.json:
         print(json.dumps({"a": str(a), "b": str(b), **comparison_json(found)}, indent=2))
     else:
         print(f"A: {a}\nB: {b}")
-        for part in comparison_tables(found, None if arguments.all else SHOWN):
-            show(part)
-    return 0 if found.is_none else EXIT_FAILED
+        for part in comparison_tables(found, None if arguments.all else MAX_SHOWN_TENSORS):
+            print_content(part)
+    return 0 if found.is_empty else EXIT_FAILED
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -142,9 +149,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise JobError(
             f"{option} belongs to --format checkpoint", f"{form} has weights only, in its own files"
         )
-    place = chosen_place(arguments.place, arguments.runs)
+    place = resolve_checkpoint_location(arguments.place, arguments.runs)
     from wanma.api.checkpoints.operations import convert
-    from wanma.cli.output import warn
+    from wanma.cli.output import print_warning
     from wanma.observe.units import bytes_text, count_text
 
     done = convert(
@@ -154,7 +161,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         files=1 if arguments.files is None else arguments.files,
         weights_only=arguments.weights,
-        on_message=warn,
+        on_message=print_warning,
     )
     print(
         f"{done.folder}: {count_text(done.tensors, 'tensor')}, {bytes_text(done.bytes)}, of {done.checkpoint}"

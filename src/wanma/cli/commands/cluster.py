@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import complete_with, job_files, numbers
+from wanma.cli.arguments import complete_job_files, parse_integers, set_completer
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -23,18 +23,21 @@ examples:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("cluster", help="the machines, as a cluster file", epilog=_EXAMPLES)
     where = parser.add_argument(
         "where", metavar="CLUSTER", nargs="?", help="cluster file, or one line; default: what is here"
     )
-    complete_with(where, job_files)
+    set_completer(where, complete_job_files)
     parser.add_argument("--devices", action="store_true", help="list the catalogue of devices")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine, and keep the result")
     calibrating = parser.add_argument_group("calibrating")
     calibrating.add_argument("--seconds", metavar="N", type=float, help="to spend; default: 60")
     calibrating.add_argument(
-        "--ranks", metavar="N,N", type=numbers, help="ranks that work at once; default: 1, 2, 4 ... to all"
+        "--ranks",
+        metavar="N,N",
+        type=parse_integers,
+        help="ranks that work at once; default: 1, 2, 4 ... to all",
     )
     calibrating.add_argument(
         "--output", metavar="FILE", type=Path, help="default: in the user's cache folder"
@@ -43,10 +46,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.output import show
-    from wanma.hardware.cluster_file.export import to_toml
+    from wanma.cli.output import print_content
+    from wanma.hardware.cluster_file.export import export_cluster
     from wanma.hardware.cluster_file.reader import read_cluster
-    from wanma.hardware.discovery.node import discover
+    from wanma.hardware.discovery.node import discover_node
 
     if arguments.calibrate:
         return _calibrate(arguments)
@@ -54,15 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             raise JobError(f"--{option} belongs to --calibrate", "give both of them")
     if arguments.devices:
-        show(_catalogue())
+        print_content(_catalogue_table())
     else:
-        print(to_toml(discover() if arguments.where is None else read_cluster(arguments.where)), end="")
+        print(
+            export_cluster(discover_node() if arguments.where is None else read_cluster(arguments.where)),
+            end="",
+        )
     return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from wanma.api.calibration.machine_calibration import DEFAULT_SECONDS, calibrate, calibration_table
-    from wanma.cli.output import show
+    from wanma.cli.output import print_content
 
     if arguments.where is not None or arguments.devices:
         raise JobError("--calibrate measures the machine that it runs on", "run it there, without CLUSTER")
@@ -72,7 +78,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    show(calibration_table(measured))
+    print_content(calibration_table(measured))
     if disturbed := sum(one.disturbed for one in measured):
         total = sum(len(one.points) for one in measured)
         print(
@@ -83,7 +89,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _catalogue() -> Table:
+def _catalogue_table() -> Table:
     from rich.table import Table
 
     from wanma.hardware.catalogue.lookup import CATALOGUE

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.cli.arguments import complete_with
+from wanma.cli.arguments import set_completer
 from wanma.job.errors import JobError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from wanma.job.file.schema import Table
+    from wanma.job.file.schema import TableSchema
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("job", help="every key of the job file, with defaults")
     about = parser.add_argument(
         "about", metavar="SECTION", nargs="?", help="only this section or key: train, train.precision"
     )
-    complete_with(about, _names)
+    set_completer(about, _complete_key_names)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="as a commented job file to start from")
     form.add_argument("--markdown", action="store_true", help="as the page of the guide")
@@ -35,32 +35,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.output import show
+    from wanma.cli.output import print_content
     from wanma.job.file import reference
     from wanma.job.file.renamed_keys import KEYS
-    from wanma.job.file.schema import tables
+    from wanma.job.file.schema import schema_tables
 
     if arguments.upgrade:
         return _upgrade(arguments.upgrade, dry_run=arguments.dry_run)
     if arguments.dry_run:
         raise JobError("wanma job: --dry-run belongs to --upgrade", "`wanma job --upgrade FILE --dry-run`")
     if arguments.toml:
-        print(reference.starter_toml(), end="")
+        print(reference.template_toml(), end="")
     elif arguments.markdown:
-        print(reference.markdown(), end="")
+        print(reference.reference_markdown(), end="")
     else:
-        shown = [table for table in tables() if _wanted(table, arguments.about)]
+        shown = [table for table in schema_tables() if _matches(table, arguments.about)]
         if (new := KEYS.get(arguments.about)) is not None:
             raise JobError(f"'{arguments.about}' is renamed to '{new}'", f"`wanma job {new}` describes it")
         if not shown:
             raise JobError(
-                f"the job file has no '{arguments.about}'.{did_you_mean(arguments.about, _names(''))}",
+                "the job file has no "
+                f"'{arguments.about}'.{did_you_mean(arguments.about, _complete_key_names(''))}",
                 "`wanma job` lists every key",
             )
         for position, table in enumerate(shown):
             if position:
                 print()
-            show(_pretty(table, arguments.about))
+            print_content(_keys_table(table, arguments.about))
     return 0
 
 
@@ -92,19 +93,19 @@ def _upgrade(files: Sequence[str], *, dry_run: bool) -> int:
     return 0
 
 
-def _wanted(table: Table, about: str | None) -> bool:
-    if about is None or table.path == about or table.path.startswith(f"{about}."):
+def _matches(table: TableSchema, selected: str | None) -> bool:
+    if selected is None or table.path == selected or table.path.startswith(f"{selected}."):
         return True
-    return any(key.path == about for key in table.keys)
+    return any(key.path == selected for key in table.keys)
 
 
-def _pretty(table: Table, about: str | None) -> RenderableType:
+def _keys_table(table: TableSchema, selected: str | None) -> RenderableType:
     from rich.table import Table as Grid
     from rich.text import Text
 
     from wanma.job.file.reference import default_text
 
-    keys = [key for key in table.keys if key.path == about] or list(table.keys)
+    keys = [key for key in table.keys if key.path == selected] or list(table.keys)
     grid = Grid(title=Text.assemble((table.header, "bold cyan"), f"  {table.help}"), title_justify="left")
     grid.box, grid.show_header, grid.pad_edge = None, False, False
     for column in (11, 8, 10):
@@ -118,8 +119,8 @@ def _pretty(table: Table, about: str | None) -> RenderableType:
     return grid
 
 
-def _names(prefix: str, **_: Any) -> list[str]:
-    from wanma.job.file.schema import tables
+def _complete_key_names(prefix: str, **_: Any) -> list[str]:
+    from wanma.job.file.schema import schema_tables
 
-    names = [name for table in tables() for name in (table.path, *(key.path for key in table.keys))]
+    names = [name for table in schema_tables() for name in (table.path, *(key.path for key in table.keys))]
     return [name for name in names if name.startswith(prefix)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wanma.cli.arguments import numbers
+from wanma.cli.arguments import parse_integers
 from wanma.job.errors import JobError
 
-_TORCHRUN = {
+_TORCHRUN_OPTIONS = {
     "ranks": ("--nproc-per-node", "--nproc_per_node"),
     "nodes": ("--nnodes",),
     "node_rank": ("--node_rank",),
@@ -35,7 +35,7 @@ one leaves at once. Other scripts get the Ctrl-C as from a terminal.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "launch",
         help="run your own script on several ranks",
@@ -54,9 +54,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any key of [cluster]; repeatable"
     )
     parser.add_argument(
-        "--show", metavar="RANKS", type=_ranks, help="whose output is shown: all (default), none, or e.g. 0,3"
+        "--show",
+        metavar="RANKS",
+        type=_parse_shown_ranks,
+        help="whose output is shown: all (default), none, or e.g. 0,3",
     )
-    for meaning, spelled in _TORCHRUN.items():
+    for meaning, spelled in _TORCHRUN_OPTIONS.items():
         kind = int if meaning == "ranks" else str
         parser.add_argument(*spelled, dest=meaning, type=kind, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"wanma launch: give --ranks N, at least 1, before {script}",
             f"`wanma launch --ranks 2 {script}` starts two processes",
         )
-    _check_shown(arguments.show, arguments.ranks, nodes=arguments.nodes or "1")
+    _check_shown_ranks(arguments.show, arguments.ranks, nodes=arguments.nodes or "1")
     from wanma.api.launch.script_launch import Program, launch_script
 
     option = "" if arguments.use_env else arguments.local_rank_option
@@ -97,24 +100,24 @@ def run(arguments: argparse.Namespace) -> int:
         Program(script, tuple(arguments.arguments), arguments.module, option),
         arguments.ranks,
         run_directory=arguments.run_dir,
-        overrides=[*arguments.set, *_options_as_overrides(arguments)],
-        shown=arguments.show,
+        overrides=[*arguments.set, *_cluster_overrides(arguments)],
+        shown_ranks=arguments.show,
     )
 
 
-def _ranks(text: str) -> list[int] | None:
+def _parse_shown_ranks(text: str) -> list[int] | None:
     """Parse the ranks of `--show`; None: all."""
     named: dict[str, list[int] | None] = {"all": None, "none": []}
-    return named[text] if text in named else numbers(text)
+    return named[text] if text in named else parse_integers(text)
 
 
-def _check_shown(shown: list[int] | None, ranks: int, nodes: str) -> None:
+def _check_shown_ranks(shown_ranks: list[int] | None, ranks: int, nodes: str) -> None:
     """Refuse ranks of `--show` that will not exist; on several nodes the number of ranks may change.
 
     Raises:
         JobError: names the first such rank.
     """
-    for rank in shown or ():
+    for rank in shown_ranks or ():
         if rank < 0 or (nodes == "1" and rank >= ranks):
             raise JobError(
                 f"wanma launch: --show {rank}: there is no such rank",
@@ -122,7 +125,7 @@ def _check_shown(shown: list[int] | None, ranks: int, nodes: str) -> None:
             )
 
 
-def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
+def _cluster_overrides(arguments: argparse.Namespace) -> list[str]:
     """Return options that are another form of a key as overrides, so that one place checks them."""
     written = {
         "cluster.nodes": arguments.nodes,

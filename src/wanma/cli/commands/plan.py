@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import add_job, complete_with, job_files
+from wanma.cli.arguments import add_job_arguments, complete_job_files, set_completer
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
-    from wanma.planner.presentation.plan_analysis import Answers
+    from wanma.planner.presentation.plan_analysis import PlanAnalysis
 
 _EXAMPLES = """\
 examples:
@@ -31,9 +31,9 @@ builds one rank of any layout on this machine: its tensors have shapes but no me
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plan", help="how a job would run, and who holds what", epilog=_EXAMPLES)
-    add_job(parser, required=False)
+    add_job_arguments(parser, is_required=False)
     parser.add_argument("--explain", action="store_true", help="show which rank holds what")
     parser.add_argument("--rank", metavar="R", type=int, help="build this rank, and show its collectives")
     parser.add_argument(
@@ -42,7 +42,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     where = parser.add_argument(
         "--cluster", metavar="FILE", help="cluster file, or a line such as '8x8 H100 SXM, 4x100G'"
     )
-    complete_with(where, job_files)
+    set_completer(where, complete_job_files)
     parser.add_argument(
         "--learn", metavar="RUN", type=Path, help="instead of a job: correct forecasts by what this run took"
     )
@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.learn is not None:
-        return _learn(arguments)
+        return _correct_calibration(arguments)
     if arguments.job is None:
         raise JobError("wanma plan: JOB is missing", "name a job file, or a run with --learn RUN")
     from wanma.job.file.loading import load_job
@@ -82,44 +82,44 @@ def run(arguments: argparse.Namespace) -> int:
         job,
         device=arguments.device,
         cluster=arguments.cluster,
-        explained=arguments.explain,
+        show_layout=arguments.explain,
         rank=arguments.rank,
-        questions=questions,
+        queries=questions,
     )
     if arguments.json:
         import json
 
-        from wanma.planner.presentation.json_output import answers_json
+        from wanma.planner.presentation.json_output import analysis_json
 
-        print(json.dumps(answers_json(answers), indent=2, allow_nan=False))
+        print(json.dumps(analysis_json(answers), indent=2, allow_nan=False))
     else:
-        from wanma.cli.output import show
+        from wanma.cli.output import print_content
 
-        show(shown)
-    _write(arguments, answers)
+        print_content(shown)
+    _write_output_files(arguments, answers)
     return 0
 
 
-def _write(arguments: argparse.Namespace, answers: Answers) -> None:
+def _write_output_files(arguments: argparse.Namespace, report: PlanAnalysis) -> None:
     """Write the requested files; print their paths to standard error, beside output for programs."""
     if arguments.trace is None and arguments.html is None:
         return
     from wanma.api.plan_report.output_files import write_page, write_trace
 
     if arguments.trace is not None:
-        write_trace(answers, arguments.trace)
+        write_trace(report, arguments.trace)
         print(f"One step: {arguments.trace}, to be opened in ui.perfetto.dev", file=sys.stderr)
     if arguments.html is not None:
-        write_page(answers, arguments.html, title=f"Plan of {arguments.job.stem}")
+        write_page(report, arguments.html, title=f"Plan of {arguments.job.stem}")
         print(f"Page: {arguments.html}", file=sys.stderr)
 
 
-def _learn(arguments: argparse.Namespace) -> int:
-    from wanma.api.calibration.corrections import learn, learned_table
-    from wanma.cli.arguments import run_at
-    from wanma.cli.output import show
+def _correct_calibration(arguments: argparse.Namespace) -> int:
+    from wanma.api.calibration.corrections import correct_calibration, corrections_table
+    from wanma.cli.arguments import open_run
+    from wanma.cli.output import print_content
 
     if arguments.job is not None:
         raise JobError("--learn takes a run, and no job", f"wanma plan --learn {arguments.learn}")
-    show(learned_table(learn(run_at(arguments.learn))))
+    print_content(corrections_table(correct_calibration(open_run(arguments.learn))))
     return 0

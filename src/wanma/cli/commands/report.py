@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.arguments import add_run, chosen_run
+from wanma.cli.arguments import add_run_arguments, resolve_run
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("report", help="write report.html, one page that works offline")
-    add_run(parser)
+    add_run_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = chosen_run(arguments)
+    chosen = resolve_run(arguments)
     from wanma.report.report_page import write_report
 
     print(write_report(chosen))

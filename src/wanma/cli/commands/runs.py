@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.arguments import add_runs_folder
+from wanma.cli.arguments import add_runs_folder_option
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("runs", help="list the runs, newest first")
-    add_runs_folder(parser)
+    add_runs_folder_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.output import show
+    from wanma.cli.output import print_content
     from wanma.job.run.run_directory import list_runs
     from wanma.report.terminal import runs_table
 
@@ -22,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
     if not runs:
         print(f"no runs in {arguments.runs.absolute()} yet; `wanma train JOB` makes one")
         return 0
-    show(runs_table(runs))
+    print_content(runs_table(runs))
     return 0

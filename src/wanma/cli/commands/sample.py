@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.arguments import add_run, add_step, chosen_run
+from wanma.cli.arguments import add_run_arguments, add_step_option, resolve_run
 from wanma.job.errors import JobError
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("sample", help="let a trained text model carry on from a prompt")
-    add_run(parser)
-    add_step(parser)
+    add_run_arguments(parser)
+    add_step_option(parser)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -46,14 +46,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise JobError(f"wanma sample: --tokens {arguments.tokens}: must be at least 1")
-    from wanma.api.checkpoints.generation import Sampling
+    from wanma.api.checkpoints.generation import SamplingRule
     from wanma.api.load import load
-    from wanma.cli.output import warn
+    from wanma.cli.output import print_warning
 
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
-    Sampling(**options)
-    run_directory = chosen_run(arguments)
-    loaded = load(run_directory, step=arguments.step, on_message=warn)
+    SamplingRule(**options)
+    run_directory = resolve_run(arguments)
+    loaded = load(run_directory, step=arguments.step, on_message=print_warning)
     for number, prompt in enumerate(arguments.prompt):
         pieces = loaded.stream(prompt, arguments.tokens, seed=arguments.seed + number, **options)
         first = next(pieces, "")  # errors of the model come before any output

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.arguments import add_run, chosen_run
+from wanma.cli.arguments import add_run_arguments, resolve_run
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("show", help="how a run went, beside its forecast")
-    add_run(parser)
+    add_run_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = chosen_run(arguments, scripts=True)
-    from wanma.cli.output import show
+    chosen = resolve_run(arguments, allow_scripts=True)
+    from wanma.cli.output import print_content
     from wanma.report.run_report import read_report
-    from wanma.report.script_run import read_script, script_summary
-    from wanma.report.terminal import summary
+    from wanma.report.script_run import read_script_run, script_summary
+    from wanma.report.terminal import run_summary
 
-    script = read_script(chosen)
-    show(script_summary(script) if script is not None else summary(read_report(chosen)))
+    script = read_script_run(chosen)
+    print_content(script_summary(script) if script is not None else run_summary(read_report(chosen)))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wanma.cli.arguments import add_job
+from wanma.cli.arguments import add_job_arguments
 
 _EXAMPLES = """\
 examples:
@@ -19,9 +19,9 @@ Ctrl-C finishes the step and saves; a second one leaves at once. `wanma job` lis
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("train", help="train a job, or carry on with it", epilog=_EXAMPLES)
-    add_job(parser)
+    add_job_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/NAME")
     parser.add_argument("--dry-run", action="store_true", help="check and show the plan; start nothing")
     parser.add_argument("--fresh", action="store_true", help="start anew: short for checkpoint.resume=false")
@@ -34,19 +34,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from wanma.job.file.loading import load_job
 
-    job = load_job(arguments.job, [*arguments.overrides, *_options_as_overrides(arguments)])
+    job = load_job(arguments.job, [*arguments.overrides, *_cluster_overrides(arguments)])
     # Modules that need torch are imported once the job is valid.
     from wanma.api.run.job_run import dry_run, train_job
 
     if arguments.dry_run:
-        from wanma.cli.output import show
+        from wanma.cli.output import print_content
 
-        show(dry_run(job, arguments.run_dir))
+        print_content(dry_run(job, arguments.run_dir))
         return 0
     return train_job(job, run_directory=arguments.run_dir, command_line=arguments.command_line)
 
 
-def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
+def _cluster_overrides(arguments: argparse.Namespace) -> list[str]:
     """Return options that are another form of a key as overrides, so that one place checks them."""
     written = {
         "cluster.nodes": arguments.nodes,

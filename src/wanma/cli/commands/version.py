@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("version", help="versions of wanma, Python and torch")
     parser.set_defaults(run=run)
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.collectives.algorithms.communication_schedules import (
-    Exchange,
-    Part,
-    Schedule,
+    CommunicationSchedule,
+    PeerSlice,
+    SendReceive,
     halving_doubling_all_reduce,
     ring_all_gather,
     ring_all_reduce,
@@ -29,22 +29,25 @@ from wanma.collectives.algorithms.communication_schedules import (
     tree_all_reduce,
     tree_broadcast,
 )
-from wanma.collectives.algorithms.hierarchical_all_reduce import Nodes, sum_over_nodes
+from wanma.collectives.algorithms.hierarchical_all_reduce import RanksByNode, hierarchical_all_reduce
 from wanma.job.errors import WanmaError
 
-Algorithm = Callable[[Tensor, dist.ProcessGroup, Nodes], None]
+Algorithm = Callable[[Tensor, dist.ProcessGroup, RanksByNode], None]
 """Function that runs a collective in place on a contiguous buffer of one dimension.
 
 All ranks of the group call it, with equally many elements and the same list of nodes.
 
 all_reduce: the buffer becomes the sum of all ranks' buffers. reduce_scatter: this rank's chunk does
-(`communication_schedules.chunk`); the others are left undefined. all_gather: the buffer has that chunk, and
-gets the others. broadcast: it becomes the buffer of the group's rank 0.
+(`communication_schedules.compute_chunk_bounds`); the others are left undefined. all_gather: the buffer has
+that chunk, and gets the others. broadcast: it becomes the buffer of the group's rank 0.
 """
 
 
-def follow(
-    schedule: Schedule, buffer: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+def run_schedule(
+    schedule: CommunicationSchedule,
+    buffer: Tensor,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
 ) -> None:
     """Execute this rank's part of a communication schedule.
 
@@ -63,12 +66,12 @@ def follow(
     landing: Tensor | None = None
     with torch.no_grad():
         for exchange in schedule(group.rank(), group.size(), buffer.numel()):
-            received = exchange.received
+            received = exchange.receive
             if received is None:
                 _send_and_receive(exchange, buffer, None, group, timeout)
                 continue
             place = buffer[received.start : received.stop]
-            if not exchange.adds:
+            if not exchange.reduces:
                 _send_and_receive(exchange, buffer, place, group, timeout)
                 continue
             if landing is None or landing.numel() < len(received):
@@ -79,18 +82,18 @@ def follow(
 
 
 def _send_and_receive(
-    exchange: Exchange,
+    step: SendReceive,
     buffer: Tensor,
-    place: Tensor | None,
+    receive_buffer: Tensor | None,
     group: dist.ProcessGroup,
     timeout: timedelta | None,
 ) -> None:
     """Send and receive the two parts of an exchange at once, and wait until both are done."""
-    messages: list[tuple[Part, bool, Tensor]] = []
-    if exchange.received is not None and place is not None:
-        messages.append((exchange.received, False, place))
-    if exchange.sent is not None:
-        messages.append((exchange.sent, True, buffer[exchange.sent.start : exchange.sent.stop]))
+    messages: list[tuple[PeerSlice, bool, Tensor]] = []
+    if step.receive is not None and receive_buffer is not None:
+        messages.append((step.receive, False, receive_buffer))
+    if step.send is not None:
+        messages.append((step.send, True, buffer[step.send.start : step.send.stop]))
     if buffer.device.type != "cpu":
         # NCCL starts both of a pair's messages together, or each would wait for the other.
         operations = [
@@ -106,7 +109,7 @@ def _send_and_receive(
             begin = group.send if is_sent else group.recv
             under_way.append((part, is_sent, begin([tensor], part.peer, 0)))
         except RuntimeError as error:
-            raise _lost(part.peer, is_sent, group, error) from error
+            raise _peer_error(part.peer, is_sent, group, error) from error
     for part, is_sent, work in under_way:
         try:
             if timeout is None:
@@ -114,10 +117,10 @@ def _send_and_receive(
             else:
                 work.wait(timeout)
         except RuntimeError as error:
-            raise _lost(part.peer, is_sent, group, error) from error
+            raise _peer_error(part.peer, is_sent, group, error) from error
 
 
-def _lost(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeError) -> WanmaError:
+def _peer_error(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeError) -> WanmaError:
     other, me = (dist.get_global_rank(group, rank) for rank in (peer, group.rank()))
     what = "takes nothing from" if is_sent else "sends nothing to"
     return WanmaError(
@@ -126,22 +129,22 @@ def _lost(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeErro
     )
 
 
-def _following(schedule: Schedule) -> Algorithm:
-    return lambda buffer, group, _nodes: follow(schedule, buffer, group)
+def _algorithm_from(schedule: CommunicationSchedule) -> Algorithm:
+    return lambda buffer, group, _nodes: run_schedule(schedule, buffer, group)
 
 
 ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
     {
         "all_reduce": {
-            "ring": _following(ring_all_reduce),
-            "tree": _following(tree_all_reduce),
-            "halving_doubling": _following(halving_doubling_all_reduce),
-            "hierarchical": sum_over_nodes,
+            "ring": _algorithm_from(ring_all_reduce),
+            "tree": _algorithm_from(tree_all_reduce),
+            "halving_doubling": _algorithm_from(halving_doubling_all_reduce),
+            "hierarchical": hierarchical_all_reduce,
         },
-        "all_gather": {"ring": _following(ring_all_gather)},
-        "reduce_scatter": {"ring": _following(ring_reduce_scatter)},
+        "all_gather": {"ring": _algorithm_from(ring_all_gather)},
+        "reduce_scatter": {"ring": _algorithm_from(ring_reduce_scatter)},
         "all_to_all": {},
-        "broadcast": {"tree": _following(tree_broadcast)},
+        "broadcast": {"tree": _algorithm_from(tree_broadcast)},
     }
 )
 """Algorithms by collective and name, without the backend's own; a new algorithm is one more line here."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Part:
+class PeerSlice:
     """Elements `start` to `stop` of the buffer, sent to or received from rank `peer` of the group."""
 
     peer: int
@@ -29,81 +29,83 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SendReceive:
     """Parts that one rank sends and receives at the same time; an empty part is None.
 
     Where it does both, the two parts do not overlap or are added up.
     """
 
-    sent: Part | None
-    received: Part | None
-    adds: bool = False
+    send: PeerSlice | None
+    receive: PeerSlice | None
+    reduces: bool = False
     """True if received elements are added to those in the buffer; else they replace them."""
 
 
-Schedule = Callable[[int, int, int], Iterator[Exchange]]
+CommunicationSchedule = Callable[[int, int, int], Iterator[SendReceive]]
 """Function (rank, ranks, elements) that yields the exchanges of this rank, in order."""
 
 
-def ring_reduce_scatter(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
+def ring_reduce_scatter(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield a ring reduce-scatter: rank r ends with the sum of chunk r.
 
     Each chunk goes around the ring once, and every rank adds its own to it.
     """
-    after, before = (me + 1) % ranks, (me - 1) % ranks
-    for step in range(ranks - 1):
-        sent = _part(after, me - step - 1, ranks, elements)
-        yield from _exchange(sent, _part(before, me - step - 2, ranks, elements), adds=True)
+    after, before = (rank + 1) % group_size, (rank - 1) % group_size
+    for step in range(group_size - 1):
+        sent = _chunk_slice(after, rank - step - 1, group_size, elements)
+        yield from _send_receive(
+            sent, _chunk_slice(before, rank - step - 2, group_size, elements), reduces=True
+        )
 
 
-def ring_all_gather(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
+def ring_all_gather(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield a ring all-gather: rank r has chunk r, and all ranks end with all chunks."""
-    after, before = (me + 1) % ranks, (me - 1) % ranks
-    for step in range(ranks - 1):
-        sent = _part(after, me - step, ranks, elements)
-        yield from _exchange(sent, _part(before, me - step - 1, ranks, elements))
+    after, before = (rank + 1) % group_size, (rank - 1) % group_size
+    for step in range(group_size - 1):
+        sent = _chunk_slice(after, rank - step, group_size, elements)
+        yield from _send_receive(sent, _chunk_slice(before, rank - step - 1, group_size, elements))
 
 
-def ring_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
+def ring_all_reduce(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield a ring all-reduce: 2 (n − 1) steps, in which each rank sends 2 (n − 1) / n of the buffer.
 
     No all-reduce sends less.
     """
-    yield from ring_reduce_scatter(me, ranks, elements)
-    yield from ring_all_gather(me, ranks, elements)
+    yield from ring_reduce_scatter(rank, group_size, elements)
+    yield from ring_all_gather(rank, group_size, elements)
 
 
-def tree_broadcast(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
+def tree_broadcast(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield a binomial-tree broadcast: all ranks end with rank 0's buffer after ⌈log₂ n⌉ steps.
 
     In each step all ranks that have the buffer pass it on.
     """
-    bit = 1 << (ranks - 1).bit_length()
+    bit = 1 << (group_size - 1).bit_length()
     while bit := bit >> 1:
-        if me % (2 * bit) == 0 and me + bit < ranks:
-            yield from _exchange(_whole(me + bit, elements), None)
-        elif me % (2 * bit) == bit:
-            yield from _exchange(None, _whole(me - bit, elements))
+        if rank % (2 * bit) == 0 and rank + bit < group_size:
+            yield from _send_receive(_buffer_slice(rank + bit, elements), None)
+        elif rank % (2 * bit) == bit:
+            yield from _send_receive(None, _buffer_slice(rank - bit, elements))
 
 
-def tree_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
+def tree_all_reduce(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield a binomial-tree all-reduce: sum towards rank 0, then broadcast; 2 ⌈log₂ n⌉ steps.
 
     Each step sends the whole buffer. Few steps and few messages (2 (n − 1) in all) suit buffers whose time is
     latency.
     """
     bit = 1
-    while bit < ranks:
-        if me % (2 * bit) == bit:
-            yield from _exchange(_whole(me - bit, elements), None)
+    while bit < group_size:
+        if rank % (2 * bit) == bit:
+            yield from _send_receive(_buffer_slice(rank - bit, elements), None)
             break
-        if me + bit < ranks:
-            yield from _exchange(None, _whole(me + bit, elements), adds=True)
+        if rank + bit < group_size:
+            yield from _send_receive(None, _buffer_slice(rank + bit, elements), reduces=True)
         bit *= 2
-    yield from tree_broadcast(me, ranks, elements)
+    yield from tree_broadcast(rank, group_size, elements)
 
 
-def halving_doubling_all_reduce(me: int, ranks: int, elements: int) -> Iterator[Exchange]:
+def halving_doubling_all_reduce(rank: int, group_size: int, elements: int) -> Iterator[SendReceive]:
     """Yield Rabenseifner's all-reduce: recursive halving with growing distance, and back.
 
     It takes 2 log₂ n steps and, as a ring does, sends 2 (n − 1) / n of the buffer from each rank. The largest
@@ -112,15 +114,15 @@ def halving_doubling_all_reduce(me: int, ranks: int, elements: int) -> Iterator[
     If the number of ranks is no power of two, some ranks give their buffer to a neighbour first and get the
     result last (Thakur et al. 2005, section 4.5): two more steps, of the whole buffer.
     """
-    power = 1 << (ranks.bit_length() - 1)
-    pairs = ranks - power
-    if me < 2 * pairs:
-        if me % 2 == 0:
-            yield from _exchange(_whole(me + 1, elements), None)
-            yield from _exchange(None, _whole(me + 1, elements))
+    power = 1 << (group_size.bit_length() - 1)
+    pairs = group_size - power
+    if rank < 2 * pairs:
+        if rank % 2 == 0:
+            yield from _send_receive(_buffer_slice(rank + 1, elements), None)
+            yield from _send_receive(None, _buffer_slice(rank + 1, elements))
             return
-        yield from _exchange(None, _whole(me - 1, elements), adds=True)
-    number = me // 2 if me < 2 * pairs else me - pairs
+        yield from _send_receive(None, _buffer_slice(rank - 1, elements), reduces=True)
+    number = rank // 2 if rank < 2 * pairs else rank - pairs
 
     def rank_of(other: int) -> int:
         return 2 * other + 1 if other < pairs else other + pairs
@@ -132,33 +134,37 @@ def halving_doubling_all_reduce(me: int, ranks: int, elements: int) -> Iterator[
         low, high = (start, middle), (middle, stop)
         kept, given = (high, low) if number & bit else (low, high)
         peer = rank_of(number ^ bit)
-        yield from _exchange(Part(peer, *given), Part(peer, *kept), adds=True)
+        yield from _send_receive(PeerSlice(peer, *given), PeerSlice(peer, *kept), reduces=True)
         windows.append((peer, *kept, *given))
         (start, stop), bit = kept, 2 * bit
     for peer, kept_start, kept_stop, given_start, given_stop in reversed(windows):
-        yield from _exchange(Part(peer, kept_start, kept_stop), Part(peer, given_start, given_stop))
-    if me < 2 * pairs:
-        yield from _exchange(_whole(me - 1, elements), None)
+        yield from _send_receive(
+            PeerSlice(peer, kept_start, kept_stop), PeerSlice(peer, given_start, given_stop)
+        )
+    if rank < 2 * pairs:
+        yield from _send_receive(_buffer_slice(rank - 1, elements), None)
 
 
-def chunk(number: int, ranks: int, elements: int) -> tuple[int, int]:
-    """Return the first element of chunk `number` and the one after its last.
+def compute_chunk_bounds(index: int, group_size: int, elements: int) -> tuple[int, int]:
+    """Return the first element of chunk `index` and the one after its last.
 
     The buffer is cut as evenly as possible into one chunk for each rank.
     """
-    return number * elements // ranks, (number + 1) * elements // ranks
+    return index * elements // group_size, (index + 1) * elements // group_size
 
 
-def _part(peer: int, number: int, ranks: int, elements: int) -> Part:
-    return Part(peer, *chunk(number % ranks, ranks, elements))
+def _chunk_slice(peer: int, index: int, group_size: int, elements: int) -> PeerSlice:
+    return PeerSlice(peer, *compute_chunk_bounds(index % group_size, group_size, elements))
 
 
-def _whole(peer: int, elements: int) -> Part:
-    return Part(peer, 0, elements)
+def _buffer_slice(peer: int, elements: int) -> PeerSlice:
+    return PeerSlice(peer, 0, elements)
 
 
-def _exchange(sent: Part | None, received: Part | None, *, adds: bool = False) -> Iterator[Exchange]:
+def _send_receive(
+    send: PeerSlice | None, receive: PeerSlice | None, *, reduces: bool = False
+) -> Iterator[SendReceive]:
     """Yield one exchange of the parts that are not empty; yield nothing if both are."""
-    sent, received = sent or None, received or None  # a part without elements is false
-    if sent is not None or received is not None:
-        yield Exchange(sent, received, adds)
+    send, receive = send or None, receive or None  # a part without elements is false
+    if send is not None or receive is not None:
+        yield SendReceive(send, receive, reduces)

@@ -27,45 +27,47 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 
-Nodes = Sequence[Sequence[int]]
+RanksByNode = Sequence[Sequence[int]]
 """Ranks within the group, by node; each rank is on one node, and no node is empty."""
 
-_SCATTER, _BETWEEN, _BACK, _GATHER = range(4)
+_SCATTER, _INTER_NODE, _INTER_NODE_GATHER, _GATHER = range(4)
 """Message tags of the phases; a rank that is ahead sends messages its peer does not yet wait for."""
 
 
-def sum_over_nodes(bucket: Tensor, group: dist.ProcessGroup, nodes: Nodes) -> None:
+def hierarchical_all_reduce(bucket: Tensor, group: dist.ProcessGroup, ranks_by_node: RanksByNode) -> None:
     """Sum `bucket` (elements,), contiguous, over `group`, in place; all its ranks call it alike.
 
     Args:
         bucket: values of this rank; they become the sum.
-        group: process group of all ranks in `nodes`.
-        nodes: ranks of the group, by node.
+        group: process group of all ranks in `ranks_by_node`.
+        ranks_by_node: ranks of the group, by node.
 
     Raises:
-        ValueError: `nodes` do not hold each of the group's ranks once.
+        ValueError: `ranks_by_node` do not hold each of the group's ranks once.
         WanmaError: a rank does not answer; names it.
     """
-    if sorted(rank for node in nodes for rank in node) != list(range(group.size())):
-        raise ValueError(f"nodes {nodes} do not hold the {group.size()} ranks of the group, each once")
+    if sorted(rank for node in ranks_by_node for rank in node) != list(range(group.size())):
+        raise ValueError(
+            f"nodes {ranks_by_node} do not hold the {group.size()} ranks of the group, each once"
+        )
     me = group.rank()
-    here = next(number for number, node in enumerate(nodes) if me in node)
-    peers, elements = nodes[here], bucket.numel()
-    mail = _Mail(group)
-    parts = dict(zip(peers, _cut(0, elements, len(peers)), strict=True))
+    here = next(number for number, node in enumerate(ranks_by_node) if me in node)
+    peers, elements = ranks_by_node[here], bucket.numel()
+    mail = _PointToPointBatch(group)
+    parts = dict(zip(peers, _split_evenly(0, elements, len(peers)), strict=True))
     own = parts[me]
 
     # Within the node, nearest first, so that no rank is the first target of all.
-    others = _turned(peers, me)
+    others = _peers_from_next(peers, me)
     received = {peer: mail.receive(torch.empty_like(bucket[own]), peer, _SCATTER) for peer in others}
     for peer in others:
         mail.send(bucket[parts[peer]], peer, _SCATTER)
     mail.wait()
     _add_up(bucket[own], [received.get(peer, bucket[own]) for peer in peers])
 
-    for shared in segments(elements, nodes):
+    for shared in list_bucket_segments(elements, ranks_by_node):
         if shared.owners[here] == me:
-            _between(bucket, shared, here, mail)
+            _all_reduce_between_nodes(bucket, shared, here, mail)
 
     for peer in others:
         mail.receive(bucket[parts[peer]], peer, _GATHER)
@@ -74,7 +76,7 @@ def sum_over_nodes(bucket: Tensor, group: dist.ProcessGroup, nodes: Nodes) -> No
 
 
 @dataclass(frozen=True)
-class Segment:
+class BucketSegment:
     """Elements `start` to `stop` of a bucket, with one owner on each node."""
 
     start: int
@@ -83,69 +85,72 @@ class Segment:
     """Owner on each node, in order of the nodes, as a rank of the group."""
 
 
-def segments(elements: int, nodes: Nodes) -> list[Segment]:
+def list_bucket_segments(elements: int, ranks_by_node: RanksByNode) -> list[BucketSegment]:
     """Return the segments of a bucket of `elements`, in order; each element is in exactly one."""
-    starts = [[elements * part // len(node) for part in range(len(node))] for node in nodes]
+    starts = [[elements * part // len(node) for part in range(len(node))] for node in ranks_by_node]
     cuts = sorted({elements, *(start for of_node in starts for start in of_node)})
     return [
-        Segment(
+        BucketSegment(
             start,
             stop,
-            tuple(node[bisect_right(of, start) - 1] for node, of in zip(nodes, starts, strict=True)),
+            tuple(node[bisect_right(of, start) - 1] for node, of in zip(ranks_by_node, starts, strict=True)),
         )
         for start, stop in pairwise(cuts)
     ]
 
 
-def nodes_of(ranks: Sequence[int], ranks_by_node: Sequence[int]) -> list[list[int]]:
+def group_ranks_by_node(ranks: Sequence[int], local_world_sizes: Sequence[int]) -> list[list[int]]:
     """Group the ranks of a process group by node.
 
     Args:
         ranks: global ranks, in the order of the group.
-        ranks_by_node: number of ranks on each node of the run; empty: all are on one node.
+        local_world_sizes: number of ranks on each node of the run; empty: all are on one node.
     """
-    firsts = [sum(ranks_by_node[:node]) for node in range(len(ranks_by_node))] or [0]
+    firsts = [sum(local_world_sizes[:node]) for node in range(len(local_world_sizes))] or [0]
     found: dict[int, list[int]] = {}
     for index, rank in enumerate(ranks):
         found.setdefault(bisect_right(firsts, rank), []).append(index)
     return [found[node] for node in sorted(found)]
 
 
-def _between(bucket: Tensor, shared: Segment, here: int, mail: _Mail) -> None:
-    """Sum one segment over its owners; this rank is the owner on node `here`."""
-    count = len(shared.owners)
+def _all_reduce_between_nodes(
+    bucket: Tensor, segment: BucketSegment, own_node: int, messages: _PointToPointBatch
+) -> None:
+    """Sum one segment over its owners; this rank is the owner on node `own_node`."""
+    count = len(segment.owners)
     if count == 1:
         return
     # Two owners exchange the whole segment: as many bytes as by halves, in one step rather than two.
     by_halves = count > 2
-    cuts = _cut(shared.start, shared.stop, count)
-    whole = slice(shared.start, shared.stop)
-    mine = cuts[here] if by_halves else whole
-    away = [node for node in range(count) if node != here]
-    away = away[here:] + away[:here]
+    cuts = _split_evenly(segment.start, segment.stop, count)
+    whole = slice(segment.start, segment.stop)
+    mine = cuts[own_node] if by_halves else whole
+    away = [node for node in range(count) if node != own_node]
+    away = away[own_node:] + away[:own_node]
     received = {
-        node: mail.receive(torch.empty_like(bucket[mine]), shared.owners[node], _BETWEEN) for node in away
+        node: messages.receive(torch.empty_like(bucket[mine]), segment.owners[node], _INTER_NODE)
+        for node in away
     }
     for node in away:
-        mail.send(bucket[cuts[node] if by_halves else whole], shared.owners[node], _BETWEEN)
-    mail.wait()
+        messages.send(bucket[cuts[node] if by_halves else whole], segment.owners[node], _INTER_NODE)
+    messages.wait()
     _add_up(bucket[mine], [received.get(node, bucket[mine]) for node in range(count)])
     if by_halves:
         for node in away:
-            mail.receive(bucket[cuts[node]], shared.owners[node], _BACK)
-            mail.send(bucket[mine], shared.owners[node], _BACK)
-        mail.wait()
+            messages.receive(bucket[cuts[node]], segment.owners[node], _INTER_NODE_GATHER)
+            messages.send(bucket[mine], segment.owners[node], _INTER_NODE_GATHER)
+        messages.wait()
 
 
-def _cut(start: int, stop: int, parts: int) -> list[slice]:
+def _split_evenly(start: int, stop: int, parts: int) -> list[slice]:
     """Return `parts` slices of the range, as even as possible."""
     edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
     return [slice(first, last) for first, last in pairwise(edges)]
 
 
-def _turned(ranks: Sequence[int], me: int) -> list[int]:
+def _peers_from_next(ranks: Sequence[int], rank: int) -> list[int]:
     """Return the other ranks in cyclic order, starting after this one."""
-    at = list(ranks).index(me)
+    at = list(ranks).index(rank)
     return [*ranks[at + 1 :], *ranks[:at]]
 
 
@@ -159,34 +164,34 @@ def _add_up(target: Tensor, parts: Sequence[Tensor]) -> None:
     target.copy_(total)
 
 
-class _Mail:
+class _PointToPointBatch:
     """Messages between this rank and others of a group, started at once and waited for together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
-        self._under_way: list[tuple[int, Tensor, dist.Work]] = []
+        self._in_flight: list[tuple[int, Tensor, dist.Work]] = []
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> None:
         if tensor.numel():
-            with self._told(rank):
-                self._under_way.append((rank, tensor, self._group.send([tensor], rank, tag)))
+            with self._name_peer_in_errors(rank):
+                self._in_flight.append((rank, tensor, self._group.send([tensor], rank, tag)))
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Tensor:
         """Start to receive into `tensor`, which is complete after `wait`."""
         if tensor.numel():
-            with self._told(rank):
-                self._under_way.append((rank, tensor, self._group.recv([tensor], rank, tag)))
+            with self._name_peer_in_errors(rank):
+                self._in_flight.append((rank, tensor, self._group.recv([tensor], rank, tag)))
         return tensor
 
     def wait(self) -> None:
-        under_way, self._under_way = self._under_way, []
+        under_way, self._in_flight = self._in_flight, []
         for rank, _, work in under_way:
-            with self._told(rank):
+            with self._name_peer_in_errors(rank):
                 work.wait()
 
     @contextmanager
-    def _told(self, rank: int) -> Iterator[None]:
+    def _name_peer_in_errors(self, rank: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

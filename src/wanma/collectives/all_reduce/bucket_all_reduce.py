@@ -1,8 +1,8 @@
 """Asynchronous all-reduce of a flat bucket, in place; the only interface that callers use for it.
 
-Callers see `Begin`: it takes a bucket and returns at once. Torch's own all-reduce is asynchronous anyway
-(`over_group`); an algorithm written as a plain function, step after step, runs in a thread beside the one
-that computes (`InTurn`).
+Callers see `StartAllReduce`: it takes a bucket and returns at once. Torch's own all-reduce is asynchronous
+anyway (`make_backend_all_reduce`); an algorithm written as a plain function, step after step, runs in a
+thread beside the one that computes (`ThreadedAllReduce`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from wanma.collectives.shared_memory.backend import shared_group
+from wanma.collectives.shared_memory.backend import as_shared_memory_group
 
 
-class Sum(Protocol):
+class PendingAllReduce(Protocol):
     """Handle of one bucket's all-reduce in flight."""
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         """Return True if `wait` would return, or raise, at once; it may be False for a while longer."""
 
     def wait(self) -> None:
         """Wait until the bucket holds the sum; raise the error of the all-reduce."""
 
 
-Begin = Callable[[Tensor], Sum]
+StartAllReduce = Callable[[Tensor], PendingAllReduce]
 """Function that starts the all-reduce of a bucket (elements,), contiguous, over a group, in place.
 
 All ranks of the group start the same buckets in the same order, but each when it is ready: between two of
@@ -38,49 +38,49 @@ them a rank may do anything but communicate over the same group. A bucket is lef
 complete.
 """
 
-Join = Callable[[list[Tensor]], Tensor]
+FlattenBucket = Callable[[list[Tensor]], Tensor]
 """Function that concatenates tensors (elements,) of one dtype into a new bucket."""
 
 
-def join_for(group: dist.ProcessGroup) -> Join:
+def make_bucket_flattener(group: dist.ProcessGroup) -> FlattenBucket:
     """Return the function that makes a group's buckets: in shared memory if its ranks share some.
 
     A bucket in shared memory is summed in place.
     """
-    shared = shared_group(group)
+    shared = as_shared_memory_group(group)
 
     def join(parts: list[Tensor]) -> Tensor:
         if shared is None or is_fake(parts[0]):
             return torch.cat(parts)
-        bucket = shared.allocate(sum(part.numel() for part in parts), parts[0].dtype)
+        bucket = shared.allocate_tensor(sum(part.numel() for part in parts), parts[0].dtype)
         return torch.cat(parts, out=bucket)
 
     return join
 
 
-def over_group(group: dist.ProcessGroup) -> Begin:
+def make_backend_all_reduce(group: dist.ProcessGroup) -> StartAllReduce:
     """Return a function that starts the group's own all-reduce."""
 
-    def begin(bucket: Tensor) -> Sum:
+    def begin(bucket: Tensor) -> PendingAllReduce:
         work: dist.Work | None = dist.all_reduce(bucket, group=group, async_op=True)
         assert work is not None  # an asynchronous call returns a handle
-        return _Work(work)
+        return _BackendAllReduce(work)
 
     return begin
 
 
-class _Work:
+class _BackendAllReduce:
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         self._work.wait()
 
 
-class InTurn:
+class ThreadedAllReduce:
     """All-reduce by a blocking function, one bucket after the other, in a thread of its own.
 
     The function is one of wanma's own algorithms, which send from rank to rank and add in between. Waiting
@@ -92,12 +92,12 @@ class InTurn:
 
     def __init__(self, function: Callable[[Tensor], None]) -> None:
         self._function = function
-        self._waiting: queue.SimpleQueue[_Turn] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedAllReduce] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def __call__(self, bucket: Tensor) -> Sum:
-        turn = _Turn(bucket)
-        self._waiting.put(turn)
+    def __call__(self, bucket: Tensor) -> PendingAllReduce:
+        turn = _QueuedAllReduce(bucket)
+        self._queue.put(turn)
         if self._thread is None:
             # A daemon thread: a rank whose peers are gone does not wait for them before it exits.
             self._thread = threading.Thread(target=self._run, daemon=True, name="wanma-sums")
@@ -107,7 +107,7 @@ class InTurn:
     def _run(self) -> None:
         with torch.no_grad():
             while True:
-                turn = self._waiting.get()
+                turn = self._queue.get()
                 try:
                     self._function(turn.bucket)
                 except BaseException as error:
@@ -116,13 +116,13 @@ class InTurn:
                 del turn  # frees the bucket
 
 
-class _Turn:
+class _QueuedAllReduce:
     def __init__(self, bucket: Tensor) -> None:
         self.bucket = bucket
         self.done = threading.Event()
         self.error: BaseException | None = None
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return self.done.is_set()
 
     def wait(self) -> None:

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import aligned
-from wanma.collectives.compression.half_precision_codecs import BFloat16
-from wanma.collectives.compression.int8_codec import BlockwiseInt8
+from wanma.collectives.compression.bucket_tensors import align_up
+from wanma.collectives.compression.half_precision_codecs import BFloat16Codec
+from wanma.collectives.compression.int8_codec import BlockwiseInt8Codec
 from wanma.collectives.compression.quantized import Codec
 from wanma.job.sections.parallel import OuterCompression
 
-CODECS: dict[OuterCompression, Codec] = {"bf16": BFloat16(), "int8": BlockwiseInt8()}
+CODECS: dict[OuterCompression, Codec] = {"bf16": BFloat16Codec(), "int8": BlockwiseInt8Codec()}
 """Codec of each compression; a compression without one sends the values as they are."""
 
 
-class Sum:
+class SiteAllReduce:
     """Handle of one sum in flight.
 
     Args:
@@ -41,7 +41,7 @@ class Sum:
         if not flat.numel():
             return
         if self._codec is not None:
-            whole_blocks = torch.nn.functional.pad(flat.float(), (0, aligned(len(flat)) - len(flat)))
+            whole_blocks = torch.nn.functional.pad(flat.float(), (0, align_up(len(flat)) - len(flat)))
             encoded = self._codec.encode(whole_blocks[None])
             self._received = [torch.empty_like(encoded) for _ in range(group.size())]
             if group.size() == 1:

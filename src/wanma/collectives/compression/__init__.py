@@ -6,8 +6,8 @@
     power_sgd               matrices as products of two thin ones
     uncompressed            full precision, for tensors that a policy excludes
 
-Each compressor sums `Piece`s of a bucket in one of two forms: `all_reduce`, every rank gets the sums, and
-`reduce_scatter`, each rank gets its shard of them. What compression loses a rank keeps as its own error
+Each compressor sums `BucketTensor`s of a bucket in one of two forms: `all_reduce`, every rank gets the sums,
+and `reduce_scatter`, each rank gets its shard of them. What compression loses a rank keeps as its own error
 feedback and adds to the next gradient (Seide et al. 2014; Stich et al. 2018): over the ranks, it sums up to
 exactly what all sums so far have left out. Plain `torch.distributed` calls, any backend.
 """

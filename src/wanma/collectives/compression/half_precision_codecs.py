@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import ALIGNMENT
+from wanma.collectives.compression.bucket_tensors import CODEC_BLOCK_ELEMENTS
 from wanma.collectives.compression.quantized import Codec
 
-_TOP = 15
+_MAX_EXPONENT = 15
 """Exponent that blocks are scaled to: they stay below 2^15; fp16 overflows at 2^16."""
 
 
-class BFloat16(Codec):
+class BFloat16Codec(Codec):
     """Codec of bf16: 8 bits of exponent, as fp32 has, and 8 of precision."""
 
-    keeps_error = False
+    uses_error_feedback = False
 
     def encode(self, values: Tensor) -> Tensor:
         return values.to(torch.bfloat16).view(torch.uint8)
@@ -29,7 +29,7 @@ class BFloat16(Codec):
         return encoded.view(torch.bfloat16).to(torch.float32)
 
 
-class Float16(Codec):
+class BlockScaledFloat16Codec(Codec):
     """Codec of fp16 with scaled blocks: 11 bits of precision, without overflow.
 
     Each block of 256 is scaled by the power of two that brings its largest element below 2^15, so that
@@ -37,19 +37,25 @@ class Float16(Codec):
     largest lose precision. Not-a-numbers and infinities stay what they are.
     """
 
-    keeps_error = False
+    uses_error_feedback = False
 
     def encode(self, values: Tensor) -> Tensor:
-        blocks = values.unflatten(1, (-1, ALIGNMENT))
+        blocks = values.unflatten(1, (-1, CODEC_BLOCK_ELEMENTS))
         _, exponents = torch.frexp(blocks.abs().amax(2))  # largest = mantissa in [0.5, 1) * 2^exponent
-        exponents = (exponents - _TOP).clamp(-126, 113)  # normal numbers of fp32, whatever the block has
+        exponents = (exponents - _MAX_EXPONENT).clamp(
+            -126, 113
+        )  # normal numbers of fp32, whatever the block has
         scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
         halves = (blocks / scales[:, :, None]).to(torch.float16).flatten(1)
         return torch.cat([halves.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def decode(self, encoded: Tensor) -> Tensor:
-        blocks = encoded.shape[1] // (2 * ALIGNMENT + 4)
-        halves = encoded[:, : 2 * ALIGNMENT * blocks].view(torch.float16).unflatten(1, (-1, ALIGNMENT))
-        scales = encoded[:, 2 * ALIGNMENT * blocks :].view(torch.float32)
+        blocks = encoded.shape[1] // (2 * CODEC_BLOCK_ELEMENTS + 4)
+        halves = (
+            encoded[:, : 2 * CODEC_BLOCK_ELEMENTS * blocks]
+            .view(torch.float16)
+            .unflatten(1, (-1, CODEC_BLOCK_ELEMENTS))
+        )
+        scales = encoded[:, 2 * CODEC_BLOCK_ELEMENTS * blocks :].view(torch.float32)
         values: Tensor = (halves.to(torch.float32) * scales[:, :, None]).flatten(1)
         return values

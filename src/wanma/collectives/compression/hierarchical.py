@@ -19,35 +19,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.balanced_owners import shared_out
+from wanma.collectives.balanced_owners import assign_balanced_owners
 from wanma.collectives.compression.bucket_tensors import (
-    Memory,
-    Method,
-    Piece,
-    Slice,
-    aligned,
+    BucketSlice,
+    BucketTensor,
+    Compressor,
+    ErrorFeedback,
+    align_up,
     all_gather,
+    compute_row_elements,
     reduce_scatter,
-    runs,
-    width_of,
+    slice_bucket,
 )
-from wanma.collectives.compression.overlap import Steps
-from wanma.collectives.compression.uncompressed import VALUE_BYTES, Whole, all_reduce_bytes
+from wanma.collectives.compression.overlap import CollectiveSteps
+from wanma.collectives.compression.uncompressed import (
+    FP32_BYTES,
+    IdentityCompressor,
+    compute_all_reduce_bytes,
+)
 
 
 @dataclass(frozen=True)
-class Levels:
+class NodeGroups:
     """Process groups of this rank on two levels: within its node, and of equal ranks between nodes."""
 
-    within: dist.ProcessGroup
-    between: dist.ProcessGroup
+    intra_node: dist.ProcessGroup
+    inter_node: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnedSlice:
     """Elements `start` to `stop` of a piece, summed by one owner on each node."""
 
-    piece: Piece
+    tensor: BucketTensor
     start: int
     stop: int
     owner: int
@@ -55,126 +59,132 @@ class Part:
     """Offset within the elements that the owner sums."""
 
     @property
-    def place(self) -> slice:
+    def buffer_range(self) -> slice:
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
-class ByNodes:
-    """Hierarchical sum: `method` is the compressor between the nodes.
+class HierarchicalCompressor:
+    """Hierarchical sum: `compressor` is the compressor between the nodes.
 
     Args:
-        method: compressor between the nodes.
-        levels: process groups within and between the nodes.
-        cuts: True if `method` may get a part of a tensor; else each tensor has one owner on a node.
+        compressor: compressor between the nodes.
+        node_groups: process groups within and between the nodes.
+        splits_tensors: True if `compressor` may get a part of a tensor; else each tensor has one owner on a
+            node.
     """
 
-    def __init__(self, method: Method, levels: Levels, *, cuts: bool) -> None:
+    def __init__(self, compressor: Compressor, node_groups: NodeGroups, *, splits_tensors: bool) -> None:
         # A single node has no slow links, so it compresses nothing.
-        self._method = method if levels.between.size() > 1 else Whole()
-        self._levels, self._cuts = levels, cuts
+        self._compressor = compressor if node_groups.inter_node.size() > 1 else IdentityCompressor()
+        self._node_groups, self._splits_tensors = node_groups, splits_tensors
 
-    def all_reduce(self, pieces: Sequence[Piece]) -> Iterator[Steps[int]]:
+    def all_reduce(self, tensors: Sequence[BucketTensor]) -> Iterator[CollectiveSteps[int]]:
         """Return the sums over all ranks, as a compressor does; their bytes are those sent to other nodes."""
-        if not self._cuts:
-            yield self._sum_in_place(pieces)
+        if not self._splits_tensors:
+            yield self._sum_in_place(tensors)
             return
-        for run in runs(pieces, 1):
-            yield self._sum(cut(run, self._levels.within.size()))
+        for run in slice_bucket(tensors, 1):
+            yield self._sum_slices(split_among_ranks(run, self._node_groups.intra_node.size()))
 
-    def whole_bytes(self, pieces: Sequence[Piece]) -> int:
+    def compute_uncompressed_bytes(self, tensors: Sequence[BucketTensor]) -> int:
         """Return the bytes that this rank would send to other nodes for the same parts, uncompressed."""
-        ranks, me = self._levels.within.size(), self._levels.within.rank()
-        if self._cuts:
-            parts = [part for run in runs(pieces, 1) for part in cut(run, ranks) if part.owner == me]
+        ranks, me = self._node_groups.intra_node.size(), self._node_groups.intra_node.rank()
+        if self._splits_tensors:
+            parts = [
+                part
+                for run in slice_bucket(tensors, 1)
+                for part in split_among_ranks(run, ranks)
+                if part.owner == me
+            ]
             own = sum(part.stop - part.start for part in parts)
         else:
-            owners = shared_out([piece.length for piece in pieces], ranks)
-            own = sum(piece.length for piece, owner in zip(pieces, owners, strict=True) if owner == me)
-        return all_reduce_bytes(own * VALUE_BYTES, self._levels.between.size())
+            owners = assign_balanced_owners([piece.length for piece in tensors], ranks)
+            own = sum(piece.length for piece, owner in zip(tensors, owners, strict=True) if owner == me)
+        return compute_all_reduce_bytes(own * FP32_BYTES, self._node_groups.inter_node.size())
 
-    def _between(self, pieces: list[Piece]) -> Steps[int]:
+    def _sum_between_nodes(self, tensors: list[BucketTensor]) -> CollectiveSteps[int]:
         """Sum pieces between nodes; there are no more than the compressor takes at once."""
-        if not pieces:
+        if not tensors:
             # This node's other ranks wait for their peers on the other nodes meanwhile; they communicate
             # within the node in the order in which sums continue.
-            for _ in range(self._method.waits):
+            for _ in range(self._compressor.collectives_per_sum):
                 yield None
             return 0
-        (steps,) = self._method.all_reduce(pieces, self._levels.between)
+        (steps,) = self._compressor.all_reduce(tensors, self._node_groups.inter_node)
         sent = yield from steps
         return sent
 
-    def _sum(self, parts: Sequence[Part]) -> Steps[int]:
+    def _sum_slices(self, slices: Sequence[OwnedSlice]) -> CollectiveSteps[int]:
         """Sum parts over all ranks: each owner's parts are adjacent in one row of a buffer."""
-        within, me = self._levels.within, self._levels.within.rank()
-        row = max(part.offset + aligned(part.stop - part.start) for part in parts)
-        work = parts[0].piece.values.new_zeros(within.size(), row)
-        for part in parts:
-            place = work[part.owner, part.place]
-            place.copy_(part.piece.values[0, part.start : part.stop])
-            if _keeps_error(part.piece):
-                error = part.piece.error[0, part.start : part.stop]
+        within, me = self._node_groups.intra_node, self._node_groups.intra_node.rank()
+        row = max(part.offset + align_up(part.stop - part.start) for part in slices)
+        work = slices[0].tensor.values.new_zeros(within.size(), row)
+        for part in slices:
+            place = work[part.owner, part.buffer_range]
+            place.copy_(part.tensor.values[0, part.start : part.stop])
+            if _has_residual(part.tensor):
+                error = part.tensor.residual[0, part.start : part.stop]
                 place += error
                 error.zero_()
         mine = work.new_empty(row)
         reduce_scatter(mine, work.view(-1), group=within)
         del work, place  # while the compressed values travel
-        own = [part for part in parts if part.owner == me]
-        pieces = [_alone(part, mine) for part in own]
-        sent = yield from self._between(pieces)
+        own = [part for part in slices if part.owner == me]
+        pieces = [_owned_tensor(part, mine) for part in own]
+        sent = yield from self._sum_between_nodes(pieces)
         for part, piece in zip(own, pieces, strict=True):
-            if _keeps_error(part.piece):
-                part.piece.error[0, part.start : part.stop] = piece.error[0]
+            if _has_residual(part.tensor):
+                part.tensor.residual[0, part.start : part.stop] = piece.residual[0]
         sums = mine.new_empty(within.size(), row)
         all_gather(sums.view(-1), mine, group=within)
-        for part in parts:
-            part.piece.values[0, part.start : part.stop] = sums[part.owner, part.place]
+        for part in slices:
+            part.tensor.values[0, part.start : part.stop] = sums[part.owner, part.buffer_range]
         return sent
 
-    def _sum_in_place(self, pieces: Sequence[Piece]) -> Steps[int]:
+    def _sum_in_place(self, tensors: Sequence[BucketTensor]) -> CollectiveSteps[int]:
         """Sum whole tensors over all ranks, in their own memory."""
-        within, me = self._levels.within, self._levels.within.rank()
-        owners = shared_out([piece.length for piece in pieces], within.size())
+        within, me = self._node_groups.intra_node, self._node_groups.intra_node.rank()
+        owners = assign_balanced_owners([piece.length for piece in tensors], within.size())
         own = []
-        for piece, owner in zip(pieces, owners, strict=True):
-            if _keeps_error(piece):
-                piece.values.add_(piece.error)
-                piece.error.zero_()
+        for piece, owner in zip(tensors, owners, strict=True):
+            if _has_residual(piece):
+                piece.values.add_(piece.residual)
+                piece.residual.zero_()
             dist.all_reduce(piece.values, group=within)
             if owner == me:
                 own.append(piece)
             else:
                 piece.values.zero_()  # the next all-reduce distributes the owner's values
-                if piece.memory is not None and piece.memory.q is not None:
-                    piece.q.zero_()
-        sent = yield from self._between(own)
-        for piece in pieces:
+                if piece.error_feedback is not None and piece.error_feedback.power_sgd_q is not None:
+                    piece.power_sgd_q.zero_()
+        sent = yield from self._sum_between_nodes(own)
+        for piece in tensors:
             dist.all_reduce(piece.values, group=within)
-            if piece.memory is not None and piece.memory.q is not None:
-                dist.all_reduce(piece.q, group=within)
+            if piece.error_feedback is not None and piece.error_feedback.power_sgd_q is not None:
+                dist.all_reduce(piece.power_sgd_q, group=within)
         return sent
 
 
-def cut(run: Sequence[Slice], ranks: int) -> list[Part]:
+def split_among_ranks(slices: Sequence[BucketSlice], ranks: int) -> list[OwnedSlice]:
     """Cut a run into as many equal rows as there are ranks, and return its parts with their owners."""
-    row = aligned(math.ceil(width_of(run) / ranks))
+    row = align_up(math.ceil(compute_row_elements(slices) / ranks))
     parts = []
-    for one in run:
+    for one in slices:
         start = one.start
         while start < one.stop:
             owner, offset = divmod(one.offset + start - one.start, row)
             stop = min(one.stop, start + row - offset)
-            parts.append(Part(one.piece, start, stop, owner, offset))
+            parts.append(OwnedSlice(one.tensor, start, stop, owner, offset))
             start = stop
     return parts
 
 
-def _alone(part: Part, mine: Tensor) -> Piece:
+def _owned_tensor(owned_slice: OwnedSlice, mine: Tensor) -> BucketTensor:
     """Return a part as a piece for the compressor between nodes; the values include the error feedback."""
-    values = mine[None, part.place]
-    memory = Memory(torch.zeros_like(values)) if _keeps_error(part.piece) else None
-    return Piece(values, None, part.piece.columns, memory)
+    values = mine[None, owned_slice.buffer_range]
+    memory = ErrorFeedback(torch.zeros_like(values)) if _has_residual(owned_slice.tensor) else None
+    return BucketTensor(values, None, owned_slice.tensor.matrix_columns, memory)
 
 
-def _keeps_error(piece: Piece) -> bool:
-    return piece.memory is not None and piece.memory.error is not None
+def _has_residual(tensor: BucketTensor) -> bool:
+    return tensor.error_feedback is not None and tensor.error_feedback.residual is not None

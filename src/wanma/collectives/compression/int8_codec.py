@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import ALIGNMENT
+from wanma.collectives.compression.bucket_tensors import CODEC_BLOCK_ELEMENTS
 from wanma.collectives.compression.quantized import Codec
 
-SOURCE = Path(__file__).parent / "native" / "blockwise.cpp"
+NATIVE_SOURCE = Path(__file__).parent / "native" / "blockwise.cpp"
 """Source of the codec in C++: one pass through memory, where torch's operators take a dozen."""
 _LARGEST = 127
 _SCALE_BYTES = 4
 
 
-class BlockwiseInt8(Codec):
+class BlockwiseInt8Codec(Codec):
     """Codec of int8: each block of 256 has its own scale, its largest absolute value over 127.
 
     An outlier therefore costs only its own block precision (Dettmers et al. 2022, section 2.1; steps here are
@@ -28,56 +28,61 @@ class BlockwiseInt8(Codec):
     is not finite comes back without one that is.
 
     Args:
-        library: compiled `SOURCE`; None: torch's operators, which make the same bytes of finite numbers.
+        native_library: compiled `NATIVE_SOURCE`; None: torch's operators, which make the same bytes of finite
+            numbers.
     """
 
-    keeps_error = True
+    uses_error_feedback = True
 
-    def __init__(self, library: Path | None = None) -> None:
-        self._native = None if library is None else _load(library)
+    def __init__(self, native_library: Path | None = None) -> None:
+        self._native = None if native_library is None else _load(native_library)
 
     def encode(self, values: Tensor) -> Tensor:
         if self._native is not None and values.device.type == "cpu":
             return self._encode(values, None)
-        blocks = values.unflatten(1, (-1, ALIGNMENT))
+        blocks = values.unflatten(1, (-1, CODEC_BLOCK_ELEMENTS))
         # The scale of a block of zeros is the smallest normal number: its inverse is finite.
         scales = (blocks.abs().amax(2) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         levels = (blocks * scales.reciprocal()[:, :, None]).round_().to(torch.int8).flatten(1)
         return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], 1)
 
-    def encode_losing(self, values: Tensor) -> Tensor:
+    def encode_with_residual(self, values: Tensor) -> Tensor:
         if self._native is not None and values.device.type == "cpu" and values.is_contiguous():
             return self._encode(values, values)
-        return super().encode_losing(values)
+        return super().encode_with_residual(values)
 
     def decode(self, encoded: Tensor) -> Tensor:
-        blocks = encoded.shape[1] // (ALIGNMENT + _SCALE_BYTES)
+        blocks = encoded.shape[1] // (CODEC_BLOCK_ELEMENTS + _SCALE_BYTES)
         if self._native is not None and encoded.device.type == "cpu":
             encoded = encoded.contiguous()
-            decoded = torch.empty(len(encoded), blocks * ALIGNMENT, dtype=torch.float32)
+            decoded = torch.empty(len(encoded), blocks * CODEC_BLOCK_ELEMENTS, dtype=torch.float32)
             threads = torch.get_num_threads()
             self._native.wanma_int8_decode(
                 encoded.data_ptr(), len(encoded), blocks, decoded.data_ptr(), threads
             )
             return decoded
-        levels = encoded[:, : ALIGNMENT * blocks].view(torch.int8).unflatten(1, (-1, ALIGNMENT))
-        scales = encoded[:, ALIGNMENT * blocks :].view(torch.float32)
+        levels = (
+            encoded[:, : CODEC_BLOCK_ELEMENTS * blocks]
+            .view(torch.int8)
+            .unflatten(1, (-1, CODEC_BLOCK_ELEMENTS))
+        )
+        scales = encoded[:, CODEC_BLOCK_ELEMENTS * blocks :].view(torch.float32)
         values: Tensor = (levels.to(torch.float32) * scales[:, :, None]).flatten(1)
         return values
 
-    def _encode(self, values: Tensor, lost: Tensor | None) -> Tensor:
+    def _encode(self, values: Tensor, residual: Tensor | None) -> Tensor:
         assert self._native is not None
         assert values.dtype is torch.float32
-        assert values.shape[1] % ALIGNMENT == 0
+        assert values.shape[1] % CODEC_BLOCK_ELEMENTS == 0
         values = values.contiguous()
-        rows, blocks = len(values), values.shape[1] // ALIGNMENT
-        encoded = torch.empty(rows, blocks * (ALIGNMENT + _SCALE_BYTES), dtype=torch.uint8)
+        rows, blocks = len(values), values.shape[1] // CODEC_BLOCK_ELEMENTS
+        encoded = torch.empty(rows, blocks * (CODEC_BLOCK_ELEMENTS + _SCALE_BYTES), dtype=torch.uint8)
         self._native.wanma_int8_encode(
             values.data_ptr(),
             rows,
             blocks,
             encoded.data_ptr(),
-            None if lost is None else lost.data_ptr(),
+            None if residual is None else residual.data_ptr(),
             torch.get_num_threads(),
         )
         return encoded

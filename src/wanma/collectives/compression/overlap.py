@@ -13,26 +13,26 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-Steps: TypeAlias = Generator[dist.Work | None, None, T]
+CollectiveSteps: TypeAlias = Generator[dist.Work | None, None, T]
 """Sum in steps: a generator that yields handles to wait for and returns `T`.
 
 It yields None where other ranks wait and this one has nothing to wait for.
 """
 
-AT_ONCE = 2
+MAX_IN_FLIGHT = 2
 """Number of sums in progress: one that computes, and one in communication."""
 
 
-def together(sums: Iterable[Steps[T]], at_once: int = AT_ONCE) -> list[T]:
+def run_interleaved(sums: Iterable[CollectiveSteps[T]], max_in_flight: int = MAX_IN_FLIGHT) -> list[T]:
     """Run all sums to their end and return their results, in order.
 
     The order of execution depends only on how often each sum waits: if that is the same on all ranks, all
     communicate in the same order.
     """
     results: dict[int, T] = {}
-    waiting: deque[tuple[int, Steps[T], dist.Work | None]] = deque()
+    waiting: deque[tuple[int, CollectiveSteps[T], dist.Work | None]] = deque()
 
-    def go_on(number: int, steps: Steps[T]) -> None:
+    def go_on(number: int, steps: CollectiveSteps[T]) -> None:
         try:
             waiting.append((number, steps, next(steps)))
         except StopIteration as end:
@@ -46,14 +46,14 @@ def together(sums: Iterable[Steps[T]], at_once: int = AT_ONCE) -> list[T]:
 
     for number, steps in enumerate(sums):
         go_on(number, steps)
-        while len(waiting) >= at_once:
+        while len(waiting) >= max_in_flight:
             wait_for_the_first()
     while waiting:
         wait_for_the_first()
     return [results[number] for number in range(len(results))]
 
 
-def begun(work: dist.Work | None) -> dist.Work:
+def require_work(work: dist.Work | None) -> dist.Work:
     """Return the handle of an asynchronous call, asserting that there is one."""
     assert work is not None
     return work

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import Piece, all_reduce
-from wanma.collectives.compression.overlap import Steps
-from wanma.collectives.compression.uncompressed import VALUE_BYTES, all_reduce_bytes
+from wanma.collectives.compression.bucket_tensors import BucketTensor, all_reduce
+from wanma.collectives.compression.overlap import CollectiveSteps
+from wanma.collectives.compression.uncompressed import FP32_BYTES, compute_all_reduce_bytes
 
-LEAST_RATE = 2.0
+MIN_COMPRESSION_RATIO = 2.0
 """Least ratio of a matrix's size to that of its two thin matrices for it to be compressed."""
 
 
@@ -33,52 +33,60 @@ class PowerSGD:
     alike.
     """
 
-    waits = 2
+    collectives_per_sum = 2
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
-        yield self._all_reduce(pieces, group)
+    def all_reduce(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        yield self._all_reduce(tensors, group)
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
-        yield self._reduce_scatter(pieces, group)
+    def reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        yield self._reduce_scatter(tensors, group)
 
-    def _all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
-        bases, sent = yield from self._bases(pieces, group)
-        for piece, basis in zip(pieces, bases, strict=True):
-            torch.mm(basis, piece.q.T, out=piece.values.view(-1, piece.columns))
+    def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
+        bases, sent = yield from self._bases(tensors, group)
+        for piece, basis in zip(tensors, bases, strict=True):
+            torch.mm(basis, piece.power_sgd_q.T, out=piece.values.view(-1, piece.matrix_columns))
         return sent
 
-    def _reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
-        bases, sent = yield from self._bases(pieces, group)
-        for piece, basis in zip(pieces, bases, strict=True):
-            rows = piece.length // piece.columns
+    def _reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> CollectiveSteps[int]:
+        bases, sent = yield from self._bases(tensors, group)
+        for piece, basis in zip(tensors, bases, strict=True):
+            rows = piece.length // piece.matrix_columns
             own = basis[group.rank() * rows : (group.rank() + 1) * rows]
-            piece.put((own @ piece.q.T).view(-1))
+            piece.write_sum((own @ piece.power_sgd_q.T).view(-1))
         return sent
 
-    def _bases(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[tuple[list[Tensor], int]]:
+    def _bases(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> CollectiveSteps[tuple[list[Tensor], int]]:
         """Return P̂ of each piece, whose Q becomes that of the sum, and the bytes sent."""
-        matrices = [piece.error.add_(piece.values).view(-1, piece.columns) for piece in pieces]
-        products = [matrix @ piece.q for piece, matrix in zip(pieces, matrices, strict=True)]
-        products, sent_first = yield from _summed(products, group)
+        matrices = [piece.residual.add_(piece.values).view(-1, piece.matrix_columns) for piece in tensors]
+        products = [matrix @ piece.power_sgd_q for piece, matrix in zip(tensors, matrices, strict=True)]
+        products, sent_first = yield from _all_reduce_flattened(products, group)
         bases = [torch.linalg.qr(product)[0] for product in products]
         shadows = []
         for matrix, basis in zip(matrices, bases, strict=True):
             shadow = matrix.T @ basis
             matrix.addmm_(basis, shadow.T, alpha=-1.0)  # the error feedback itself
             shadows.append(shadow)
-        shadows, sent_then = yield from _summed(shadows, group)
-        for piece, shadow in zip(pieces, shadows, strict=True):
-            piece.q.copy_(shadow)
+        shadows, sent_then = yield from _all_reduce_flattened(shadows, group)
+        for piece, shadow in zip(tensors, shadows, strict=True):
+            piece.power_sgd_q.copy_(shadow)
         return bases, sent_first + sent_then
 
 
-def thin_rank(rows: int, columns: int, rank: int) -> int:
+def choose_approximation_rank(rows: int, columns: int, rank: int) -> int:
     """Return the rank of a matrix's approximation; 0 for a tensor that would hardly shrink, as a vector."""
     rank = min(rank, rows, columns)
-    return rank if LEAST_RATE * rank * (rows + columns) <= rows * columns else 0
+    return rank if MIN_COMPRESSION_RATIO * rank * (rows + columns) <= rows * columns else 0
 
 
-def first_q(name: str, columns: int, rank: int, seed: int) -> Tensor:
+def draw_initial_q(name: str, columns: int, rank: int, seed: int) -> Tensor:
     """Return the first Q, (columns, rank) on the CPU, standard normal.
 
     It depends on the seed and the tensor's name alone.
@@ -88,10 +96,12 @@ def first_q(name: str, columns: int, rank: int, seed: int) -> Tensor:
     return torch.randn(columns, rank, generator=generator)
 
 
-def _summed(tensors: list[Tensor], group: dist.ProcessGroup) -> Steps[tuple[list[Tensor], int]]:
+def _all_reduce_flattened(
+    tensors: list[Tensor], group: dist.ProcessGroup
+) -> CollectiveSteps[tuple[list[Tensor], int]]:
     """Return the sums over the ranks, made in one message, and the bytes sent."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     yield from all_reduce(flat, group)
     parts = flat.split([tensor.numel() for tensor in tensors])
     sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    return sums, all_reduce_bytes(flat.numel() * VALUE_BYTES, group.size())
+    return sums, compute_all_reduce_bytes(flat.numel() * FP32_BYTES, group.size())

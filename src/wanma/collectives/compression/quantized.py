@@ -21,105 +21,115 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.collectives.compression.bucket_tensors import (
-    Piece,
-    Slice,
-    aligned,
-    exchange,
-    gather,
-    runs,
-    width_of,
+    BucketSlice,
+    BucketTensor,
+    align_up,
+    all_gather_rows,
+    all_to_all_rows,
+    compute_row_elements,
+    slice_bucket,
 )
-from wanma.collectives.compression.overlap import Steps
+from wanma.collectives.compression.overlap import CollectiveSteps
 
 
 class Codec(ABC):
     """Codec of fp32 rows in fewer bytes; `decode` returns as many values as `encode` got."""
 
-    keeps_error: bool
+    uses_error_feedback: bool
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """Encode values: (rows, multiple of `ALIGNMENT`) fp32 → (rows, bytes) uint8."""
+        """Encode values: (rows, multiple of `CODEC_BLOCK_ELEMENTS`) fp32 → (rows, bytes) uint8."""
 
     @abstractmethod
     def decode(self, encoded: Tensor) -> Tensor:
         """Decode values: (rows, bytes) uint8 → (rows, elements) fp32."""
 
-    def encode_losing(self, values: Tensor) -> Tensor:
+    def encode_with_residual(self, values: Tensor) -> Tensor:
         """Encode values, and replace them by their encoding errors."""
         encoded = self.encode(values)
         values -= self.decode(encoded)
         return encoded
 
 
-class TwoPhase:
+class QuantizedCompressor:
     """Compressor that sums by all-to-all and all-gather of what `codec` encodes."""
 
-    waits = 2
+    collectives_per_sum = 2
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
-        return (self._all_reduce(run, group) for run in runs(pieces, 1))
+    def all_reduce(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        return (self._all_reduce(run, group) for run in slice_bucket(tensors, 1))
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
-        return (self._reduce_scatter(run, group) for run in runs(pieces, group.size()))
+    def reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        return (self._reduce_scatter(run, group) for run in slice_bucket(tensors, group.size()))
 
-    def _all_reduce(self, run: Sequence[Slice], group: dist.ProcessGroup) -> Steps[int]:
-        ranks, me, width = group.size(), group.rank(), width_of(run)
-        row = aligned(math.ceil(width / ranks))
-        work = run[0].piece.values.new_zeros(ranks * row)
-        self._fill(work[None, :width], run)
+    def _all_reduce(self, slices: Sequence[BucketSlice], group: dist.ProcessGroup) -> CollectiveSteps[int]:
+        ranks, me, width = group.size(), group.rank(), compute_row_elements(slices)
+        row = align_up(math.ceil(width / ranks))
+        work = slices[0].tensor.values.new_zeros(ranks * row)
+        self._fill(work[None, :width], slices)
         rows = work.view(ranks, row)
-        total, sent = yield from self._sum_of_mine(rows, group)
-        if self.codec.keeps_error:
-            encoded = self.codec.encode_losing(total[None])
+        total, sent = yield from self._sum_own_rows(rows, group)
+        if self.codec.uses_error_feedback:
+            encoded = self.codec.encode_with_residual(total[None])
             rows[me] = total  # its encoding error
-            self._keep(work[None, :width], run)
+            self._store_residual(work[None, :width], slices)
         else:
             encoded = self.codec.encode(total[None])
         del work, rows, total  # while the encoded sum travels
-        gathered = yield from gather(encoded[0], group)
+        gathered = yield from all_gather_rows(encoded[0], group)
         sums = self.codec.decode(gathered).view(-1)
-        for one in run:
-            one.piece.values[0, one.start : one.stop] = sums[one.place]
+        for one in slices:
+            one.tensor.values[0, one.start : one.stop] = sums[one.buffer_range]
         return sent + (ranks - 1) * encoded.numel()
 
-    def _reduce_scatter(self, run: Sequence[Slice], group: dist.ProcessGroup) -> Steps[int]:
-        rows = run[0].piece.values.new_zeros(group.size(), width_of(run))
-        self._fill(rows, run)
-        total, sent = yield from self._sum_of_mine(rows, group)
-        if self.codec.keeps_error:
+    def _reduce_scatter(
+        self, slices: Sequence[BucketSlice], group: dist.ProcessGroup
+    ) -> CollectiveSteps[int]:
+        rows = slices[0].tensor.values.new_zeros(group.size(), compute_row_elements(slices))
+        self._fill(rows, slices)
+        total, sent = yield from self._sum_own_rows(rows, group)
+        if self.codec.uses_error_feedback:
             rows[group.rank()] = 0.0  # this rank's own row is not encoded
-            self._keep(rows, run)
-        for one in run:
-            assert one.piece.result is not None
-            one.piece.result[one.start : one.stop] = total[one.place]
+            self._store_residual(rows, slices)
+        for one in slices:
+            assert one.tensor.shard_sum is not None
+            one.tensor.shard_sum[one.start : one.stop] = total[one.buffer_range]
         return sent
 
-    def _sum_of_mine(self, rows: Tensor, group: dist.ProcessGroup) -> Steps[tuple[Tensor, int]]:
+    def _sum_own_rows(self, rows: Tensor, group: dist.ProcessGroup) -> CollectiveSteps[tuple[Tensor, int]]:
         """Return the sum over the ranks of their row for this one, (width,), and the bytes sent.
 
         With a codec that keeps errors the other ranks' rows become their encoding errors.
         """
         me = group.rank()
         mine = rows[me].clone()
-        encoded = self.codec.encode_losing(rows) if self.codec.keeps_error else self.codec.encode(rows)
-        received = yield from exchange(encoded, group)
+        encoded = (
+            self.codec.encode_with_residual(rows)
+            if self.codec.uses_error_feedback
+            else self.codec.encode(rows)
+        )
+        received = yield from all_to_all_rows(encoded, group)
         parts = self.codec.decode(received)
         parts[me] = mine
         return parts.sum(0), (group.size() - 1) * encoded.shape[1]
 
-    def _fill(self, rows: Tensor, run: Sequence[Slice]) -> None:
+    def _fill(self, rows: Tensor, slices: Sequence[BucketSlice]) -> None:
         """Fill the rows with gradients plus their error feedback."""
-        for one in run:
-            values, place = one.piece.values[:, one.start : one.stop], rows[:, one.place]
-            if self.codec.keeps_error:
-                torch.add(values, one.piece.error[:, one.start : one.stop], out=place)
+        for one in slices:
+            values, place = one.tensor.values[:, one.start : one.stop], rows[:, one.buffer_range]
+            if self.codec.uses_error_feedback:
+                torch.add(values, one.tensor.residual[:, one.start : one.stop], out=place)
             else:
                 place.copy_(values)
 
-    def _keep(self, lost: Tensor, run: Sequence[Slice]) -> None:
-        for one in run:
-            one.piece.error[:, one.start : one.stop] = lost[:, one.place]
+    def _store_residual(self, residual: Tensor, slices: Sequence[BucketSlice]) -> None:
+        for one in slices:
+            one.tensor.residual[:, one.start : one.stop] = residual[:, one.buffer_range]

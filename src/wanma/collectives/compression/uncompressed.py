@@ -7,43 +7,49 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.compression.bucket_tensors import Piece, all_reduce, exchange
-from wanma.collectives.compression.overlap import Steps
+from wanma.collectives.compression.bucket_tensors import BucketTensor, all_reduce, all_to_all_rows
+from wanma.collectives.compression.overlap import CollectiveSteps
 
-VALUE_BYTES = 4
+FP32_BYTES = 4
 
 
-class Whole:
+class IdentityCompressor:
     """Compressor that loses nothing: gradients are summed in fp32."""
 
-    waits = 1
+    collectives_per_sum = 1
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
-        yield self._all_reduce(pieces, group)
+    def all_reduce(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        yield self._all_reduce(tensors, group)
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
-        yield self._reduce_scatter(pieces, group)
+    def reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        yield self._reduce_scatter(tensors, group)
 
-    def _all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
-        sizes = [piece.length for piece in pieces]
-        if len(pieces) == 1:
-            yield from all_reduce(pieces[0].values, group)
+    def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
+        sizes = [piece.length for piece in tensors]
+        if len(tensors) == 1:
+            yield from all_reduce(tensors[0].values, group)
         else:
-            flat = torch.cat([piece.values[0] for piece in pieces])
+            flat = torch.cat([piece.values[0] for piece in tensors])
             yield from all_reduce(flat, group)
-            for piece, total in zip(pieces, flat.split(sizes), strict=True):
-                piece.put(total)
-        return all_reduce_bytes(sum(sizes) * VALUE_BYTES, group.size())
+            for piece, total in zip(tensors, flat.split(sizes), strict=True):
+                piece.write_sum(total)
+        return compute_all_reduce_bytes(sum(sizes) * FP32_BYTES, group.size())
 
-    def _reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
-        sizes = [piece.length for piece in pieces]
-        received = yield from exchange(torch.cat([piece.values for piece in pieces], 1), group)
-        for piece, total in zip(pieces, received.sum(0).split(sizes), strict=True):
-            piece.put(total)
-        return (group.size() - 1) * sum(sizes) * VALUE_BYTES
+    def _reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> CollectiveSteps[int]:
+        sizes = [piece.length for piece in tensors]
+        received = yield from all_to_all_rows(torch.cat([piece.values for piece in tensors], 1), group)
+        for piece, total in zip(tensors, received.sum(0).split(sizes), strict=True):
+            piece.write_sum(total)
+        return (group.size() - 1) * sum(sizes) * FP32_BYTES
 
 
-def all_reduce_bytes(size: int, ranks: int) -> int:
+def compute_all_reduce_bytes(size: int, ranks: int) -> int:
     """Return the bytes that each rank sends to all-reduce `size` bytes over `ranks`.
 
     An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009).
@@ -51,7 +57,7 @@ def all_reduce_bytes(size: int, ranks: int) -> int:
     return 2 * (ranks - 1) * size // ranks
 
 
-def whole_bytes(pieces: Sequence[Piece], ranks: int, *, scatter: bool) -> int:
+def compute_uncompressed_bytes(tensors: Sequence[BucketTensor], ranks: int, *, scatter: bool) -> int:
     """Return the bytes that a rank would send for these pieces, uncompressed."""
-    length = sum(piece.length for piece in pieces) * VALUE_BYTES
-    return (ranks - 1) * length if scatter else all_reduce_bytes(length, ranks)
+    length = sum(piece.length for piece in tensors) * FP32_BYTES
+    return (ranks - 1) * length if scatter else compute_all_reduce_bytes(length, ranks)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 
 _GATHER, _SCATTER = 0, 1
 """Message tags; a gather that was started ahead is in flight beside a scatter."""
@@ -25,25 +25,25 @@ _GATHER, _SCATTER = 0, 1
 class _Allocation:
     """Base of FSDP2's communication objects: allocates the buffers that FSDP2 requests."""
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
+    def __init__(self, communication_timer: CommunicationTimer) -> None:
+        self._communication_timer = communication_timer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class GlooAllGather(_Allocation, AllGather):
+class PointToPointAllGather(_Allocation, AllGather):
     """All-gather of equal parts: `input_tensor` (part,) is a slice of `output_tensor` (ranks × part,).
 
     Args:
-        stopwatch: timer of the communication.
-        ahead: begin when called and wait when FSDP2 needs the whole: parameters that FSDP2 requests before
+        communication_timer: timer of the communication.
+        prefetch: begin when called and wait when FSDP2 needs the whole: parameters that FSDP2 requests before
             their use, as a block's beside the backward of the block after it, then travel meanwhile.
     """
 
-    def __init__(self, stopwatch: Stopwatch, *, ahead: bool = False) -> None:
-        super().__init__(stopwatch)
-        self.ahead = ahead
+    def __init__(self, communication_timer: CommunicationTimer, *, prefetch: bool = False) -> None:
+        super().__init__(communication_timer)
+        self.prefetch = prefetch
 
     def __call__(
         self,
@@ -61,20 +61,22 @@ class GlooAllGather(_Allocation, AllGather):
         peers = [(me + distance) % ranks for distance in range(1, ranks)]
         works = [group.recv([parts[peer]], peer, _GATHER) for peer in peers]
         works += [group.send([own], peer, _GATHER) for peer in peers]
-        gathering = _Gathering(works, output_tensor, self._stopwatch)
-        if self.ahead:
+        gathering = _AllGatherWork(works, output_tensor, self._communication_timer)
+        if self.prefetch:
             return gathering
         gathering.wait()
         return None
 
 
-class _Gathering(dist.Work):
+class _AllGatherWork(dist.Work):
     """Handle of an all-gather in flight; keeps the memory that it reads and writes."""
 
-    def __init__(self, works: list[dist.Work], whole: Tensor, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, works: list[dist.Work], output: Tensor, communication_timer: CommunicationTimer
+    ) -> None:
         super().__init__()
-        self._works, self._whole, self._stopwatch = works, whole, stopwatch
-        stopwatch.begin("data", time.perf_counter())
+        self._works, self._output, self._communication_timer = works, output, communication_timer
+        communication_timer.begin_transfer("data", time.perf_counter())
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # torch's; the group has its own
         works, self._works = self._works, []
@@ -83,20 +85,20 @@ class _Gathering(dist.Work):
             for work in works:
                 work.wait()
             ended = time.perf_counter()
-            self._stopwatch.end("data", ended)
-            self._stopwatch.waited("data", ended - began)
+            self._communication_timer.end_transfer("data", ended)
+            self._communication_timer.add_exposed("data", ended - began)
         return True
 
 
-class UnshardedReduce(_Allocation, ReduceScatter):
+class IdentityReduceScatter(_Allocation, ReduceScatter):
     """Reduce-scatter over a single shard, whose input already is its output.
 
     FSDP2 requests a buffer for each and copies from one to the other; given the same buffer twice, the copy
     is nothing. The timer starts here for the replicas' all-reduce that follows.
     """
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        super().__init__(stopwatch)
+    def __init__(self, communication_timer: CommunicationTimer) -> None:
+        super().__init__(communication_timer)
         self._input: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -104,7 +106,7 @@ class UnshardedReduce(_Allocation, ReduceScatter):
             self._input = super().allocate(size, dtype=dtype, device=device)
             return self._input
         output, self._input = self._input, None
-        self._stopwatch.start(time.perf_counter())
+        self._communication_timer.begin_data_wait(time.perf_counter())
         return output
 
     def __call__(
@@ -118,11 +120,11 @@ class UnshardedReduce(_Allocation, ReduceScatter):
         assert output_tensor.data_ptr() == input_tensor.data_ptr()
 
 
-class GlooReduceScatter(_Allocation, ReduceScatter):
+class PointToPointReduceScatter(_Allocation, ReduceScatter):
     """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of the ranks' slices for this one."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._stopwatch.start(time.perf_counter())
+        self._communication_timer.begin_data_wait(time.perf_counter())
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -148,6 +150,6 @@ class GlooReduceScatter(_Allocation, ReduceScatter):
         for part in in_order[2:]:
             output_tensor.add_(part)
         now = time.perf_counter()
-        self._stopwatch.stop(now)
+        self._communication_timer.end_data_wait(now)
         # FSDP2's all-reduce over replicas may follow at once; if it does not, the next start overrides.
-        self._stopwatch.start(now)
+        self._communication_timer.begin_data_wait(now)

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from wanma.collectives.shared_memory.process_group import SharedGroup
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 
 
-class SharedAllGather(AllGather):
+class SharedMemoryAllGather(AllGather):
     """All-gather of equal parts: `input_tensor` (part,) is a slice of `output_tensor` (ranks × part,)."""
 
-    def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
-        self._stopwatch, self._group = stopwatch, group
+    def __init__(self, communication_timer: CommunicationTimer, group: SharedMemoryProcessGroup) -> None:
+        self._communication_timer, self._group = communication_timer, group
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return _allocate(self._group, size, dtype, device)
@@ -37,23 +37,23 @@ class SharedAllGather(AllGather):
         group: dist.ProcessGroup,  # noqa: ARG002  # the one that gave the buffers
         async_op: bool = False,  # noqa: ARG002  # FSDP2's interface; there is no stream to overlap on
     ) -> None:
-        self._stopwatch.start(time.perf_counter())
-        self._group.all_gather_single(output_tensor, input_tensor, _at_once(AllgatherOptions()))
-        self._stopwatch.stop(time.perf_counter())
+        self._communication_timer.begin_data_wait(time.perf_counter())
+        self._group.all_gather_single(output_tensor, input_tensor, _synchronous(AllgatherOptions()))
+        self._communication_timer.end_data_wait(time.perf_counter())
 
 
-class SharedReduceScatter(ReduceScatter):
+class SharedMemoryReduceScatter(ReduceScatter):
     """Reduce-scatter of equal parts: `output_tensor` (part,) is the sum of the ranks' slices for this one."""
 
-    def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
-        self._stopwatch, self._group = stopwatch, group
-        self._in_place = False
+    def __init__(self, communication_timer: CommunicationTimer, group: SharedMemoryProcessGroup) -> None:
+        self._communication_timer, self._group = communication_timer, group
+        self._is_input_request = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._stopwatch.start(time.perf_counter())
+        self._communication_timer.begin_data_wait(time.perf_counter())
         # FSDP2 requests the input first, then the output, which only this rank writes and keeps for long.
-        self._in_place = not self._in_place
-        if self._in_place:
+        self._is_input_request = not self._is_input_request
+        if self._is_input_request:
             return _allocate(self._group, size, dtype, device)
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -67,23 +67,23 @@ class SharedReduceScatter(ReduceScatter):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are reduced here, not {op}")
-        options = _at_once(ReduceScatterOptions())
+        options = _synchronous(ReduceScatterOptions())
         options.reduceOp = op
         self._group.reduce_scatter_single(output_tensor, input_tensor, options)
         now = time.perf_counter()
-        self._stopwatch.stop(now)
+        self._communication_timer.end_data_wait(now)
         # FSDP2's all-reduce over replicas may follow at once; if it does not, the next start overrides.
-        self._stopwatch.start(now)
+        self._communication_timer.begin_data_wait(now)
 
 
-def _allocate(group: SharedGroup, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate(group: SharedMemoryProcessGroup, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     shape = torch.Size([size] if isinstance(size, int) else size)
-    return group.allocate(math.prod(shape), dtype).view(shape)
+    return group.allocate_tensor(math.prod(shape), dtype).view(shape)
 
 
-def _at_once(options: Any) -> Any:
+def _synchronous(options: Any) -> Any:
     """Return the options with `asyncOp` off: the caller waits for the result."""
     options.asyncOp = False
     return options

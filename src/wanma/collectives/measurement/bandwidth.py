@@ -24,7 +24,7 @@ BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Timing:
+class CollectiveTiming:
     """Measured time of one collective, by one algorithm, of one size."""
 
     collective: str
@@ -38,7 +38,7 @@ class Timing:
     """Size of one rank's buffer, or, for all_gather and reduce_scatter, of all ranks' parts together."""
     seconds: float
     """Time of one run on the slowest rank."""
-    limit_bytes_per_second: float
+    link_bytes_per_second: float
     """Bandwidth of the link in one direction, measured in the same run with messages of this size."""
     forecast_seconds: float | None = None
     """Time by the forecast before this measurement; None for a collective that forecasts do not know."""
@@ -54,6 +54,6 @@ class Timing:
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
     @property
-    def share_of_limit(self) -> float:
+    def link_utilization(self) -> float:
         """Bus bandwidth over the link's bandwidth, from 0 to about 1."""
-        return self.bus_bandwidth / self.limit_bytes_per_second
+        return self.bus_bandwidth / self.link_bytes_per_second

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.collectives.algorithms.algorithm_table import ALGORITHMS
-from wanma.collectives.algorithms.hierarchical_all_reduce import Nodes
-from wanma.collectives.fsdp.point_to_point_collectives import GlooAllGather, GlooReduceScatter
-from wanma.collectives.fsdp.shared_memory_collectives import SharedAllGather, SharedReduceScatter
-from wanma.collectives.shared_memory.backend import shared_group
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.algorithms.hierarchical_all_reduce import RanksByNode
+from wanma.collectives.fsdp.point_to_point_collectives import PointToPointAllGather, PointToPointReduceScatter
+from wanma.collectives.fsdp.shared_memory_collectives import SharedMemoryAllGather, SharedMemoryReduceScatter
+from wanma.collectives.shared_memory.backend import as_shared_memory_group
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 
-Collective = Literal[
+TrainingCollective = Literal[
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -33,10 +33,10 @@ Collective = Literal[
     "all_to_all",
     "send",
 ]
-Timed = Collective | Literal["broadcast"]
+MeasuredCollective = TrainingCollective | Literal["broadcast"]
 """Name of a collective that can be timed: those of training, and broadcast, which a benchmark shows."""
 
-COLLECTIVES: tuple[Collective, ...] = (
+TRAINING_COLLECTIVES: tuple[TrainingCollective, ...] = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -51,22 +51,22 @@ all_gather, reduce_scatter: of sharded parameters and gradients. tensor_gather, 
 under sequence parallelism. send: every rank to the next one, all at once.
 """
 
-BACKEND = "backend"
+BACKEND_ALGORITHM = "backend"
 """Name of the backend's own algorithm."""
 
 
-def collective_seconds(
-    collective: Timed,
+def measure_collective(
+    collective: MeasuredCollective,
     buffer_bytes: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    seconds: float = 0.05,
+    target_seconds: float = 0.05,
     *,
     dtype: torch.dtype = torch.float32,
-    algorithm: str = BACKEND,
-    nodes: Nodes = (),
+    algorithm: str = BACKEND_ALGORITHM,
+    ranks_by_node: RanksByNode = (),
 ) -> float:
-    """Measure one collective, run back to back for about `seconds`; all ranks of `group` call it alike.
+    """Measure one collective, run back to back for about `target_seconds`; all ranks of `group` call it.
 
     Args:
         collective: name of the collective.
@@ -74,10 +74,10 @@ def collective_seconds(
             which each rank has a part (the others). Rounded up to whole elements of `dtype` for every rank.
         group: process group of at least two ranks.
         device: device of the buffers.
-        seconds: time to fill with runs.
+        target_seconds: time to fill with runs.
         dtype: data type of the elements.
         algorithm: 'backend', or one of `ALGORITHMS[collective]`.
-        nodes: ranks of the group by node, for algorithms that need them; default: all on one node.
+        ranks_by_node: ranks of the group by node, for algorithms that need them; default: all on one node.
 
     Returns:
         Seconds of one run on the slowest rank; the same on all ranks.
@@ -88,21 +88,23 @@ def collective_seconds(
     ranks = group.size()
     if ranks < 2 or buffer_bytes < 1:
         raise ValueError(f"a collective takes two ranks and a byte (given: {ranks} and {buffer_bytes})")
-    elements = rounded_bytes(buffer_bytes, ranks, dtype) // dtype.itemsize
-    if algorithm == BACKEND:
-        return _repeated(_runner(collective, elements, group, device, dtype), group, device, seconds)
+    elements = round_up_bytes(buffer_bytes, ranks, dtype) // dtype.itemsize
+    if algorithm == BACKEND_ALGORITHM:
+        return _measure_slowest(
+            _runner(collective, elements, group, device, dtype), group, device, target_seconds
+        )
     buffer = torch.zeros(elements, device=device, dtype=dtype)
-    run = partial(ALGORITHMS[collective][algorithm], buffer, group, nodes or [range(ranks)])
-    return _repeated(run, group, device, seconds)
+    run = partial(ALGORITHMS[collective][algorithm], buffer, group, ranks_by_node or [range(ranks)])
+    return _measure_slowest(run, group, device, target_seconds)
 
 
-def rounded_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
+def round_up_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
     """Round `buffer_bytes` up to whole elements of `dtype` for every rank."""
     return math.ceil(buffer_bytes / dtype.itemsize / ranks) * ranks * dtype.itemsize
 
 
-def copy_seconds(
-    buffer_bytes: int, group: dist.ProcessGroup, device: torch.device, seconds: float = 0.05
+def measure_memory_copy(
+    buffer_bytes: int, group: dist.ProcessGroup, device: torch.device, target_seconds: float = 0.05
 ) -> float:
     """Measure a copy of a buffer within the device's memory, on all ranks at once, in seconds on the slowest.
 
@@ -111,41 +113,43 @@ def copy_seconds(
     """
     ours = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
     theirs = torch.empty_like(ours)
-    return _repeated(lambda: theirs.copy_(ours), group, device, seconds)
+    return _measure_slowest(lambda: theirs.copy_(ours), group, device, target_seconds)
 
 
-def _repeated(
-    run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, seconds: float
+def _measure_slowest(
+    run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, target_seconds: float
 ) -> float:
-    """Return the seconds of one run on the slowest rank, measured over runs that fill `seconds`."""
+    """Return the seconds of one run on the slowest rank, measured over runs that fill `target_seconds`."""
     run()  # connections are made at their first use
-    once = _slowest(_timed(run, 1, device), group, device)
-    return _slowest(_timed(run, max(1, int(seconds / max(once, 1e-9))), device), group, device)
+    once = _max_over_ranks(_measure_average(run, 1, device), group, device)
+    return _max_over_ranks(
+        _measure_average(run, max(1, int(target_seconds / max(once, 1e-9))), device), group, device
+    )
 
 
-def _slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
+def _max_over_ranks(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
     longest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     return float(longest)
 
 
-def _timed(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+def _measure_average(run: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Return the seconds of one run, averaged over `repeats` runs."""
-    _finish(device)
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    _finish(device)
+    _synchronize(device)
     return (time.perf_counter() - start) / repeats
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _runner(
-    collective: Timed,
+    collective: MeasuredCollective,
     elements: int,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -157,7 +161,7 @@ def _runner(
     whole = torch.zeros(elements, device=device, dtype=dtype)
     part = torch.zeros(elements // ranks, device=device, dtype=dtype)
     if collective in ("all_gather", "reduce_scatter") and device.type == "cpu":
-        return _of_parameters(collective, whole, part, group)
+        return _fsdp_runner(collective, whole, part, group)
     if collective == "all_reduce":
         return lambda: _wait(dist.all_reduce(whole, group=group, async_op=True))
     if collective == "broadcast":
@@ -188,13 +192,17 @@ def _runner(
     return send
 
 
-def _of_parameters(
-    collective: Timed, whole: Tensor, part: Tensor, group: dist.ProcessGroup
+def _fsdp_runner(
+    collective: MeasuredCollective, whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
     """Return a function that gathers or scatters as FSDP2 does here: in its communication buffers."""
-    shared = shared_group(group)
+    shared = as_shared_memory_group(group)
     if collective == "all_gather":
-        gather = GlooAllGather(Stopwatch()) if shared is None else SharedAllGather(Stopwatch(), shared)
+        gather = (
+            PointToPointAllGather(CommunicationTimer())
+            if shared is None
+            else SharedMemoryAllGather(CommunicationTimer(), shared)
+        )
         whole = gather.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
         part = whole.chunk(group.size())[group.rank()]
 
@@ -202,7 +210,11 @@ def _of_parameters(
             gather(whole, part, group)
 
         return gathered
-    scatter = GlooReduceScatter(Stopwatch()) if shared is None else SharedReduceScatter(Stopwatch(), shared)
+    scatter = (
+        PointToPointReduceScatter(CommunicationTimer())
+        if shared is None
+        else SharedMemoryReduceScatter(CommunicationTimer(), shared)
+    )
     whole = scatter.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
     return lambda: scatter(part, whole, group, dist.ReduceOp.SUM)
 

@@ -17,67 +17,73 @@ import torch.distributed as dist
 
 from wanma.job.errors import WanmaError
 
-DEADLINE_SECONDS = 10.0
+MESSAGE_TIMEOUT_SECONDS = 10.0
 """Time after which a link that delivers nothing counts as broken."""
-HOPS = 10
-FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 24
-PASS_SECONDS = 0.1
+LATENCY_ROUNDS = 10
+PROBE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 1 << 18, 1 << 24
+TARGET_MESSAGE_SECONDS = 0.1
 """Time that the larger message is to take over the slowest link."""
-SLOW_FACTOR = 3.0
+SLOW_LINK_FACTOR = 3.0
 """Ratio to the median bandwidth or latency from which a link counts as slow."""
-LATENCY_SECONDS = 0.001
+MIN_LATENCY_DIFFERENCE_SECONDS = 0.001
 """Difference of latency, in seconds, below which a link does not count as slow."""
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """Measured link from one node to the next, in order of nodes; the first follows the last."""
 
-    source: int
-    target: int
+    source_node: int
+    target_node: int
     latency_seconds: float
     bandwidth_bytes_per_second: float
 
-    def text(self, hosts: Sequence[str]) -> str:
+    def text(self, hostnames: Sequence[str]) -> str:
         return (
-            f"node {self.source} ({hosts[self.source]}) → node {self.target} ({hosts[self.target]}): "
+            f"node {self.source_node} ({hostnames[self.source_node]}) → node {self.target_node} "
+            f"({hostnames[self.target_node]}): "
             f"{self.latency_seconds * 1000:.3g} ms, {self.bandwidth_bytes_per_second / 1e6:,.0f} MB/s"
         )
 
 
-def measure_links(rank: int, ranks_by_node: Sequence[int]) -> list[Link]:
+def measure_links(rank: int, local_world_sizes: Sequence[int]) -> list[NodeLink]:
     """Measure every link; all ranks call it, and all get the same links.
 
     Args:
         rank: global rank of the caller.
-        ranks_by_node: number of ranks on each node.
+        local_world_sizes: number of ranks on each node.
 
     Raises:
         WanmaError: nothing comes over a link.
     """
-    firsts = [sum(ranks_by_node[:node]) for node in range(len(ranks_by_node))]
+    firsts = [sum(local_world_sizes[:node]) for node in range(len(local_world_sizes))]
     mine = torch.zeros(3, dtype=torch.float64)
-    everyones = [torch.zeros(3, dtype=torch.float64) for _ in range(sum(ranks_by_node))]
+    everyones = [torch.zeros(3, dtype=torch.float64) for _ in range(sum(local_world_sizes))]
     node = firsts.index(rank) if rank in firsts else None
-    size = FIRST_BYTES
+    size = PROBE_MESSAGE_BYTES
     if node is not None:
-        _pass_on(firsts, node, 1, 2)  # connections are made at their first use
-        mine[0] = _pass_on(firsts, node, 1, HOPS) / HOPS
-        mine[1] = _pass_on(firsts, node, size, 1)
+        _time_ring_messages(firsts, node, 1, 2)  # connections are made at their first use
+        mine[0] = _time_ring_messages(firsts, node, 1, LATENCY_ROUNDS) / LATENCY_ROUNDS
+        mine[1] = _time_ring_messages(firsts, node, size, 1)
     dist.all_gather(everyones, mine)
     slowest = max(float(numbers[1]) for numbers in everyones)
-    size = int(min(max(FIRST_BYTES * PASS_SECONDS / slowest, FIRST_BYTES), MOST_BYTES))
+    size = int(
+        min(
+            max(PROBE_MESSAGE_BYTES * TARGET_MESSAGE_SECONDS / slowest, PROBE_MESSAGE_BYTES),
+            MAX_MESSAGE_BYTES,
+        )
+    )
     if node is not None:
-        mine[2] = _pass_on(firsts, node, size, 1)
+        mine[2] = _time_ring_messages(firsts, node, size, 1)
     dist.all_gather(everyones, mine)
     links = []
     for at, first in enumerate(firsts):
         latency, _, seconds = everyones[first].tolist()
-        links.append(Link((at - 1) % len(firsts), at, latency, size / max(seconds - latency, 1e-9)))
+        links.append(NodeLink((at - 1) % len(firsts), at, latency, size / max(seconds - latency, 1e-9)))
     return links
 
 
-def slow_links(links: Sequence[Link]) -> list[Link]:
+def slow_links(links: Sequence[NodeLink]) -> list[NodeLink]:
     """Return the links that are much slower than the median; none of fewer than three."""
     if len(links) < 3:
         return []
@@ -86,12 +92,12 @@ def slow_links(links: Sequence[Link]) -> list[Link]:
     return [
         link
         for link in links
-        if link.bandwidth_bytes_per_second * SLOW_FACTOR < bandwidth
-        or link.latency_seconds > SLOW_FACTOR * latency + LATENCY_SECONDS
+        if link.bandwidth_bytes_per_second * SLOW_LINK_FACTOR < bandwidth
+        or link.latency_seconds > SLOW_LINK_FACTOR * latency + MIN_LATENCY_DIFFERENCE_SECONDS
     ]
 
 
-def slow_nodes(links: Sequence[Link]) -> list[int]:
+def slow_nodes(links: Sequence[NodeLink]) -> list[int]:
     """Return the nodes whose links on both sides are slow while most other links are not.
 
     The node is then the cause. Two neighbours whose three links are slow are both named.
@@ -99,29 +105,29 @@ def slow_nodes(links: Sequence[Link]) -> list[int]:
     slow = slow_links(links)
     if len(links) < 4 or 2 * len(slow) > len(links):
         return []
-    return sorted({link.target for link in slow} & {link.source for link in slow})
+    return sorted({link.target_node for link in slow} & {link.source_node for link in slow})
 
 
-def _pass_on(firsts: Sequence[int], node: int, size: int, times: int) -> float:
+def _time_ring_messages(first_ranks: Sequence[int], node: int, size: int, times: int) -> float:
     """Return the seconds of `times` messages of `size` bytes around the ring of nodes.
 
     Each is received from the previous node and sent to the next.
     """
-    after, before = (node + 1) % len(firsts), (node - 1) % len(firsts)
+    after, before = (node + 1) % len(first_ranks), (node - 1) % len(first_ranks)
     ours, theirs = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     began = time.perf_counter()
     for _ in range(times):
-        sent = dist.isend(ours, firsts[after])
-        received = dist.irecv(theirs, firsts[before])
+        sent = dist.isend(ours, first_ranks[after])
+        received = dist.irecv(theirs, first_ranks[before])
         assert sent is not None
         assert received is not None
         try:
-            received.wait(timedelta(seconds=DEADLINE_SECONDS))
-            sent.wait(timedelta(seconds=DEADLINE_SECONDS))
+            received.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
+            sent.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
         except RuntimeError as error:
             raise WanmaError(
                 f"nothing passes between node {before}, node {node} and node {after} "
-                f"within {DEADLINE_SECONDS:.0f} s: {error}",
+                f"within {MESSAGE_TIMEOUT_SECONDS:.0f} s: {error}",
                 "look at the network between these machines, or name another with cluster.network_interface",
             ) from error
     return time.perf_counter() - began

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wanma.collectives.shared_memory.native_library import load
-from wanma.collectives.shared_memory.page_allocator import Heap
+from wanma.collectives.shared_memory.native_library import load_library
+from wanma.collectives.shared_memory.page_allocator import PageAllocator
 
 CHUNK_BYTES = 1 << 18
 """Bytes of one staging buffer; a rank has two: one is filled while the other is reduced.
@@ -31,11 +31,11 @@ cache.
 """
 SPIN_SECONDS = 50e-6
 """Time, in seconds, that a waiting rank polls before it sleeps until it is woken."""
-CROWDED_SPIN_SECONDS = 2e-6
+OVERSUBSCRIBED_SPIN_SECONDS = 2e-6
 """Polling time, in seconds, if there are more ranks than cores: the awaited rank needs the core."""
 
 
-def usual_heap_bytes(ranks: int) -> int:
+def compute_default_heap_bytes(ranks: int) -> int:
     """Return the size of one rank's heap, in bytes of addresses: pages exist once they are used.
 
     All ranks' heaps together are as large as the node's memory, which is more than they will ever have.
@@ -45,7 +45,7 @@ def usual_heap_bytes(ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArenaLayout:
     """Layout of an arena, on which all its ranks have to agree."""
 
     ranks: int
@@ -54,13 +54,13 @@ class Shape:
     spin_seconds: float
 
 
-def create(library: Path, shape: Shape) -> int:
+def create_arena_file(library: Path, layout: ArenaLayout) -> int:
     """Create the file of a new arena, all zeros, and return its descriptor.
 
     Raises:
         OSError: the kernel has no such files, or no room.
     """
-    size = load(library).wanma_arena_bytes(shape.ranks, shape.chunk_bytes, shape.heap_bytes)
+    size = load_library(library).wanma_arena_bytes(layout.ranks, layout.chunk_bytes, layout.heap_bytes)
     descriptor = os.memfd_create("wanma-collectives", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -79,7 +79,7 @@ class Arena:
 
     Args:
         library: compiled C++ library.
-        shape: layout of the arena.
+        arena_layout: layout of the arena.
         descriptor: descriptor of the file; stays the caller's.
         rank: rank of this process in the group.
         processes: process ids of all ranks, by rank.
@@ -89,19 +89,19 @@ class Arena:
     """
 
     def __init__(
-        self, library: Path, shape: Shape, descriptor: int, rank: int, processes: Sequence[int]
+        self, library: Path, arena_layout: ArenaLayout, descriptor: int, rank: int, processes: Sequence[int]
     ) -> None:
-        self._library = load(library)
-        self.rank, self.shape = rank, shape
-        self._layout = layout = shape.ranks, shape.chunk_bytes, shape.heap_bytes
+        self._library = load_library(library)
+        self.rank, self.layout = rank, arena_layout
+        self._native_layout = layout = arena_layout.ranks, arena_layout.chunk_bytes, arena_layout.heap_bytes
         self._descriptor = os.dup(descriptor)
-        self._watched: list[int] = []
+        self._peer_pidfds: list[int] = []
         self._mapping: mmap.mmap | None = None
         self._anchor: Any = None
         self.handle: int | None = None
         try:
             for peer, process in enumerate(processes):
-                self._watched.append(-1 if peer == rank else os.pidfd_open(process))
+                self._peer_pidfds.append(-1 if peer == rank else os.pidfd_open(process))
             self._mapping = mmap.mmap(self._descriptor, self._library.wanma_arena_bytes(*layout))
             self._anchor = ctypes.c_char.from_buffer(self._mapping)
         except (OSError, ValueError) as error:
@@ -111,17 +111,17 @@ class Arena:
         self.handle = self._library.wanma_open(
             base,
             rank,
-            shape.ranks,
-            shape.chunk_bytes,
-            shape.heap_bytes,
-            int(shape.spin_seconds * 1e9),
-            (ctypes.c_int * shape.ranks)(*self._watched),
+            arena_layout.ranks,
+            arena_layout.chunk_bytes,
+            arena_layout.heap_bytes,
+            int(arena_layout.spin_seconds * 1e9),
+            (ctypes.c_int * arena_layout.ranks)(*self._peer_pidfds),
         )
         self._heap_offset: int = self._library.wanma_heap_offset(rank, *layout)
         self._heap_address = base + self._heap_offset
-        self._heap = Heap(shape.heap_bytes)
-        self._backing = threading.RLock()
-        self._backed = 0
+        self._heap = PageAllocator(arena_layout.heap_bytes)
+        self._backing_lock = threading.RLock()
+        self._backed_bytes = 0
         """Bytes from the start of the heap for which the kernel has provided pages."""
 
     @property
@@ -129,23 +129,25 @@ class Arena:
         return self._library
 
     @property
-    def heap_bytes(self) -> int:
+    def heap_high_water_bytes(self) -> int:
         """Most bytes of this rank's heap that were ever in use."""
-        return self._heap.high_bytes
+        return self._heap.high_water_bytes
 
-    def tensor(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def allocate_tensor(self, elements: int, dtype: torch.dtype) -> Tensor | None:
         """Return an uninitialised tensor (elements,) that all ranks of the group can read and write.
 
         Returns:
             The tensor; None if the heap has no room for it, or the node no memory.
         """
         size = max(elements, 1) * dtype.itemsize
-        offset = self.take(size)
+        offset = self.allocate(size)
         if offset is None:
             return None
-        return _tensor(self._heap_address + offset, elements, dtype, _Taken(self, offset))
+        return _tensor(self._heap_address + offset, elements, dtype, _AllocatedBlock(self, offset))
 
-    def common(self, owner: int, offset: int, part: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def shared_views(
+        self, owner: int, offset: int, part_elements: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return a tensor shared by all ranks, (ranks × part,), and this rank's part of it, (part,).
 
         Both use the same memory, which rank `owner` has allocated at `offset` of its heap. On that rank it is
@@ -154,33 +156,37 @@ class Arena:
         Args:
             owner: rank whose heap holds the memory.
             offset: offset within that heap, in bytes.
-            part: elements of one rank's part.
+            part_elements: elements of one rank's part.
             dtype: data type of the tensors.
         """
-        address = self._base + self._library.wanma_heap_offset(owner, *self._layout) + offset
-        keeper: object = _Taken(self, offset) if owner == self.rank else self
-        mine = address + self.rank * part * dtype.itemsize
-        return _tensor(address, self.shape.ranks * part, dtype, keeper), _tensor(mine, part, dtype, keeper)
+        address = self._base + self._library.wanma_heap_offset(owner, *self._native_layout) + offset
+        keeper: object = _AllocatedBlock(self, offset) if owner == self.rank else self
+        mine = address + self.rank * part_elements * dtype.itemsize
+        return _tensor(address, self.layout.ranks * part_elements, dtype, keeper), _tensor(
+            mine, part_elements, dtype, keeper
+        )
 
-    def take(self, size: int) -> int | None:
-        """Allocate `size` bytes of this rank's heap and return their offset; None as in `tensor`."""
-        offset = self._heap.take(size)
+    def allocate(self, size: int) -> int | None:
+        """Allocate `size` bytes of this rank's heap and return their offset; None as in `allocate_tensor`."""
+        offset = self._heap.allocate(size)
         if offset is None:
             return None
-        with self._backing:
+        with self._backing_lock:
             end = offset + size
-            if end > self._backed:
+            if end > self._backed_bytes:
                 # Requested here, a missing page is an error code rather than a signal.
                 try:
-                    os.posix_fallocate(self._descriptor, self._heap_offset + self._backed, end - self._backed)
+                    os.posix_fallocate(
+                        self._descriptor, self._heap_offset + self._backed_bytes, end - self._backed_bytes
+                    )
                 except OSError:
-                    self._heap.give_back(offset)
+                    self._heap.free(offset)
                     return None
-                self._backed = end
+                self._backed_bytes = end
         return offset
 
-    def give_back(self, offset: int) -> None:
-        self._heap.give_back(offset)
+    def free(self, offset: int) -> None:
+        self._heap.free(offset)
 
     def close(self) -> None:
         """Leave the group: what peers wait for from this rank will not come."""
@@ -198,11 +204,11 @@ class Arena:
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
-        for descriptor in (*self._watched, self._descriptor):
+        for descriptor in (*self._peer_pidfds, self._descriptor):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        self._watched, self._descriptor = [], -1
+        self._peer_pidfds, self._descriptor = [], -1
 
 
 def _tensor(address: int, elements: int, dtype: torch.dtype, keeper: object) -> Tensor:
@@ -213,11 +219,11 @@ def _tensor(address: int, elements: int, dtype: torch.dtype, keeper: object) -> 
     return torch.frombuffer(block, dtype=dtype, count=count)[:elements]
 
 
-class _Taken:
+class _AllocatedBlock:
     """Allocation in the heap, freed when it is collected; it keeps the arena alive until then."""
 
     def __init__(self, arena: Arena, offset: int) -> None:
         self._arena, self._offset = arena, offset
 
     def __del__(self) -> None:
-        self._arena.give_back(self._offset)
+        self._arena.free(self._offset)

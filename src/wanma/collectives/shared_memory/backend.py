@@ -19,36 +19,36 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 
 from wanma.collectives.shared_memory.arena import (
     CHUNK_BYTES,
-    CROWDED_SPIN_SECONDS,
+    OVERSUBSCRIBED_SPIN_SECONDS,
     SPIN_SECONDS,
     Arena,
-    Shape,
-    create,
-    usual_heap_bytes,
+    ArenaLayout,
+    compute_default_heap_bytes,
+    create_arena_file,
 )
-from wanma.collectives.shared_memory.native_library import MOST_RANKS
-from wanma.collectives.shared_memory.process_group import SharedGroup
+from wanma.collectives.shared_memory.native_library import MAX_RANKS
+from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 from wanma.job.errors import WanmaError
 
-WAY_OUT = "leave parallel.collectives at 'auto', which takes Gloo then, or set it to 'gloo'"
+GLOO_FALLBACK_HINT = "leave parallel.collectives at 'auto', which takes Gloo then, or set it to 'gloo'"
 
 
 @dataclass(frozen=True)
-class Way:
+class SharedMemoryOptions:
     """Configuration of the backend in this process."""
 
     library: Path | None
     """Compiled C++ library; None: there is none."""
-    reason: str = ""
+    unavailable_reason: str = ""
     """Reason for a missing library; empty otherwise."""
-    required: bool = False
+    is_required: bool = False
     """True if a group without shared memory is an error."""
-    local_ranks: int = 1
+    local_world_size: int = 1
     """Number of the run's ranks on this host."""
 
 
 @dataclass(frozen=True)
-class _Member:
+class _RankCapability:
     """Facts that a rank tells the other ranks of a group."""
 
     host: str
@@ -57,48 +57,52 @@ class _Member:
     """Obstacle to sharing memory; empty if there is none."""
 
 
-def backend(way: Way) -> str:
+def register_backend(options: SharedMemoryOptions) -> str:
     """Register a backend and return its name for `init_process_group` and `new_group`."""
-    name = "shared_or_error" if way.required else "shared"
-    _ways[name] = way
+    name = "shared_or_error" if options.is_required else "shared"
+    _options_by_backend[name] = options
     if name.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(name, _creator(name), extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(name, _make_group_factory(name), extended_api=True, devices=["cpu"])
     return name
 
 
-_ways: dict[str, Way] = {}
+_options_by_backend: dict[str, SharedMemoryOptions] = {}
 """Configuration of each backend by its name, kept for the process, as torch keeps its backends."""
 
 
-def shared_group(group: dist.ProcessGroup | None) -> SharedGroup | None:
+def as_shared_memory_group(group: dist.ProcessGroup | None) -> SharedMemoryProcessGroup | None:
     """Return `group`, or the world's if None, as a shared-memory group; None if it is another."""
     group = dist.group.WORLD if group is None else group
-    return group if isinstance(group, SharedGroup) else None
+    return group if isinstance(group, SharedMemoryProcessGroup) else None
 
 
 def allocated_bytes() -> int:
     """Return the largest memory, in bytes, that this process's groups held for its own tensors."""
     groups = list(distributed_c10d._world.pg_map)
-    return sum(group.allocated_bytes for group in groups if isinstance(group, SharedGroup))
+    return sum(group.allocated_bytes for group in groups if isinstance(group, SharedMemoryProcessGroup))
 
 
-def why_not(group: dist.ProcessGroup) -> str:
+def get_fallback_reason(group: dist.ProcessGroup) -> str:
     """Return the reason why `group`, made by this backend, is Gloo's; empty for other groups."""
-    return "" if isinstance(group, SharedGroup) else _reasons.get(str(group.group_name), "")
+    return (
+        ""
+        if isinstance(group, SharedMemoryProcessGroup)
+        else _fallback_reasons.get(str(group.group_name), "")
+    )
 
 
-_reasons: dict[str, str] = {}
+_fallback_reasons: dict[str, str] = {}
 """Reasons for Gloo, by the name of the group."""
 
 
-def _creator(name: str) -> Callable[[Any, Any], Any]:
+def _make_group_factory(name: str) -> Callable[[Any, Any], Any]:
     def create_group(options: Any, _: Any) -> Any:
-        return _make(options, _ways[name])
+        return _create_group(options, _options_by_backend[name])
 
     return create_group
 
 
-def _make(options: Any, way: Way) -> Any:
+def _create_group(options: Any, shared_memory_options: SharedMemoryOptions) -> Any:
     """Create the process group of a rank; every rank of the group calls it."""
     store, rank, ranks = options.store, options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, ranks, timeout=options.timeout)
@@ -109,22 +113,30 @@ def _make(options: Any, way: Way) -> Any:
         return gloo
     # The same store may have seen a group of this name before, whose messages are not for this one.
     meeting = PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
-    members = _tell_all(meeting, "member", rank, ranks, asdict(_Member(host_id(), os.getpid(), way.reason)))
-    found = [_Member(**member) for member in members]
-    reason = _against(found)
+    members = _exchange_through_store(
+        meeting,
+        "member",
+        rank,
+        ranks,
+        asdict(_RankCapability(host_id(), os.getpid(), shared_memory_options.unavailable_reason)),
+    )
+    found = [_RankCapability(**member) for member in members]
+    reason = _find_incompatibility(found)
     arena = None
     if not reason:
-        arena, reason = _arena(meeting, way, rank, found)
+        arena, reason = _create_arena(meeting, shared_memory_options, rank, found)
     if arena is None:
-        if way.required:
-            raise WanmaError(f"parallel.collectives = 'shared_memory' cannot be done: {reason}", WAY_OUT)
-        _reasons[str(options.group_id)] = reason
+        if shared_memory_options.is_required:
+            raise WanmaError(
+                f"parallel.collectives = 'shared_memory' cannot be done: {reason}", GLOO_FALLBACK_HINT
+            )
+        _fallback_reasons[str(options.group_id)] = reason
         return gloo
     hosts = (tuple(range(ranks)),)
-    return SharedGroup(store, arena, gloo, options.timeout, hosts)
+    return SharedMemoryProcessGroup(store, arena, gloo, options.timeout, hosts)
 
 
-def _against(members: Sequence[_Member]) -> str:
+def _find_incompatibility(members: Sequence[_RankCapability]) -> str:
     """Return the obstacle to sharing memory among these ranks; empty if there is none."""
     for rank, member in enumerate(members):
         if member.reason:
@@ -136,23 +148,25 @@ def _against(members: Sequence[_Member]) -> str:
     hosts = len({member.host for member in members})
     if hosts > 1:
         return f"the {len(members)} ranks are on {hosts} hosts"
-    if len(members) > MOST_RANKS:
-        return f"{len(members)} ranks are more than {MOST_RANKS}"
+    if len(members) > MAX_RANKS:
+        return f"{len(members)} ranks are more than {MAX_RANKS}"
     return ""
 
 
-def _arena(store: Any, way: Way, rank: int, members: Sequence[_Member]) -> tuple[Arena | None, str]:
+def _create_arena(
+    store: Any, options: SharedMemoryOptions, rank: int, members: Sequence[_RankCapability]
+) -> tuple[Arena | None, str]:
     """Create and map the arena of all ranks, or return the obstacle: the same on every rank."""
-    assert way.library is not None  # without one there is a reason
+    assert options.library is not None  # without one there is a reason
     ranks = len(members)
-    crowded = max(ranks, way.local_ranks) > len(os.sched_getaffinity(0))
-    spin = CROWDED_SPIN_SECONDS if crowded else SPIN_SECONDS
-    shape = Shape(ranks, CHUNK_BYTES, usual_heap_bytes(ranks), spin)
+    crowded = max(ranks, options.local_world_size) > len(os.sched_getaffinity(0))
+    spin = OVERSUBSCRIBED_SPIN_SECONDS if crowded else SPIN_SECONDS
+    shape = ArenaLayout(ranks, CHUNK_BYTES, compute_default_heap_bytes(ranks), spin)
     made, arena, problem = -1, None, ""
     try:
         if rank == 0:
             try:
-                made = create(way.library, shape)
+                made = create_arena_file(options.library, shape)
             finally:
                 store.set("arena", str(made))
             descriptor = made
@@ -162,24 +176,24 @@ def _arena(store: Any, way: Way, rank: int, members: Sequence[_Member]) -> tuple
                 raise OSError(None, "rank 0 could not make it")
             descriptor = os.open(f"/proc/{members[0].process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            arena = Arena(way.library, shape, descriptor, rank, [member.process for member in members])
+            arena = Arena(options.library, shape, descriptor, rank, [member.process for member in members])
         finally:
             if rank != 0:
                 os.close(descriptor)
     except OSError as error:
         problem = f"rank {rank} cannot map the memory: {error.strerror or error}"
     # The first rank's descriptor may close only now, when all ranks have opened it or have failed to.
-    problems = _tell_all(store, "mapped", rank, ranks, problem)
+    problems = _exchange_through_store(store, "mapped", rank, ranks, problem)
     if made >= 0:
         os.close(made)
     reason = next((text for text in problems if text), "")
     return (None if reason else arena), reason
 
 
-def _tell_all(store: Any, what: str, rank: int, ranks: int, value: Any) -> list[Any]:
+def _exchange_through_store(store: Any, key: str, rank: int, ranks: int, value: Any) -> list[Any]:
     """Publish a value and return every rank's value, by rank."""
-    store.set(f"{what}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{what}/{peer}")) for peer in range(ranks)]
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{key}/{peer}")) for peer in range(ranks)]
 
 
 def host_id() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from wanma.collectives.shared_memory.native_library import Outcome
+from wanma.collectives.shared_memory.native_library import CollectiveStatus
 
 
 class SharedMemoryError(dist.DistBackendError):
@@ -14,39 +14,56 @@ class SharedMemoryError(dist.DistBackendError):
 
 
 def failure_text(
-    outcome: Outcome, what: str, cause: int | None, late: Sequence[int], own: int, timeout_seconds: float
+    status: CollectiveStatus,
+    collective: str,
+    faulty_rank: int | None,
+    missing_ranks: Sequence[int],
+    own_rank: int,
+    timeout_seconds: float,
 ) -> str:
     """Format the failure of a collective as one sentence.
 
     Args:
-        outcome: result of the collective.
-        what: the collective, as 'all_reduce #17 of group data'.
-        cause: the rank to blame; None: it could be any rank.
-        late: ranks that had not arrived when the time was over.
-        own: this rank.
+        status: result of the collective.
+        collective: the collective, as 'all_reduce #17 of group data'.
+        faulty_rank: the rank to blame; None: it could be any rank.
+        missing_ranks: ranks that had not arrived when the time was over.
+        own_rank: this rank.
         timeout_seconds: time that was waited.
     """
-    if outcome is Outcome.LATE:
-        named = ranks_text(late) if late else "any rank" if cause is None else f"rank {cause}"
+    if status is CollectiveStatus.TIMED_OUT:
+        named = (
+            ranks_text(missing_ranks)
+            if missing_ranks
+            else "any rank"
+            if faulty_rank is None
+            else f"rank {faulty_rank}"
+        )
         return (
-            f"{what}: timed out waiting for {named} ({timeout_seconds:g} s): "
+            f"{collective}: timed out waiting for {named} ({timeout_seconds:g} s): "
             "the hang report, or the logs of those ranks, tell where they are"
         )
     why = {
-        Outcome.DEAD: f"connection closed by peer: the process of rank {cause} has ended",
-        Outcome.LEFT: f"connection closed by peer: rank {cause} has closed its process group",
-        Outcome.ABORTED: (
+        CollectiveStatus.PEER_EXITED: (
+            f"connection closed by peer: the process of rank {faulty_rank} has ended"
+        ),
+        CollectiveStatus.PEER_CLOSED: (
+            f"connection closed by peer: rank {faulty_rank} has closed its process group"
+        ),
+        CollectiveStatus.ABORTED: (
             "this rank has closed its process group meanwhile"
-            if cause == own
-            else f"connection closed by peer: rank {cause} has given up"
+            if faulty_rank == own_rank
+            else f"connection closed by peer: rank {faulty_rank} has given up"
         ),
-        Outcome.MISMATCH: (
-            f"rank {cause} and others are in different collectives, or in one with different sizes, types or "
-            "roots: all ranks of a group have to call the same ones in the same order"
+        CollectiveStatus.MISMATCH: (
+            f"rank {faulty_rank} and others are in different collectives, or in one with different sizes, "
+            "types or roots: all ranks of a group have to call the same ones in the same order"
         ),
-        Outcome.UNDER_WAY: f"timed out waiting for it after {timeout_seconds:g} s; it is still under way",
+        CollectiveStatus.IN_PROGRESS: (
+            f"timed out waiting for it after {timeout_seconds:g} s; it is still under way"
+        ),
     }
-    return f"{what}: {why[outcome]}"
+    return f"{collective}: {why[status]}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

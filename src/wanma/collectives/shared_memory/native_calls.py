@@ -14,64 +14,76 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from wanma.collectives.shared_memory.native_library import (
-    BYTES,
-    TYPES,
-    Call,
-    Kind,
-    Operation,
-    pointers,
-    sizes,
+    DTYPE_CODES,
+    RAW_BYTES_CODE,
+    CollectiveKind,
+    NativeCall,
+    ReduceOperation,
+    make_pointer_array,
+    make_size_array,
 )
 
-_OPERATIONS = (
-    (ReduceOp.SUM, Operation.SUM),
-    (ReduceOp.PRODUCT, Operation.PRODUCT),
-    (ReduceOp.MIN, Operation.MIN),
-    (ReduceOp.MAX, Operation.MAX),
-    (ReduceOp.AVG, Operation.AVERAGE),
+_NATIVE_OPERATIONS = (
+    (ReduceOp.SUM, ReduceOperation.SUM),
+    (ReduceOp.PRODUCT, ReduceOperation.PRODUCT),
+    (ReduceOp.MIN, ReduceOperation.MIN),
+    (ReduceOp.MAX, ReduceOperation.MAX),
+    (ReduceOp.AVG, ReduceOperation.AVERAGE),
 )
-_OF_BOOLEANS = {Operation.SUM: Operation.MAX, Operation.PRODUCT: Operation.MIN}
+_BOOLEAN_OPERATIONS = {ReduceOperation.SUM: ReduceOperation.MAX, ReduceOperation.PRODUCT: ReduceOperation.MIN}
 
 
-def barrier() -> Call:
-    return Call(Kind.BARRIER, BYTES)
+def barrier() -> NativeCall:
+    return NativeCall(CollectiveKind.BARRIER, RAW_BYTES_CODE)
 
 
-def all_reduce(tensor: Tensor, operation: Operation) -> Call:
+def all_reduce(tensor: Tensor, operation: ReduceOperation) -> NativeCall:
     """Build the call that sums `tensor` in place."""
     place = tensor.data_ptr()
-    number = _number(tensor.dtype, operation)
-    return Call(Kind.ALL_REDUCE, TYPES[tensor.dtype], number, 0, tensor.numel(), place, place)
+    number = _native_operation(tensor.dtype, operation)
+    return NativeCall(
+        CollectiveKind.ALL_REDUCE, DTYPE_CODES[tensor.dtype], number, 0, tensor.numel(), place, place
+    )
 
 
-def all_gather(outputs: list[int], own: Tensor) -> Call:
+def all_gather(outputs: list[int], own: Tensor) -> NativeCall:
     """Build the call that writes every rank's tensor to these addresses, by rank; `own` is this rank's."""
-    return Call(Kind.ALL_GATHER, BYTES, 0, 0, own.nbytes, own.data_ptr(), outputs=pointers(outputs))
+    return NativeCall(
+        CollectiveKind.ALL_GATHER,
+        RAW_BYTES_CODE,
+        0,
+        0,
+        own.nbytes,
+        own.data_ptr(),
+        outputs=make_pointer_array(outputs),
+    )
 
 
-def reduce_scatter(output: Tensor, slices: list[int], whole: int | None, operation: Operation) -> Call:
+def reduce_scatter(
+    output: Tensor, slices: list[int], contiguous_address: int | None, operation: ReduceOperation
+) -> NativeCall:
     """Build the call that writes the sum of all ranks' slices for this rank to `output`.
 
     Args:
         output: this rank's sum.
         slices: addresses of this rank's summands, by the rank that gets them.
-        whole: address of the slices as one contiguous block; None: they are not contiguous.
+        contiguous_address: address of the slices as one contiguous block; None: they are not contiguous.
         operation: reduction.
     """
-    return Call(
-        kind=Kind.REDUCE_SCATTER,
-        type=TYPES[output.dtype],
-        operation=_number(output.dtype, operation),
+    return NativeCall(
+        kind=CollectiveKind.REDUCE_SCATTER,
+        type=DTYPE_CODES[output.dtype],
+        operation=_native_operation(output.dtype, operation),
         count=output.numel(),
-        input=whole,
+        input=contiguous_address,
         output=output.data_ptr(),
-        inputs=pointers(slices),
+        inputs=make_pointer_array(slices),
     )
 
 
-def broadcast(tensor: Tensor, root: int) -> Call:
+def broadcast(tensor: Tensor, root: int) -> NativeCall:
     place = tensor.data_ptr()
-    return Call(Kind.BROADCAST, BYTES, 0, root, tensor.nbytes, place, place)
+    return NativeCall(CollectiveKind.BROADCAST, RAW_BYTES_CODE, 0, root, tensor.nbytes, place, place)
 
 
 def all_to_all(
@@ -80,51 +92,51 @@ def all_to_all(
     output_sizes: Sequence[int] | None,
     input_sizes: Sequence[int] | None,
     ranks: int,
-) -> Call:
+) -> NativeCall:
     """Build the call that sends rows of `own` to each rank and receives rows from each.
 
     Raises:
         ValueError: sizes and tensors do not match.
     """
-    if not plain([output, own]) or output.dtype != own.dtype:
+    if not are_dense_on_cpu([output, own]) or output.dtype != own.dtype:
         raise ValueError("all_to_all takes contiguous CPU tensors of one type")
     received, sent = _row_bytes(output, output_sizes, ranks), _row_bytes(own, input_sizes, ranks)
-    return Call(
-        kind=Kind.ALL_TO_ALL,
-        type=BYTES,
-        inputs=pointers(_places(own, sent)),
-        outputs=pointers(_places(output, received)),
-        input_bytes=sizes(sent),
-        output_bytes=sizes(received),
+    return NativeCall(
+        kind=CollectiveKind.ALL_TO_ALL,
+        type=RAW_BYTES_CODE,
+        inputs=make_pointer_array(_part_addresses(own, sent)),
+        outputs=make_pointer_array(_part_addresses(output, received)),
+        input_bytes=make_size_array(sent),
+        output_bytes=make_size_array(received),
     )
 
 
-def operation_of(opts: Any, tensors: Sequence[Tensor]) -> Operation | None:
+def select_reduce_operation(opts: Any, tensors: Sequence[Tensor]) -> ReduceOperation | None:
     """Return the reduction that `opts` requests for `tensors`; None if this library does not do it."""
-    if not tensors or not plain(tensors):
+    if not tensors or not are_dense_on_cpu(tensors):
         return None
     dtype = tensors[0].dtype
-    if dtype not in TYPES or any(tensor.dtype != dtype for tensor in tensors):
+    if dtype not in DTYPE_CODES or any(tensor.dtype != dtype for tensor in tensors):
         return None
-    operation = next((ours for theirs, ours in _OPERATIONS if opts.reduceOp == theirs), None)
-    if operation is Operation.AVERAGE and not dtype.is_floating_point:
+    operation = next((ours for theirs, ours in _NATIVE_OPERATIONS if opts.reduceOp == theirs), None)
+    if operation is ReduceOperation.AVERAGE and not dtype.is_floating_point:
         return None
     return operation
 
 
-def check_whole(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
+def check_gathered_size(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
     """Check that `whole` has `ranks` times the elements of `part`.
 
     Raises:
         ValueError: it has not, or they are not contiguous CPU tensors of one type.
     """
-    if not plain([whole, part]) or whole.dtype != part.dtype:
+    if not are_dense_on_cpu([whole, part]) or whole.dtype != part.dtype:
         raise ValueError(f"{name} takes contiguous CPU tensors of one type")
     if whole.numel() != part.numel() * ranks:
         raise ValueError(f"{name}: {ranks} parts of {part.numel()} elements are not {whole.numel()} in all")
 
 
-def plain(tensors: Sequence[Tensor]) -> bool:
+def are_dense_on_cpu(tensors: Sequence[Tensor]) -> bool:
     """Return True if all are dense, contiguous and in this host's memory; wrapper tensors have none."""
     return all(
         tensor.layout == torch.strided
@@ -135,8 +147,8 @@ def plain(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _number(dtype: torch.dtype, operation: Operation) -> Operation:
-    return _OF_BOOLEANS.get(operation, operation) if dtype == torch.bool else operation
+def _native_operation(dtype: torch.dtype, operation: ReduceOperation) -> ReduceOperation:
+    return _BOOLEAN_OPERATIONS.get(operation, operation) if dtype == torch.bool else operation
 
 
 def _row_bytes(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
@@ -152,7 +164,7 @@ def _row_bytes(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[i
     return [count * each for count in rows]
 
 
-def _places(tensor: Tensor, parts: Sequence[int]) -> list[int]:
+def _part_addresses(tensor: Tensor, parts: Sequence[int]) -> list[int]:
     """Return the addresses of a tensor's consecutive parts, given their bytes."""
     places, at = [], tensor.data_ptr()
     for part in parts:

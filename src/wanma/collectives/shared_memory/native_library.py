@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-MOST_RANKS = 256
+MAX_RANKS = 256
 """Most ranks of a group: kMostRanks in native/arena.hpp."""
 
 
-class Outcome(IntEnum):
+class CollectiveStatus(IntEnum):
     """Result of a collective; as in native/arena.hpp."""
 
     DONE = 0
-    LATE = 1
-    DEAD = 2
-    LEFT = 3
+    TIMED_OUT = 1
+    PEER_EXITED = 2
+    PEER_CLOSED = 3
     ABORTED = 4
     MISMATCH = 5
-    UNDER_WAY = 6
+    IN_PROGRESS = 6
 
 
-class Kind(IntEnum):
+class CollectiveKind(IntEnum):
     """Kind of a collective; as in native/collectives.hpp."""
 
     BARRIER = 0
@@ -38,7 +38,7 @@ class Kind(IntEnum):
     ALL_TO_ALL = 5
 
 
-class Operation(IntEnum):
+class ReduceOperation(IntEnum):
     """Reduction of all ranks' elements; as in native/reduce.hpp."""
 
     SUM = 0
@@ -48,7 +48,7 @@ class Operation(IntEnum):
     AVERAGE = 4
 
 
-TYPES = {
+DTYPE_CODES = {
     torch.float64: 0,
     torch.float32: 1,
     torch.bfloat16: 2,
@@ -60,11 +60,11 @@ TYPES = {
     torch.bool: 7,
 }
 """Element types that can be reduced; as in native/reduce.hpp. Booleans are bytes of 0 and 1."""
-BYTES = 8
+RAW_BYTES_CODE = 8
 """Element type of data that is only copied."""
 
 
-class Call(ctypes.Structure):
+class NativeCall(ctypes.Structure):
     """Arguments of a collective: WanmaCall in native/group.cpp."""
 
     _fields_ = (
@@ -83,18 +83,18 @@ class Call(ctypes.Structure):
     )
 
 
-def pointers(addresses: Sequence[int]) -> Any:
+def make_pointer_array(addresses: Sequence[int]) -> Any:
     """Return a C array of addresses, one for each rank."""
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def sizes(counts: Sequence[int]) -> Any:
+def make_size_array(counts: Sequence[int]) -> Any:
     """Return a C array of byte counts, one for each rank."""
     return (ctypes.c_uint64 * len(counts))(*counts)
 
 
 @cache
-def load(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
     """Load the library and declare the types of its functions.
 
     Raises:
@@ -110,7 +110,7 @@ def load(path: Path) -> ctypes.CDLL:
             handle,
             [handle, number, number, size, size, ctypes.c_int64, ctypes.POINTER(number)],
         ),
-        "wanma_submit": (size, [handle, ctypes.POINTER(Call), number]),
+        "wanma_submit": (size, [handle, ctypes.POINTER(NativeCall), number]),
         "wanma_wait": (number, [handle, size, ctypes.c_int64]),
         "wanma_done": (size, [handle]),
         "wanma_cause": (number, [handle, ctypes.POINTER(ctypes.c_uint8)]),

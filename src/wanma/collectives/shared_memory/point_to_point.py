@@ -23,46 +23,48 @@ from torch.futures import Future
 
 from wanma.collectives.shared_memory.arena import Arena
 from wanma.collectives.shared_memory.errors import SharedMemoryError
-from wanma.collectives.shared_memory.flight_recorder import KEPT, Entry
-from wanma.collectives.shared_memory.native_calls import plain
-from wanma.collectives.shared_memory.native_library import Outcome
+from wanma.collectives.shared_memory.flight_recorder import MAX_RECORDS, CollectiveRecord
+from wanma.collectives.shared_memory.native_calls import are_dense_on_cpu
+from wanma.collectives.shared_memory.native_library import CollectiveStatus
 
-ANYBODY = -1
+ANY_SOURCE = -1
 """Source rank of a message from any rank."""
-MOST_BYTES = 1 << 28
+MAX_QUEUED_BYTES = 1 << 28
 """Most bytes of messages to one rank that it has not received; later ones wait.
 
 A single larger message passes. A channel takes 1,024 messages (native/arena.hpp), counted from the oldest
 that was not received.
 """
-_SLICE_SECONDS = 1e-3
+_SEND_RETRY_SECONDS = 1e-3
 """Time, in seconds, between two attempts to send messages that wait for room."""
 
 
-class Told(Protocol):
+class GroupContext(Protocol):
     """Group that messages belong to: its timeout, names and errors."""
 
-    def seconds(self) -> float:
+    def get_timeout_seconds(self) -> float:
         """Return the timeout, in seconds, of a wait that has none of its own."""
 
-    def describe(self, what: str, number: int, peer: int) -> str:
+    def describe_message(self, direction: str, number: int, peer: int) -> str:
         """Describe a message: 'recv #3 from rank 1 of group pp'."""
 
-    def failure(self, outcome: Outcome, what: str, blamed: int, seconds: float) -> SharedMemoryError:
+    def make_error(
+        self, status: CollectiveStatus, message: str, faulty_rank: int, seconds: float
+    ) -> SharedMemoryError:
         """Return the error to raise for a failed message."""
 
 
 @dataclass
-class Asked:
+class MessageRecord:
     """Record of one message for the hang report; without its tensor, which is not to live as long."""
 
     number: int
-    what: str
+    direction: str
     """Direction: 'send' or 'recv'."""
     peer: int
-    nanoseconds: int
+    unix_nanoseconds: int
     """Time of the call, or of the last wait for it, in nanoseconds since 1970."""
-    waits: int = 0
+    waiting_threads: int = 0
     """Number of threads that wait for it now."""
     done: bool = False
 
@@ -70,9 +72,9 @@ class Asked:
 class MessageWork(dist.Work):
     """Handle of one message, as torch's callers wait for it."""
 
-    def __init__(self, messages: Messages, asked: Asked, tag: int, tensor: Tensor) -> None:
+    def __init__(self, messages: PointToPoint, record: MessageRecord, tag: int, tensor: Tensor) -> None:
         super().__init__()
-        self._messages, self.asked, self.tag = messages, asked, tag
+        self._messages, self.record, self.tag = messages, record, tag
         self.tensor: Tensor | None = tensor
         """Tensor to send or to receive into; a message that was sent keeps it no longer."""
         self.error: SharedMemoryError | None = None
@@ -80,22 +82,22 @@ class MessageWork(dist.Work):
 
     @property
     def done(self) -> bool:
-        return self.asked.done
+        return self.record.done
 
     @abstractmethod
-    def finish(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Wait until the message is complete or the time is over; 0 seconds: only do what needs no wait.
 
         Raises:
             SharedMemoryError: it will not complete.
         """
 
-    def attempt(self, seconds: float) -> None:
-        """Call `finish`; keep the error as well as raise it."""
+    def advance_or_record_error(self, seconds: float) -> None:
+        """Call `advance`; keep the error as well as raise it."""
         try:
             if self.error is not None:
                 raise self.error
-            self.finish(seconds)
+            self.advance(seconds)
         except SharedMemoryError as error:
             self.error = error
             raise
@@ -114,7 +116,7 @@ class MessageWork(dist.Work):
     def is_completed(self) -> bool:
         if not self.done and self.error is None:
             with suppress(SharedMemoryError):
-                self.attempt(0.0)
+                self.advance_or_record_error(0.0)
         return self.done or self.error is not None
 
     def is_success(self) -> bool:
@@ -130,7 +132,7 @@ class MessageWork(dist.Work):
         return [] if self.tensor is None else [self.tensor]
 
     def _source_rank(self) -> int:
-        return self.asked.peer
+        return self.record.peer
 
     def get_future(self) -> Future[Any]:
         """Return a future that gets the tensor when it is complete; a thread of its own waits for it."""
@@ -157,74 +159,74 @@ class MessageWork(dist.Work):
 
 
 class _Send(MessageWork):
-    def finish(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.done:
-            seen = self._messages.mail()
-            self._messages.push()
+            seen = self._messages.read_activity_counter()
+            self._messages.send_queued()
             if self.error is not None:
                 raise self.error
             if self.done or time.monotonic() >= deadline:
                 return
-            self._messages.rest(seen)
+            self._messages.wait_for_activity(seen)
 
 
 class _Receive(MessageWork):
-    line: _Line
+    queue: _ReceiveQueue
 
-    def finish(self, seconds: float) -> None:
-        deadline, line = time.monotonic() + seconds, self.line
+    def advance(self, seconds: float) -> None:
+        deadline, line = time.monotonic() + seconds, self.queue
         if not line.lock.acquire(timeout=max(seconds, 0.0)):
             return
         try:
             while not self.done:
                 left = max(deadline - time.monotonic(), 0.0)
-                if self._messages.take(line.asked[0], left):
-                    line.asked.popleft()
+                if self._messages.try_receive(line.pending[0], left):
+                    line.pending.popleft()
                 elif left == 0.0:
                     return
         finally:
             line.lock.release()
-        self._messages.tidy(line)
+        self._messages.remove_idle_queue(line)
 
 
-class _Line:
+class _ReceiveQueue:
     """Queue of pending receives from one source with one tag; the holder of the lock does the first."""
 
     def __init__(self, key: tuple[int, int]) -> None:
         self.key = key
         self.lock = threading.Lock()
-        self.asked: deque[_Receive] = deque()
+        self.pending: deque[_Receive] = deque()
 
 
-class _Outbox:
+class _SendQueue:
     """Queue of messages to one rank."""
 
     def __init__(self) -> None:
         self.sent = 0
-        self.places: deque[tuple[int, int, int]] = deque()
+        self.unreceived: deque[tuple[int, int, int]] = deque()
         """Messages that may not have been received, as (number, offset in the heap, bytes)."""
-        self.waiting: deque[_Send] = deque()
+        self.queued: deque[_Send] = deque()
         """Messages that wait for room."""
 
     @property
-    def bytes(self) -> int:
-        return sum(size for _, _, size in self.places)
+    def unreceived_bytes(self) -> int:
+        return sum(size for _, _, size in self.unreceived)
 
 
-class Messages:
+class PointToPoint:
     """Point-to-point messages of one rank in one group."""
 
-    def __init__(self, arena: Arena, told: Told) -> None:
-        self._arena, self._told = arena, told
+    def __init__(self, arena: Arena, group: GroupContext) -> None:
+        self._arena, self._group = arena, group
         self._lock = threading.Lock()
-        self._outboxes = [_Outbox() for _ in range(arena.shape.ranks)]
-        self._waiting = 0
+        self._send_queues = [_SendQueue() for _ in range(arena.layout.ranks)]
+        self._queued_count = 0
         """Number of messages that wait for room."""
         self._sender: threading.Thread | None = None
         """Thread that sends messages waiting for room, while there are any: callers may be elsewhere."""
-        self._lines: dict[tuple[int, int], _Line] = {}
-        self._recent: deque[Asked] = deque(maxlen=KEPT)
+        self._receive_queues: dict[tuple[int, int], _ReceiveQueue] = {}
+        self._recent: deque[MessageRecord] = deque(maxlen=MAX_RECORDS)
         self._number = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
@@ -235,15 +237,17 @@ class Messages:
             SharedMemoryError: the rank is gone.
         """
         tensor = self._checked("send", tensor, peer, tag)
-        if tensor.nbytes > self._arena.shape.heap_bytes:
+        if tensor.nbytes > self._arena.layout.heap_bytes:
             raise ValueError(f"send: {tensor.nbytes} bytes are more than a rank has of the shared memory")
         with self._lock:
-            work = _Send(self, self._asked("send", peer), tag, tensor)
-            self._outboxes[peer].waiting.append(work)
-            self._waiting += 1
-            self._push(peer)
-            if self._waiting and self._sender is None:
-                self._sender = threading.Thread(target=self._send_rest, name="wanma-messages", daemon=True)
+            work = _Send(self, self._new_record("send", peer), tag, tensor)
+            self._send_queues[peer].queued.append(work)
+            self._queued_count += 1
+            self._send_queued_to(peer)
+            if self._queued_count and self._sender is None:
+                self._sender = threading.Thread(
+                    target=self._send_queued_loop, name="wanma-messages", daemon=True
+                )
                 self._sender.start()
         if work.error is not None:
             raise work.error
@@ -256,64 +260,64 @@ class Messages:
         whether that names its source or not.
         """
         tensor = self._checked("recv", tensor, peer or 0, tag)
-        peer = ANYBODY if peer is None else peer
+        peer = ANY_SOURCE if peer is None else peer
         with self._lock:
-            work = _Receive(self, self._asked("recv", peer), tag, tensor)
-            work.line = self._lines.setdefault((peer, tag), _Line((peer, tag)))
-            work.line.asked.append(work)
+            work = _Receive(self, self._new_record("recv", peer), tag, tensor)
+            work.queue = self._receive_queues.setdefault((peer, tag), _ReceiveQueue((peer, tag)))
+            work.queue.pending.append(work)
         return work
 
-    def standing(self) -> tuple[list[Entry], list[Entry]]:
+    def read_flight_records(self) -> tuple[list[CollectiveRecord], list[CollectiveRecord]]:
         """Return the messages that have ended, and those that a thread waits for, each oldest first."""
-        ended: list[Entry] = []
-        under_way: list[Entry] = []
+        ended: list[CollectiveRecord] = []
+        under_way: list[CollectiveRecord] = []
         for asked in list(self._recent):
-            entry = Entry(asked.nanoseconds, asked.number, self._text(asked))
+            entry = CollectiveRecord(asked.unix_nanoseconds, asked.number, self._describe(asked))
             if asked.done:
                 ended.append(entry)
-            elif asked.waits:
+            elif asked.waiting_threads:
                 under_way.append(entry)
         return ended, under_way
 
     # ------------------------------------------------------------------ what works ask for
 
     def wait(self, work: MessageWork, seconds: float) -> None:
-        asked, for_a_while = work.asked, seconds > 0
-        asked.waits, asked.nanoseconds = asked.waits + 1, time.time_ns()
+        asked, for_a_while = work.record, seconds > 0
+        asked.waiting_threads, asked.unix_nanoseconds = asked.waiting_threads + 1, time.time_ns()
         try:
-            seconds = seconds or self._seconds()
-            work.attempt(seconds)
+            seconds = seconds or self._timeout_seconds()
+            work.advance_or_record_error(seconds)
             if work.done:
                 return
             if for_a_while:
-                raise self._failure(Outcome.UNDER_WAY, asked, asked.peer, seconds)
-            self._arena.library.wanma_give_up(self._arena.handle, Outcome.LATE, asked.peer)
-            work.error = self._failure(Outcome.LATE, asked, asked.peer, seconds)
+                raise self._make_error(CollectiveStatus.IN_PROGRESS, asked, asked.peer, seconds)
+            self._arena.library.wanma_give_up(self._arena.handle, CollectiveStatus.TIMED_OUT, asked.peer)
+            work.error = self._make_error(CollectiveStatus.TIMED_OUT, asked, asked.peer, seconds)
             raise work.error
         finally:
-            asked.waits -= 1
+            asked.waiting_threads -= 1
 
-    def mail(self) -> int:
+    def read_activity_counter(self) -> int:
         """Return a number that changes whenever a message is sent to this rank or received from it."""
         return int(self._arena.library.wanma_mail(self._arena.handle))
 
-    def rest(self, seen: int) -> None:
-        """Wait until `mail` differs from `seen`, for a short time at most."""
-        self._arena.library.wanma_rest(self._arena.handle, seen, int(_SLICE_SECONDS * 1e9))
+    def wait_for_activity(self, counter: int) -> None:
+        """Wait until `read_activity_counter` differs from `counter`, for a short time at most."""
+        self._arena.library.wanma_rest(self._arena.handle, counter, int(_SEND_RETRY_SECONDS * 1e9))
 
-    def push(self) -> None:
+    def send_queued(self) -> None:
         """Send the messages that waited for room."""
-        if self._waiting:
+        if self._queued_count:
             with self._lock:
-                for peer in range(len(self._outboxes)):
-                    self._push(peer)
+                for peer in range(len(self._send_queues)):
+                    self._send_queued_to(peer)
 
-    def take(self, work: _Receive, seconds: float) -> bool:
+    def try_receive(self, work: _Receive, seconds: float) -> bool:
         """Receive into the tensor of `work`, in at most `seconds`; return True if it is complete."""
         arena, tensor = self._arena, work.tensor
         assert tensor is not None
-        cause, source = ctypes.c_int(-1), ctypes.c_int(work.asked.peer)
-        outcome = Outcome(
+        cause, source = ctypes.c_int(-1), ctypes.c_int(work.record.peer)
+        outcome = CollectiveStatus(
             arena.library.wanma_receive(
                 arena.handle,
                 ctypes.byref(source),
@@ -324,49 +328,51 @@ class Messages:
                 ctypes.byref(cause),
             )
         )
-        if outcome is Outcome.UNDER_WAY:
+        if outcome is CollectiveStatus.IN_PROGRESS:
             return False
-        if outcome is not Outcome.DONE:
-            if outcome is Outcome.MISMATCH:
+        if outcome is not CollectiveStatus.DONE:
+            if outcome is CollectiveStatus.MISMATCH:
                 arena.library.wanma_give_up(arena.handle, outcome, cause.value)
-            raise self._failure(outcome, work.asked, cause.value, self._seconds())
-        work.asked.peer, work.asked.done = source.value, True
+            raise self._make_error(outcome, work.record, cause.value, self._timeout_seconds())
+        work.record.peer, work.record.done = source.value, True
         return True
 
-    def tidy(self, line: _Line) -> None:
+    def remove_idle_queue(self, queue: _ReceiveQueue) -> None:
         """Delete a queue without receives: tags may be many."""
         with self._lock:
-            if not line.asked and self._lines.get(line.key) is line:
-                del self._lines[line.key]
+            if not queue.pending and self._receive_queues.get(queue.key) is queue:
+                del self._receive_queues[queue.key]
 
     # ------------------------------------------------------------------ inside
 
-    def _checked(self, what: str, tensor: Tensor, peer: int, tag: int) -> Tensor:
-        if not 0 <= peer < self._arena.shape.ranks:
-            raise ValueError(f"{what}: there is no rank {peer} in a group of {self._arena.shape.ranks}")
+    def _checked(self, direction: str, tensor: Tensor, peer: int, tag: int) -> Tensor:
+        if not 0 <= peer < self._arena.layout.ranks:
+            raise ValueError(f"{direction}: there is no rank {peer} in a group of {self._arena.layout.ranks}")
         if not 0 <= tag < 1 << 31:
-            raise ValueError(f"{what}: a tag is from 0 to 2^31 - 1, not {tag}")
+            raise ValueError(f"{direction}: a tag is from 0 to 2^31 - 1, not {tag}")
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()
-        if not plain([tensor]):
-            raise ValueError(f"{what} takes a contiguous CPU tensor")
+        if not are_dense_on_cpu([tensor]):
+            raise ValueError(f"{direction} takes a contiguous CPU tensor")
         return tensor
 
-    def _push(self, peer: int) -> None:
+    def _send_queued_to(self, peer: int) -> None:
         """Send the messages to `peer` that have room; the caller holds the lock."""
-        arena, box = self._arena, self._outboxes[peer]
-        while box.places and self._was_taken(peer, box.places[0][0]):
-            arena.give_back(box.places.popleft()[1])
-        while box.waiting:
-            work, cause = box.waiting[0], ctypes.c_int(-1)
+        arena, box = self._arena, self._send_queues[peer]
+        while box.unreceived and self._is_received(peer, box.unreceived[0][0]):
+            arena.free(box.unreceived.popleft()[1])
+        while box.queued:
+            work, cause = box.queued[0], ctypes.c_int(-1)
             assert work.tensor is not None
-            offset = self._place(box, peer, work.tensor.nbytes)
+            offset = self._allocate_message(box, peer, work.tensor.nbytes)
             if offset is None:
-                outcome = Outcome(arena.library.wanma_usable(arena.handle, peer, ctypes.byref(cause)))
-                if outcome is Outcome.DONE:
+                outcome = CollectiveStatus(
+                    arena.library.wanma_usable(arena.handle, peer, ctypes.byref(cause))
+                )
+                if outcome is CollectiveStatus.DONE:
                     return
             else:
-                outcome = Outcome(
+                outcome = CollectiveStatus(
                     arena.library.wanma_send(
                         arena.handle,
                         peer,
@@ -377,67 +383,71 @@ class Messages:
                         ctypes.byref(cause),
                     )
                 )
-                if outcome is not Outcome.DONE:
-                    arena.give_back(offset)
-                    if outcome is Outcome.UNDER_WAY:
+                if outcome is not CollectiveStatus.DONE:
+                    arena.free(offset)
+                    if outcome is CollectiveStatus.IN_PROGRESS:
                         return
-            box.waiting.popleft()
-            self._waiting -= 1
-            if outcome is Outcome.DONE:
+            box.queued.popleft()
+            self._queued_count -= 1
+            if outcome is CollectiveStatus.DONE:
                 assert offset is not None
                 box.sent += 1
-                box.places.append((box.sent, offset, work.tensor.nbytes))
-                work.asked.done = True
+                box.unreceived.append((box.sent, offset, work.tensor.nbytes))
+                work.record.done = True
             else:
-                work.error = self._failure(outcome, work.asked, cause.value, self._seconds())
+                work.error = self._make_error(outcome, work.record, cause.value, self._timeout_seconds())
             work.tensor = None
 
-    def _place(self, box: _Outbox, peer: int, size: int) -> int | None:
+    def _allocate_message(self, box: _SendQueue, peer: int, size: int) -> int | None:
         """Allocate `size` bytes of the heap; return None if there is no room before others are received."""
-        full = bool(box.places) and box.bytes + size > MOST_BYTES
-        offset = None if full else self._arena.take(size)
-        if offset is None and box.places:
+        full = bool(box.unreceived) and box.unreceived_bytes + size > MAX_QUEUED_BYTES
+        offset = None if full else self._arena.allocate(size)
+        if offset is None and box.unreceived:
             # Free messages that were received before earlier ones with other tags.
             kept: deque[tuple[int, int, int]] = deque()
-            for number, place, held in box.places:
-                if self._was_taken(peer, number):
-                    self._arena.give_back(place)
+            for number, place, held in box.unreceived:
+                if self._is_received(peer, number):
+                    self._arena.free(place)
                 else:
                     kept.append((number, place, held))
-            if len(kept) < len(box.places):
-                box.places = kept
-                return self._place(box, peer, size)
+            if len(kept) < len(box.unreceived):
+                box.unreceived = kept
+                return self._allocate_message(box, peer, size)
         return offset
 
-    def _was_taken(self, peer: int, number: int) -> bool:
+    def _is_received(self, peer: int, number: int) -> bool:
         return bool(self._arena.library.wanma_taken(self._arena.handle, peer, number % 2**32))
 
-    def _send_rest(self) -> None:
+    def _send_queued_loop(self) -> None:
         while True:
-            seen = self.mail()
-            self.push()
+            seen = self.read_activity_counter()
+            self.send_queued()
             with self._lock:
-                if not self._waiting:
+                if not self._queued_count:
                     self._sender = None
                     return
-            self.rest(seen)
+            self.wait_for_activity(seen)
 
-    def _asked(self, what: str, peer: int) -> Asked:
+    def _new_record(self, direction: str, peer: int) -> MessageRecord:
         self._number += 1
-        self._recent.append(Asked(self._number, what, peer, time.time_ns()))
+        self._recent.append(MessageRecord(self._number, direction, peer, time.time_ns()))
         return self._recent[-1]
 
-    def _text(self, asked: Asked) -> str:
-        return self._told.describe(asked.what, asked.number, asked.peer)
+    def _describe(self, record: MessageRecord) -> str:
+        return self._group.describe_message(record.direction, record.number, record.peer)
 
-    def _seconds(self) -> float:
+    def _timeout_seconds(self) -> float:
         try:
-            return self._told.seconds()
+            return self._group.get_timeout_seconds()
         except ReferenceError:  # the group is gone, and some thread still waits
             return 0.0
 
-    def _failure(self, outcome: Outcome, asked: Asked, blamed: int, seconds: float) -> SharedMemoryError:
+    def _make_error(
+        self, status: CollectiveStatus, record: MessageRecord, faulty_rank: int, seconds: float
+    ) -> SharedMemoryError:
         try:
-            return self._told.failure(outcome, self._text(asked), blamed, seconds)
+            return self._group.make_error(status, self._describe(record), faulty_rank, seconds)
         except ReferenceError:
-            return SharedMemoryError(f"{asked.what} #{asked.number}: this rank has closed its process group")
+            return SharedMemoryError(
+                f"{record.direction} #{record.number}: this rank has closed its process group"
+            )

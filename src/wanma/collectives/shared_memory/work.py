@@ -11,25 +11,25 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-Waiting = Callable[[int], None]
+WaitFunction = Callable[[int], None]
 """Function that waits for a number of nanoseconds, 0 without limit; returns at completion, or raises."""
 
 
-class SharedWork(dist.Work):
-    """Handle of a collective of a `SharedGroup`.
+class SharedMemoryWork(dist.Work):
+    """Handle of a collective of a `SharedMemoryProcessGroup`.
 
     Args:
         wait: waits until the collective is complete.
-        done: returns True if it is complete.
+        is_done: returns True if it is complete.
         outputs: value of `result` and of the future.
-        later: thread that completes futures.
+        completer: thread that completes futures.
     """
 
     def __init__(
-        self, wait: Waiting, done: Callable[[], bool], outputs: list[Any], later: Completions
+        self, wait: WaitFunction, is_done: Callable[[], bool], outputs: list[Any], completer: FutureCompleter
     ) -> None:
         super().__init__()
-        self._wait, self._done, self._outputs, self._later = wait, done, outputs, later
+        self._wait, self._is_done, self._outputs, self._completer = wait, is_done, outputs, completer
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -42,14 +42,14 @@ class SharedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._done()
+        return self._is_done()
 
     def is_success(self) -> bool:
-        return self._done() and self.exception() is None
+        return self._is_done() and self.exception() is None
 
     def exception(self) -> Exception | None:
         """Return the error that `wait` raises if the collective has ended and failed, else None."""
-        if not self._done():
+        if not self._is_done():
             return None
         try:
             self._wait(0)
@@ -67,22 +67,22 @@ class SharedWork(dist.Work):
         """Return a future that gets the outputs at completion; a thread waits for it."""
         if self._future is None:
             self._future = Future()
-            self._later.put(self, self._future)
+            self._completer.put(self, self._future)
         return self._future
 
     # Torch's name of this method.
     getFuture = get_future  # noqa: N815
 
 
-class Completions:
+class FutureCompleter:
     """Thread that waits for the collectives whose futures were requested, in their order."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[SharedWork, Future[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[SharedMemoryWork, Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def put(self, work: SharedWork, future: Future[Any]) -> None:
+    def put(self, work: SharedMemoryWork, future: Future[Any]) -> None:
         if work.is_completed():
             _complete(work, future)
             return
@@ -105,7 +105,7 @@ class Completions:
             del item
 
 
-def _complete(work: SharedWork, future: Future[Any]) -> None:
+def _complete(work: SharedMemoryWork, future: Future[Any]) -> None:
     try:
         work.wait()
     except Exception as error:  # the thread has no caller: the future gets the error

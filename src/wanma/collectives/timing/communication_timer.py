@@ -13,167 +13,170 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["data", "tensor", "context", "expert", "pipeline"]
+ParallelismKind = Literal["data", "tensor", "context", "expert", "pipeline"]
 """Kind of parallelism that communicates; `pipeline` includes the work that other stages still have to do."""
 
 
 @dataclass(frozen=True)
-class Spent:
+class CommunicationTime:
     """Communication time by kind, in seconds; kinds without communication are absent."""
 
-    waited: dict[str, float]
+    exposed_seconds: dict[str, float]
     """Exposed time, in seconds: the rank did nothing but wait."""
-    under_way: dict[str, float]
+    total_seconds: dict[str, float]
     """Time in flight, in seconds, hidden or exposed: at least as long as the exposed time."""
 
     def numbers(self) -> dict[str, dict[str, float]]:
         """Return the metrics of a step; none if the rank did not wait."""
-        if not self.waited:
+        if not self.exposed_seconds:
             return {}
-        return {"exposed_communication_seconds": self.waited, "communication_seconds": self.under_way}
+        return {
+            "exposed_communication_seconds": self.exposed_seconds,
+            "communication_seconds": self.total_seconds,
+        }
 
 
-class Stopwatch:
-    """Timer that adds up seconds of communication; `take` returns the totals and restarts them.
+class CommunicationTimer:
+    """Timer that adds up seconds of communication; `take_totals` returns the totals and restarts them.
 
     Messages of one kind in flight at the same time count once. Their end is noticed when the rank looks for
     it, in the hooks between two operators of a backward or when it waits, and is late by at most that much.
     """
 
     def __init__(self) -> None:
-        self._waited: dict[str, float] = {}
-        self._under_way: dict[str, float] = {}
-        self._open: dict[str, tuple[int, float]] = {}
-        """Kinds in flight: number of `begin` without `end`, and the time of the first."""
-        self._started: float | None = None
-        self.waited_seconds = 0.0
-        """Exposed time of all kinds since the start, in seconds; `take` does not reset it."""
-        self.waits_now = 0
-        """Number of `waiting` contexts that are open."""
+        self._exposed: dict[str, float] = {}
+        self._total: dict[str, float] = {}
+        self._active: dict[str, tuple[int, float]] = {}
+        """Kinds in flight: number of `begin_transfer` without `end_transfer`, and the time of the first."""
+        self._data_wait_start: float | None = None
+        self.exposed_seconds = 0.0
+        """Exposed time of all kinds since the start, in seconds; `take_totals` does not reset it."""
+        self.blocking_depth = 0
+        """Number of `time_blocking_transfer` contexts that are open."""
 
     @property
     def is_busy(self) -> bool:
         """True if communication is in flight; other threads may read it."""
-        return bool(self._open)
+        return bool(self._active)
 
-    def begin(self, kind: Kind, now: float) -> None:
+    def begin_transfer(self, kind: ParallelismKind, now: float) -> None:
         """Note that communication of a kind starts, beside the rank's own work."""
-        count, since = self._open.get(kind, (0, now))
-        self._open[kind] = count + 1, since
+        count, since = self._active.get(kind, (0, now))
+        self._active[kind] = count + 1, since
 
-    def end(self, kind: Kind, now: float) -> None:
-        """Note that communication of a kind ends; called once for each `begin`."""
-        count, since = self._open[kind]
+    def end_transfer(self, kind: ParallelismKind, now: float) -> None:
+        """Note that communication of a kind ends; called once for each `begin_transfer`."""
+        count, since = self._active[kind]
         if count > 1:
-            self._open[kind] = count - 1, since
+            self._active[kind] = count - 1, since
             return
-        del self._open[kind]
-        self._under_way[kind] = self._under_way.get(kind, 0.0) + now - since
+        del self._active[kind]
+        self._total[kind] = self._total.get(kind, 0.0) + now - since
 
-    def waited(self, kind: Kind, seconds: float) -> None:
-        """Add exposed time of communication that has its own `begin` and `end`."""
-        self._waited[kind] = self._waited.get(kind, 0.0) + seconds
-        self.waited_seconds += seconds
+    def add_exposed(self, kind: ParallelismKind, seconds: float) -> None:
+        """Add exposed time of communication that has its own `begin_transfer` and `end_transfer`."""
+        self._exposed[kind] = self._exposed.get(kind, 0.0) + seconds
+        self.exposed_seconds += seconds
 
-    def exposed(self, kind: Kind, seconds: float) -> None:
-        """Add exposed time of communication without `begin` and `end`; it counts as in flight, too."""
-        self.waited(kind, seconds)
-        self._under_way[kind] = self._under_way.get(kind, 0.0) + seconds
+    def add_blocking_transfer(self, kind: ParallelismKind, seconds: float) -> None:
+        """Add exposed time of communication without `begin_transfer`; it counts as in flight, too."""
+        self.add_exposed(kind, seconds)
+        self._total[kind] = self._total.get(kind, 0.0) + seconds
 
-    def waiting(self, kind: Kind) -> Waiting:
+    def time_blocking_transfer(self, kind: ParallelismKind) -> BlockingTransfer:
         """Return a context manager around communication that starts and ends inside it."""
-        return Waiting(self, kind)
+        return BlockingTransfer(self, kind)
 
-    def start(self, now: float) -> None:
+    def begin_data_wait(self, now: float) -> None:
         """Start the wait for other data ranks; a second start replaces the first."""
-        self._started = now
+        self._data_wait_start = now
 
-    def stop(self, now: float) -> None:
-        """End the wait that `start` began and add it as exposed data-parallel communication."""
-        if self._started is not None:
-            self.begin("data", self._started)
-            self.end("data", now)
-            self.waited("data", now - self._started)
-            self._started = None
+    def end_data_wait(self, now: float) -> None:
+        """End the wait that `begin_data_wait` began and add it as exposed data-parallel communication."""
+        if self._data_wait_start is not None:
+            self.begin_transfer("data", self._data_wait_start)
+            self.end_transfer("data", now)
+            self.add_exposed("data", now - self._data_wait_start)
+            self._data_wait_start = None
 
-    def take(self) -> Spent:
+    def take_totals(self) -> CommunicationTime:
         """Return the seconds since the last call; communication in flight counts up to now and goes on."""
         now = time.perf_counter()
-        for kind, (count, since) in self._open.items():
-            self._under_way[kind] = self._under_way.get(kind, 0.0) + now - since
-            self._open[kind] = count, now
-        taken = Spent(self._waited, self._under_way)
-        self._waited, self._under_way = {}, {}
+        for kind, (count, since) in self._active.items():
+            self._total[kind] = self._total.get(kind, 0.0) + now - since
+            self._active[kind] = count, now
+        taken = CommunicationTime(self._exposed, self._total)
+        self._exposed, self._total = {}, {}
         return taken
 
 
-_current: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
+_current: ContextVar[CommunicationTimer | None] = ContextVar("communication_timer", default=None)
 """Timer of the calls inside a model, where no argument can carry one."""
 
 
 @contextmanager
-def watching(stopwatch: Stopwatch) -> Iterator[None]:
-    """Direct the waits of `waiting`, inside this context and thread, to a timer."""
-    token = _current.set(stopwatch)
+def use_timer(communication_timer: CommunicationTimer) -> Iterator[None]:
+    """Direct the waits of `time_blocking_transfer`, inside this context and thread, to a timer."""
+    token = _current.set(communication_timer)
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def waiting(kind: Kind) -> Waiting:
+def time_blocking_transfer(kind: ParallelismKind) -> BlockingTransfer:
     """Return a context manager around a wait for other ranks inside a model; not for compiled code."""
-    return Waiting(_current.get(), kind)
+    return BlockingTransfer(_current.get(), kind)
 
 
-def is_told() -> bool:
-    """Return True inside a `waiting` context that counts the present wait."""
-    stopwatch = _current.get()
-    return stopwatch is not None and stopwatch.waits_now > 0
+def is_timed() -> bool:
+    """Return True inside a `time_blocking_transfer` context that counts the present wait."""
+    communication_timer = _current.get()
+    return communication_timer is not None and communication_timer.blocking_depth > 0
 
 
-class Flight:
+class AsyncTransfer:
     """Messages that start inside a model and are waited for later; not for compiled code."""
 
-    def __init__(self, kind: Kind) -> None:
-        self._stopwatch, self._kind = _current.get(), kind
-        if self._stopwatch is not None:
-            self._stopwatch.begin(kind, time.perf_counter())
+    def __init__(self, kind: ParallelismKind) -> None:
+        self._communication_timer, self._kind = _current.get(), kind
+        if self._communication_timer is not None:
+            self._communication_timer.begin_transfer(kind, time.perf_counter())
 
     def wait(self, wait: Callable[[], object]) -> None:
         """Call `wait`, once, and add its time."""
         began = time.perf_counter()
         wait()
-        if self._stopwatch is not None:
+        if self._communication_timer is not None:
             ended = time.perf_counter()
-            self._stopwatch.end(self._kind, ended)
-            self._stopwatch.waited(self._kind, ended - began)
+            self._communication_timer.end_transfer(self._kind, ended)
+            self._communication_timer.add_exposed(self._kind, ended - began)
 
 
-class Waiting:
+class BlockingTransfer:
     """Context manager that times one wait for other ranks.
 
     A class rather than a generator: entering and leaving costs a microsecond.
 
     Args:
-        stopwatch: timer that gets the time; None: the wait is not timed.
+        communication_timer: timer that gets the time; None: the wait is not timed.
     """
 
-    __slots__ = ("_began", "_kind", "_stopwatch")
+    __slots__ = ("_began", "_communication_timer", "_kind")
 
-    def __init__(self, stopwatch: Stopwatch | None, kind: Kind) -> None:
-        self._stopwatch, self._kind = stopwatch, kind
+    def __init__(self, communication_timer: CommunicationTimer | None, kind: ParallelismKind) -> None:
+        self._communication_timer, self._kind = communication_timer, kind
         self._began = 0.0
 
     def __enter__(self) -> None:
-        if self._stopwatch is not None:
+        if self._communication_timer is not None:
             self._began = time.perf_counter()
-            self._stopwatch.begin(self._kind, self._began)
-            self._stopwatch.waits_now += 1
+            self._communication_timer.begin_transfer(self._kind, self._began)
+            self._communication_timer.blocking_depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._stopwatch is not None:
+        if self._communication_timer is not None:
             ended = time.perf_counter()
-            self._stopwatch.waits_now -= 1
-            self._stopwatch.end(self._kind, ended)
-            self._stopwatch.waited(self._kind, ended - self._began)
+            self._communication_timer.blocking_depth -= 1
+            self._communication_timer.end_transfer(self._kind, ended)
+            self._communication_timer.add_exposed(self._kind, ended - self._began)

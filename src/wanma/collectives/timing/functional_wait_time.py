@@ -1,7 +1,7 @@
 """Time that this process has waited in torch's functional collectives on CPUs, in seconds.
 
 Tensor, context and expert parallelism communicate within forward and backward. A rank's waits there are the
-other ranks' time, the rest is its own. Waits outside functional collectives go to a `Stopwatch`.
+other ranks' time, the rest is its own. Waits outside functional collectives go to a `CommunicationTimer`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from wanma.collectives.timing.communication_timer import is_told
+from wanma.collectives.timing.communication_timer import is_timed
 
 
 @dataclass
-class Waits:
+class FunctionalWaitTime:
     """Total wait time of one process."""
 
     seconds: float = 0.0
     """Wait time so far, in seconds."""
 
 
-def waits() -> Waits:
+def get_functional_wait_time() -> FunctionalWaitTime:
     """Return the wait time of this process, a single object."""
-    found, _ = _timed()
+    found, _ = _install_timer()
     return found
 
 
 @cache
-def _timed() -> tuple[Waits, Library]:
+def _install_timer() -> tuple[FunctionalWaitTime, Library]:
     """Replace the operator by which all functional collectives are waited for, and return its total.
 
     DTensors, tensor and expert parallelism and compiled code call it, eager or not, forward and backward.
@@ -40,12 +40,12 @@ def _timed() -> tuple[Waits, Library]:
     torch has one kernel of it for all devices. The replacement calls that kernel under the dispatch key of
     another device, or the call would come back here.
     """
-    found, library = Waits(), Library("_c10d_functional", "IMPL")
+    found, library = FunctionalWaitTime(), Library("_c10d_functional", "IMPL")
     operator = torch.ops._c10d_functional.wait_tensor.default
     elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
     def wait(tensor: Tensor) -> Tensor:
-        told, began = is_told(), time.perf_counter()
+        told, began = is_timed(), time.perf_counter()
         try:
             waited: Tensor = operator.redispatch(elsewhere, tensor)
         finally:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 
-_ELEMENTS = 16
-_DEPTH = 6
+_SAMPLED_ELEMENTS = 16
+_MAX_DEPTH = 6
 
 ReadItem = Callable[[Any, int], Any]
 """Function (dataset, row) -> item."""
@@ -32,78 +32,81 @@ def dataset_fingerprint(dataset: Any, read: ReadItem) -> str:
     types and shapes of its items count. Items that cannot be read are left out: they fail in training.
     """
     size = len(dataset)
-    with _generators_kept():
+    with _preserve_generators():
         try:
-            shown = _shown(dataset, size, read)
+            shown = _describe_items(dataset, size, read)
         except WanmaError:
             shown = []
-    return digest(str(size), *shown)
+    return hash_texts(str(size), *shown)
 
 
-def _shown(dataset: Any, size: int, read: ReadItem) -> list[str]:
-    first = _text(read(dataset, 0), _value)
-    if first != _text(read(dataset, 0), _value):
-        return [_text(read(dataset, 0), _kind)]
-    return [first, *(_text(read(dataset, row), _value) for row in sorted({size // 2, size - 1} - {0}))]
+def _describe_items(dataset: Any, size: int, read: ReadItem) -> list[str]:
+    first = _describe_item(read(dataset, 0), _describe_value)
+    if first != _describe_item(read(dataset, 0), _describe_value):
+        return [_describe_item(read(dataset, 0), _describe_type)]
+    return [
+        first,
+        *(_describe_item(read(dataset, row), _describe_value) for row in sorted({size // 2, size - 1} - {0})),
+    ]
 
 
-def digest(*texts: str) -> str:
+def hash_texts(*texts: str) -> str:
     """Return the hash of texts, with boundaries between them."""
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def sampled(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     """Describe a tensor by shape, type and a few elements, floats rounded to some three digits."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        return _kind(tensor)
+        return _describe_type(tensor)
     flat = tensor.detach().reshape(-1)
-    if len(flat) > _ELEMENTS:
-        places = torch.linspace(0, len(flat) - 1, _ELEMENTS, dtype=torch.float64, device=flat.device)
+    if len(flat) > _SAMPLED_ELEMENTS:
+        places = torch.linspace(0, len(flat) - 1, _SAMPLED_ELEMENTS, dtype=torch.float64, device=flat.device)
         flat = flat[places.long()]
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     values = flat.to("cpu", torch.bfloat16).float().tolist() if flat.is_floating_point() else flat.tolist()
-    return f"{_kind(tensor)} {values}"
+    return f"{_describe_type(tensor)} {values}"
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return type(value).__name__
 
 
-def _value(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
-            return _kind(value)
+            return _describe_type(value)
         flat = value.reshape(-1)
-        chosen = flat[np.linspace(0, len(flat) - 1, min(len(flat), _ELEMENTS)).astype(np.int64)]
+        chosen = flat[np.linspace(0, len(flat) - 1, min(len(flat), _SAMPLED_ELEMENTS)).astype(np.int64)]
         shown = chosen.astype(np.float64) if value.dtype.kind == "f" else chosen.astype(np.int64)
-        return f"{_kind(value)} {sampled(torch.from_numpy(shown))}"
+        return f"{_describe_type(value)} {describe_tensor(torch.from_numpy(shown))}"
     if isinstance(value, Tensor):
-        return sampled(value)
+        return describe_tensor(value)
     if isinstance(value, float):
-        return sampled(torch.tensor(value))
-    return repr(value) if isinstance(value, int | str | bytes | None) else _kind(value)
+        return describe_tensor(torch.tensor(value))
+    return repr(value) if isinstance(value, int | str | bytes | None) else _describe_type(value)
 
 
-def _text(item: Any, leaf: Callable[[Any], str], depth: int = 0) -> str:
+def _describe_item(item: Any, leaf: Callable[[Any], str], depth: int = 0) -> str:
     """Describe an item with its nested containers, each leaf by `leaf`."""
-    if depth > _DEPTH:
+    if depth > _MAX_DEPTH:
         return "..."
     if isinstance(item, Mapping):
-        return "{" + ", ".join(f"{key}: {_text(item[key], leaf, depth + 1)}" for key in item) + "}"
+        return "{" + ", ".join(f"{key}: {_describe_item(item[key], leaf, depth + 1)}" for key in item) + "}"
     if isinstance(item, tuple | list):
-        if len(item) > _ELEMENTS and all(isinstance(part, int | float) for part in item):
+        if len(item) > _SAMPLED_ELEMENTS and all(isinstance(part, int | float) for part in item):
             return leaf(np.asarray(item))
-        return "[" + ", ".join(_text(part, leaf, depth + 1) for part in item) + "]"
+        return "[" + ", ".join(_describe_item(part, leaf, depth + 1) for part in item) + "]"
     if hasattr(item, "__dict__") and not isinstance(item, Tensor):
-        return type(item).__name__ + _text(vars(item), leaf, depth + 1)
+        return type(item).__name__ + _describe_item(vars(item), leaf, depth + 1)
     return leaf(item)
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def _preserve_generators() -> Iterator[None]:
     """Restore the generators of torch, numpy and `random` after the block, whatever a dataset draws in it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

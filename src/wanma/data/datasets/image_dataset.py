@@ -10,19 +10,19 @@ import torch
 from numpy.typing import NDArray
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import Data, Kind, make_batch
+from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.datasets.image_files import LabelledImages
-from wanma.data.sampling.permutation import Numbers, shuffled
+from wanma.data.sampling.permutation import IndexArray, shuffle_indices
 from wanma.job.errors import JobError
 
 _BLOCK = 4096
 """Images processed at a time, which bounds the memory of statistics and hashes."""
 
 
-class ImageData(Data):
+class ImageDataset(BatchedDataset):
     """Data set of images: inputs (rows, channels, height, width) float32, targets (rows,) int64."""
 
-    kind: ClassVar[Kind] = "images"
+    input_kind: ClassVar[InputKind] = "images"
     targets_per_sample = 1
 
     def __init__(
@@ -34,13 +34,13 @@ class ImageData(Data):
         seed: int,
         total_samples: int,
     ) -> None:
-        digests = _digests(train)
+        digests = _hash_images(train)
         if test is None:
-            train, test = _divide(train, digests, validation_fraction)
+            train, test = _split_by_content(train, digests, validation_fraction)
         self._train = train
         self._test = test
         self._total = total_samples
-        self._mean, self._deviation = _statistics(train.images)
+        self._mean, self._deviation = _channel_statistics(train.images)
         self.seed = seed
         self.train_samples = len(train.labels)
         self.validation_samples = len(test.labels)
@@ -52,7 +52,7 @@ class ImageData(Data):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
+            "kind": self.input_kind,
             "fingerprint": self.fingerprint,
             "image_shape": self.image_shape,
             "classes": self.classes,
@@ -63,21 +63,23 @@ class ImageData(Data):
             "standard_deviation": self._deviation.ravel().tolist(),
         }
 
-    def _train_batch(self, numbers: Numbers) -> Batch:
-        return self._read(self._train, shuffled(numbers, self.train_samples, self.seed), numbers)
+    def _train_batch(self, sample_indices: IndexArray) -> Batch:
+        return self._read(
+            self._train, shuffle_indices(sample_indices, self.train_samples, self.seed), sample_indices
+        )
 
-    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
-        return self._read(self._test, rows, numbers)
+    def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
+        return self._read(self._test, rows, sample_indices)
 
-    def _read(self, part: LabelledImages, rows: Numbers, numbers: Numbers) -> Batch:
-        pixels = part.images[rows].astype(np.float32)
+    def _read(self, split: LabelledImages, rows: IndexArray, sample_indices: IndexArray) -> Batch:
+        pixels = split.images[rows].astype(np.float32)
         pixels -= self._mean
         pixels /= self._deviation
-        return make_batch((torch.from_numpy(pixels),), torch.from_numpy(part.labels[rows]), numbers)
+        return make_batch((torch.from_numpy(pixels),), torch.from_numpy(split.labels[rows]), sample_indices)
 
 
-def _divide(
-    whole: LabelledImages, digests: NDArray[np.uint64], fraction: float
+def _split_by_content(
+    images: LabelledImages, digests: NDArray[np.uint64], fraction: float
 ) -> tuple[LabelledImages, LabelledImages]:
     """Split images by content, so that equal ones are on the same side; at least one image on each."""
     chosen = digests < np.uint64(int(fraction * 2.0**64))
@@ -89,18 +91,18 @@ def _divide(
             "add images, or set data.validation_fraction=0",
         )
     return (
-        LabelledImages(whole.images[~chosen], whole.labels[~chosen]),
-        LabelledImages(whole.images[chosen], whole.labels[chosen]),
+        LabelledImages(images.images[~chosen], images.labels[~chosen]),
+        LabelledImages(images.images[chosen], images.labels[chosen]),
     )
 
 
-def _digests(part: LabelledImages) -> NDArray[np.uint64]:
+def _hash_images(images: LabelledImages) -> NDArray[np.uint64]:
     """Return a hash of each image, (images,)."""
-    digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in part.images]
+    digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.images]
     return np.frombuffer(b"".join(digests), dtype="<u8")
 
 
-def _statistics(images: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _channel_statistics(images: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return mean and standard deviation by channel, (1, channels, 1, 1); constant channels divide by 1."""
     total = np.zeros(images.shape[1])
     square = np.zeros(images.shape[1])

@@ -21,8 +21,8 @@ from wanma.job.errors import JobError, WanmaError
 
 _CIFAR_FOLDER = "cifar-10-batches-bin"
 _CIFAR_RECORD = 1 + 3 * 32 * 32
-_ARRAYS = (("x_train", "y_train"), ("images", "labels"))
-_TEST_ARRAYS = (("x_test", "y_test"), ("test_images", "test_labels"))
+_TRAIN_ARRAY_NAMES = (("x_train", "y_train"), ("images", "labels"))
+_TEST_ARRAY_NAMES = (("x_test", "y_test"), ("test_images", "test_labels"))
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class LabelledImages:
             raise ValueError(f"a label is {self.labels.min()}; classes count from 0")
 
 
-def read_images(path: str, key: str = "data.images") -> tuple[LabelledImages, LabelledImages | None]:
+def read_image_files(path: str, key: str = "data.images") -> tuple[LabelledImages, LabelledImages | None]:
     """Read the training set, and the test set if there is one.
 
     Raises:
         JobError: nothing is there, or the format is unknown.
         WanmaError: a file cannot be read or is damaged; names `key` and the file.
     """
-    files = find_images(path, key)
+    files = find_image_files(path, key)
     train = _read(files.train, key)
     test = _read(files.test, key) if files.test else None
     if test is not None and test.images.shape[1:] != train.images.shape[1:]:
@@ -66,7 +66,7 @@ class ImageFiles:
     test: tuple[str | Path, ...]
 
 
-def find_images(path: str, key: str = "data.images") -> ImageFiles:
+def find_image_files(path: str, key: str = "data.images") -> ImageFiles:
     """Find the files of both sets by their names, without reading them.
 
     A single set in a folder, even one named as a test set, is taken for training.
@@ -79,8 +79,10 @@ def find_images(path: str, key: str = "data.images") -> ImageFiles:
         raise JobError(f"{key}: '{path}' does not exist", "paths are relative to where wanma is started")
     if place.suffix == ".npz":
         return _find_npz(place, key)
-    names = [place] if place.is_file() else _list(place, key)
-    files = _find_cifar(names) or _find_cifar(_list(place / _CIFAR_FOLDER, key)) or _find_idx(names, key)
+    names = [place] if place.is_file() else _list_files(place, key)
+    files = (
+        _find_cifar(names) or _find_cifar(_list_files(place / _CIFAR_FOLDER, key)) or _find_idx(names, key)
+    )
     if files:
         train, test = files
         return ImageFiles(train or test, test if train else ())
@@ -93,12 +95,12 @@ def find_images(path: str, key: str = "data.images") -> ImageFiles:
     )
 
 
-def _list(folder: Path, key: str) -> list[Path]:
+def _list_files(folder: Path, key: str) -> list[Path]:
     """List the files in `folder`, sorted; a compressed copy of a listed file is left out."""
     try:
         names = sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
-        raise _broken(folder, key, error) from error
+        raise _unreadable_file(folder, key, error) from error
     return [name for name in names if name.suffix != ".gz" or name.with_suffix("") not in names]
 
 
@@ -140,9 +142,9 @@ def _find_npz(path: Path, key: str) -> ImageFiles:
         with np.load(path, allow_pickle=False) as archive:
             names = set(archive.files)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _broken(path, key, error) from error
-    train = next((pair for pair in _ARRAYS if names.issuperset(pair)), None)
-    test = next((pair for pair in _TEST_ARRAYS if names.issuperset(pair)), None)
+        raise _unreadable_file(path, key, error) from error
+    train = next((pair for pair in _TRAIN_ARRAY_NAMES if names.issuperset(pair)), None)
+    test = next((pair for pair in _TEST_ARRAY_NAMES if names.issuperset(pair)), None)
     if train is None:
         raise JobError(
             f"{key}: '{path}' holds the arrays {sorted(names)}",
@@ -163,7 +165,7 @@ def _read(files: tuple[str | Path, ...], key: str) -> LabelledImages:
         if not len(found.labels):
             raise ValueError("it holds no image")
     except (OSError, ValueError, EOFError, KeyError, zlib.error, zipfile.BadZipFile) as error:
-        raise _broken(first, key, error) from error
+        raise _unreadable_file(first, key, error) from error
     return found
 
 
@@ -174,7 +176,7 @@ def _read_idx(images: Path, labels: Path) -> LabelledImages:
 
 def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """Parse IDX (LeCun's MNIST page): 0, 0, type 8 (uint8), dimensions, big-endian sizes, then the values."""
-    content = _content(path)
+    content = _read_bytes(path)
     header = 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]):
         raise ValueError(
@@ -190,7 +192,7 @@ def _read_cifar(paths: Sequence[Path]) -> LabelledImages:
     """Read CIFAR-10 binary (Krizhevsky's page): records of 1 label and 3 × 32 × 32 values, channels first."""
     batches = []
     for path in paths:
-        content = _content(path)
+        content = _read_bytes(path)
         if not content or len(content) % _CIFAR_RECORD:
             raise ValueError(f"{path.name} has {len(content)} bytes, no multiple of {_CIFAR_RECORD}")
         batches.append(np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD))
@@ -217,14 +219,14 @@ def _read_npz(path: Path, images: str, labels: str) -> LabelledImages:
     return LabelledImages(pixels, classes.astype(np.int64))
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     if path.suffix == ".gz":
         with gzip.open(path) as stream:
             return stream.read()
     return path.read_bytes()
 
 
-def _broken(path: Path, key: str, error: Exception) -> WanmaError:
+def _unreadable_file(path: Path, key: str, error: Exception) -> WanmaError:
     if isinstance(error, PermissionError):
         return WanmaError(f"{key}: no permission to read '{error.filename or path}'")
     cause = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import Data, Kind, make_batch
-from wanma.data.datasets.fingerprint import dataset_fingerprint, digest
-from wanma.data.datasets.seeded_draws import Seed, SeededDraws
+from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
+from wanma.data.datasets.fingerprint import dataset_fingerprint, hash_texts
+from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.datasets.stream_reader import check_stream, is_stream
-from wanma.data.sampling.permutation import Numbers, permute, shuffled
+from wanma.data.sampling.permutation import IndexArray, permute_indices, shuffle_indices
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.sections.data import DataSection
 
-_LABELS = ("label", "labels")
+_LABEL_KEYS = ("label", "labels")
 """Keys of targets whose meaning a transformers model defines."""
-_TARGETS = ("target", "targets", *_LABELS)
-_INPUTS = ("input", "inputs")
+_TARGET_KEYS = ("target", "targets", *_LABEL_KEYS)
+_INPUT_KEYS = ("input", "inputs")
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Sample:
     """Keyword arguments of the model."""
 
 
-class CustomData(Data):
+class UserDataset(BatchedDataset):
     """Data set that reads a user's dataset in wanma's order, without its own samplers and batching."""
 
-    kind: ClassVar[Kind] = "custom"
+    input_kind: ClassVar[InputKind] = "custom"
     targets_per_sample = 1
     read_labels: Callable[[Batch], Batch] | None = None
     """Function that prepares batches of samples that give their targets as `labels`; None: none."""
@@ -57,7 +57,7 @@ class CustomData(Data):
         validation: Any,
         *,
         validation_fraction: float,
-        one_at_a_time: bool,
+        serialize_access: bool,
         seed: int,
         total_samples: int,
     ) -> None:
@@ -67,13 +67,13 @@ class CustomData(Data):
             train: the dataset.
             validation: dataset, or None to keep a share of `train`, by position, since content is unknown.
             validation_fraction: that share; 0: none.
-            one_at_a_time: let only one thread at a time into the datasets.
+            serialize_access: let only one thread at a time into the datasets.
             seed: the job's seed.
             total_samples: samples of the whole run.
         """
         self._train = train
         self._validation = validation
-        self._draws = SeededDraws(seed, one_at_a_time)
+        self._draws = SeededDraws(seed, serialize_access)
         self._total = total_samples
         self.seed = seed
         size = _length(train)
@@ -91,63 +91,63 @@ class CustomData(Data):
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
         parts = [part for part in (self._train, self._validation) if part is not None]
-        return digest(*(dataset_fingerprint(part, self._item) for part in parts))
+        return hash_texts(*(dataset_fingerprint(part, self._read_item) for part in parts))
 
-    def sample_name(self, number: int) -> str:
-        (row,) = self._own(shuffled(np.asarray([number]), self.train_samples, self.seed))
+    def sample_name(self, sample_index: int) -> str:
+        (row,) = self._split_rows(shuffle_indices(np.asarray([sample_index]), self.train_samples, self.seed))
         return f"sample {row} of {type(self._train).__name__}"
 
     def describe(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
+            "kind": self.input_kind,
             "dataset": type(self._train).__qualname__,
             "train_samples": self.train_samples,
             "validation_samples": self.validation_samples,
             "epochs": self._total / self.train_samples,
         }
 
-    def _train_batch(self, numbers: Numbers) -> Batch:
-        rows = shuffled(numbers, self.train_samples, self.seed)
-        return self._read(self._train, self._own(rows), numbers)
+    def _train_batch(self, sample_indices: IndexArray) -> Batch:
+        rows = shuffle_indices(sample_indices, self.train_samples, self.seed)
+        return self._read(self._train, self._split_rows(rows), sample_indices)
 
-    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
+    def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
         if self._validation is not None:
-            return self._read(self._validation, rows, numbers)
-        return self._read(self._train, self._own(rows + self.train_samples), numbers)
+            return self._read(self._validation, rows, sample_indices)
+        return self._read(self._train, self._split_rows(rows + self.train_samples), sample_indices)
 
-    def _own(self, rows: Numbers) -> Numbers:
+    def _split_rows(self, rows: IndexArray) -> IndexArray:
         """Map to rows of the dataset: a shuffle that no seed changes, whose last rows are for validation."""
         if self._validation is not None:
             return rows
-        return permute(rows, self.train_samples + self.validation_samples, "validation split")
+        return permute_indices(rows, self.train_samples + self.validation_samples, "validation split")
 
-    def _read(self, dataset: Any, rows: Numbers, numbers: Numbers) -> Batch:
-        def read(seed: Seed) -> list[Any]:
+    def _read(self, dataset: Any, rows: IndexArray, sample_indices: IndexArray) -> Batch:
+        def read(seed: SeedGenerators) -> list[Any]:
             items = []
-            for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+            for row, number in zip(rows.tolist(), sample_indices.tolist(), strict=True):
                 seed(number)
-                items.append(self._item(dataset, row))
+                items.append(self._read_item(dataset, row))
             return items
 
-        return self._join(self._draws.read(read), type(dataset).__name__, rows, numbers)
+        return self._collate(self._draws.read(read), type(dataset).__name__, rows, sample_indices)
 
-    def _join(self, items: list[Any], name: str, rows: Numbers, numbers: Numbers) -> Batch:
+    def _collate(self, items: list[Any], name: str, rows: IndexArray, sample_indices: IndexArray) -> Batch:
         """Join items, read from `rows` of the dataset of that name, into a batch."""
-        samples = [_sample(item, name) for item in items]
+        samples = [_to_sample(item, name) for item in items]
         try:
             joined = [
                 (
-                    tuple(_as_tensor(value) for value in sample.inputs),
-                    _as_tensors(sample.target),
-                    {key: _as_tensor(value) for key, value in sample.keywords.items()},
+                    tuple(_convert_list(value) for value in sample.inputs),
+                    _convert_lists(sample.target),
+                    {key: _convert_list(value) for key, value in sample.keywords.items()},
                 )
                 for sample in samples
             ]
             inputs, target, keywords = default_collate(joined)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise WanmaError(
-                f"data: samples {_few(rows)} of {name} cannot be joined into a batch"
-                f"{_odd_one(samples, rows)}: {error}",
+                f"data: samples {_format_rows(rows)} of {name} cannot be joined into a batch"
+                f"{_describe_shape_mismatch(samples, rows)}: {error}",
                 "every sample needs the same shapes and keys: pad or crop them in __getitem__",
             ) from error
         named = dict(target) if isinstance(target, Mapping) else None
@@ -162,16 +162,16 @@ class CustomData(Data):
                     "give tensors, arrays, numbers or lists of numbers",
                 )
         first = target if named is None else next(iter(named.values()))
-        batch = make_batch(tuple(inputs), first, numbers, dict(keywords))
+        batch = make_batch(tuple(inputs), first, sample_indices, dict(keywords))
         batch = replace(batch, target_key=_target_key(items[0]), named_targets=named)
         if named is not None:
             return replace(batch, class_range=None)
-        if self.read_labels is not None and batch.target_key in _LABELS:
+        if self.read_labels is not None and batch.target_key in _LABEL_KEYS:
             return self.read_labels(batch)
         return batch
 
     @staticmethod
-    def _item(dataset: Any, row: int) -> Any:
+    def _read_item(dataset: Any, row: int) -> Any:
         try:
             return dataset[row]
         except Exception as error:
@@ -180,18 +180,18 @@ class CustomData(Data):
             ) from error
 
 
-def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> CustomData:
+def wrap_user_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> UserDataset:
     """Open a dataset, or a pair (training, validation) of them.
 
     Raises:
         JobError: not a map-style dataset, or an empty one.
     """
     train, validation = check_dataset(dataset)
-    return CustomData(
+    return UserDataset(
         train,
         validation,
         validation_fraction=section.validation_fraction,
-        one_at_a_time=section.workers == 1,
+        serialize_access=section.workers == 1,
         seed=seed,
         total_samples=total_samples,
     )
@@ -212,7 +212,7 @@ def check_dataset(dataset: Any) -> tuple[Any, Any]:
     return train, validation
 
 
-def call_factory(section: DataSection) -> Any:
+def call_dataset_factory(section: DataSection) -> Any:
     """Call `data.factory` and return its result.
 
     Raises:
@@ -256,7 +256,7 @@ def _length(dataset: Any) -> int:
         raise JobError(f"data: {type(dataset).__name__} has no length: {error}") from error
 
 
-def _sample(item: Any, name: str) -> Sample:
+def _to_sample(item: Any, name: str) -> Sample:
     if isinstance(item, Sample):
         return item
     if isinstance(item, Mapping):
@@ -264,9 +264,10 @@ def _sample(item: Any, name: str) -> Sample:
         if target is None:
             raise WanmaError(
                 f"data: a sample of {name} has the keys {sorted(item)} and no target",
-                f"name the target one of {', '.join(_TARGETS)}; the others are passed to the model by name",
+                f"name the target one of {', '.join(_TARGET_KEYS)}; the others are passed to the model by "
+                "name",
             )
-        given = next((key for key in _INPUTS if key in item), None)
+        given = next((key for key in _INPUT_KEYS if key in item), None)
         inputs = () if given is None else item[given]
         keywords = {key: value for key, value in item.items() if key not in (target, given)}
         return Sample(inputs if isinstance(inputs, tuple) else (inputs,), item[target], keywords)
@@ -281,15 +282,15 @@ def _sample(item: Any, name: str) -> Sample:
 def _target_key(item: Any) -> str | None:
     if not isinstance(item, Mapping):
         return None
-    return next((key for key in _TARGETS if key in item), None)
+    return next((key for key in _TARGET_KEYS if key in item), None)
 
 
-def _as_tensor(value: Any) -> Any:
+def _convert_list(value: Any) -> Any:
     """Convert a list of numbers to a tensor: the default collate would take its items apart."""
     return torch.tensor(value) if isinstance(value, list) else value
 
 
-def _odd_one(samples: list[Sample], rows: Numbers) -> str:
+def _describe_shape_mismatch(samples: list[Sample], rows: IndexArray) -> str:
     """Describe the sample whose shapes differ from most; empty if that is not the reason."""
     try:
         shapes = [
@@ -311,13 +312,13 @@ def _odd_one(samples: list[Sample], rows: Numbers) -> str:
     return f" (sample {rows[odd]} has shape {mine[0]}, most others {others[0]})"
 
 
-def _as_tensors(target: Any) -> Any:
-    """Convert a target, or each target in a dict of them, as `_as_tensor`."""
+def _convert_lists(target: Any) -> Any:
+    """Convert a target, or each target in a dict of them, as `_convert_list`."""
     if isinstance(target, Mapping):
-        return {str(key): _as_tensor(value) for key, value in target.items()}
-    return _as_tensor(target)
+        return {str(key): _convert_list(value) for key, value in target.items()}
+    return _convert_list(target)
 
 
-def _few(rows: Numbers) -> str:
+def _format_rows(rows: IndexArray) -> str:
     shown = ", ".join(str(row) for row in np.asarray(rows)[:5])
     return shown + (", ..." if len(rows) > 5 else "")

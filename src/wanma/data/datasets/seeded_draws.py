@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 Value = TypeVar("Value")
-Seed = Callable[[int], object]
+SeedGenerators = Callable[[int], object]
 """Function that seeds all generators for the sample with a given index."""
 
 
@@ -26,87 +26,89 @@ class SeededDraws:
 
     Args:
         seed: the job's.
-        one_at_a_time: True if batches are read one after the other anyway. Otherwise they are until it is
+        serialize_access: True if batches are read one after the other anyway. Otherwise they are until it is
             seen that the datasets draw nothing from numpy and Python, whose generators threads share.
     """
 
-    def __init__(self, seed: int, one_at_a_time: bool) -> None:
+    def __init__(self, seed: int, serialize_access: bool) -> None:
         self._seed = seed
-        self._alone = one_at_a_time
+        self._needs_exclusive_access = serialize_access
         """True if a batch must be read while no other is."""
-        self._tried = False
-        self._turn = threading.Condition()
-        self._reading = 0
-        self._is_taken = False
+        self._is_probed = False
+        self._condition = threading.Condition()
+        self._reader_count = 0
+        self._is_exclusive = False
 
-    def read(self, batch: Callable[[Seed], Value]) -> Value:
-        """Return the value of `batch`, which seeds before each sample.
+    def read(self, read_batch: Callable[[SeedGenerators], Value]) -> Value:
+        """Return the value of `read_batch`, which seeds before each sample.
 
         It is called again if another batch may have disturbed its first call.
         """
-        if not self._begin():
-            before = _state()
+        if not self._acquire():
+            before = _generator_states()
             try:
-                with _torch_draws() as of_torch:
-                    value = batch(lambda number: self._seed_torch(of_torch, number))
+                with _torch_generator() as of_torch:
+                    value = read_batch(lambda number: self._seed_torch(of_torch, number))
             finally:
-                is_same = _same(before, _state())
-                self._end(alone=not is_same)
+                is_same = _equal_generator_states(before, _generator_states())
+                self._release(needs_exclusive_access=not is_same)
             if is_same:
                 return value
-            self._begin()
-        before, drew = _state(), True
+            self._acquire()
+        before, drew = _generator_states(), True
         try:
-            with _torch_draws() as of_torch:
-                value, drew = self._read_alone(batch, of_torch)
+            with _torch_generator() as of_torch:
+                value, drew = self._read_exclusively(read_batch, of_torch)
         finally:
-            _put_back(before)
-            self._tried, self._is_taken = True, False
-            self._end(alone=drew, readers=0)
+            _restore_generator_states(before)
+            self._is_probed, self._is_exclusive = True, False
+            self._release(needs_exclusive_access=drew, readers=0)
         return value
 
-    def _begin(self) -> bool:
+    def _acquire(self) -> bool:
         """Wait for a turn; return True if no other batch is read meanwhile."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._is_taken)
-            if self._tried and not self._alone:
-                self._reading += 1
+        with self._condition:
+            self._condition.wait_for(lambda: not self._is_exclusive)
+            if self._is_probed and not self._needs_exclusive_access:
+                self._reader_count += 1
                 return False
-            self._turn.wait_for(lambda: not self._is_taken and self._reading == 0)
-            self._is_taken = True
+            self._condition.wait_for(lambda: not self._is_exclusive and self._reader_count == 0)
+            self._is_exclusive = True
             return True
 
-    def _end(self, *, alone: bool, readers: int = 1) -> None:
-        with self._turn:
-            self._alone = self._alone or alone
-            self._reading -= readers
-            self._turn.notify_all()
+    def _release(self, *, needs_exclusive_access: bool, readers: int = 1) -> None:
+        with self._condition:
+            self._needs_exclusive_access = self._needs_exclusive_access or needs_exclusive_access
+            self._reader_count -= readers
+            self._condition.notify_all()
 
-    def _read_alone(self, batch: Callable[[Seed], Value], of_torch: torch.Generator) -> tuple[Value, bool]:
+    def _read_exclusively(
+        self, read_batch: Callable[[SeedGenerators], Value], of_torch: torch.Generator
+    ) -> tuple[Value, bool]:
         """Read the batch; return it, and True if batches must be read one at a time."""
         fresh: list[Any] = []
-        drew = self._alone
+        drew = self._needs_exclusive_access
 
         def seed(number: int) -> None:
             nonlocal drew
-            drew = drew or (bool(fresh) and not _same(fresh[-1], _state()))
+            drew = drew or (bool(fresh) and not _equal_generator_states(fresh[-1], _generator_states()))
             words = self._seed_torch(of_torch, number)
             np.random.seed(words[2])
             random.seed(words[3])
             if not drew:
-                fresh.append(_state())
+                fresh.append(_generator_states())
 
-        value = batch(seed)
-        return value, drew or (bool(fresh) and not _same(fresh[-1], _state()))
+        value = read_batch(seed)
+        return value, drew or (bool(fresh) and not _equal_generator_states(fresh[-1], _generator_states()))
 
-    def _seed_torch(self, of_torch: torch.Generator, number: int) -> list[int]:
+    def _seed_torch(self, of_torch: torch.Generator, sample_index: int) -> list[int]:
         """Seed torch's generator; return four words of 32 bits for the sample."""
-        keys = [_mix(_mix(self._seed) + 2 * number + place) for place in (0, 1)]
+        keys = [_mix(_mix(self._seed) + 2 * sample_index + place) for place in (0, 1)]
         of_torch.manual_seed(keys[0] >> 1)
         return [keys[0] >> 32, keys[0] & _WORD, keys[1] >> 32, keys[1] & _WORD]
 
 
-class _FromGenerator(TorchFunctionMode):
+class _GeneratorMode(TorchFunctionMode):
     """Mode in which a thread's draws come from one generator, where they name no other."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -115,22 +117,22 @@ class _FromGenerator(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _LIKE:
-            (like, *more), draw = args, _LIKE[func]
+        if func in _LIKE_FUNCTIONS:
+            (like, *more), draw = args, _LIKE_FUNCTIONS[func]
             given = {"dtype": like.dtype, "device": like.device, **kwargs}
             given.pop("memory_format", None)
             return draw(*more, like.shape, generator=self._generator, **given)
-        if func in _DRAWING and kwargs.get("generator") is None:
+        if func in _DRAWING_FUNCTIONS and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
 
 
-_LIKE: dict[Any, Callable[..., Any]] = {
+_LIKE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.rand_like: torch.rand,
     torch.randn_like: torch.randn,
     torch.randint_like: torch.randint,
 }
-_DRAWING = {
+_DRAWING_FUNCTIONS = {
     torch.rand,
     torch.randn,
     torch.randint,
@@ -165,22 +167,22 @@ def _mix(x: int) -> int:
 
 
 @contextmanager
-def _torch_draws() -> Iterator[torch.Generator]:
+def _torch_generator() -> Iterator[torch.Generator]:
     generator = torch.Generator()
-    with _FromGenerator(generator):
+    with _GeneratorMode(generator):
         yield generator
 
 
-def _state() -> tuple[Any, Any]:
+def _generator_states() -> tuple[Any, Any]:
     return np.random.get_state(), random.getstate()
 
 
-def _put_back(state: tuple[Any, Any]) -> None:
+def _restore_generator_states(state: tuple[Any, Any]) -> None:
     np.random.set_state(state[0])
     random.setstate(state[1])
 
 
-def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    (_, *numpy_one), (_, *numpy_other) = one[0], other[0]
+def _equal_generator_states(first: tuple[Any, Any], second: tuple[Any, Any]) -> bool:
+    (_, *numpy_one), (_, *numpy_other) = first[0], second[0]
     same = all(np.array_equal(a, b) for a, b in zip(numpy_one, numpy_other, strict=True))
-    return same and bool(one[1] == other[1])
+    return same and bool(first[1] == second[1])

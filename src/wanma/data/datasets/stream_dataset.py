@@ -6,19 +6,19 @@ from functools import cached_property
 from typing import Any
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.map_dataset import CustomData
+from wanma.data.datasets.map_dataset import UserDataset
 from wanma.data.datasets.seeded_draws import SeededDraws
 from wanma.data.datasets.stream_reader import StreamReader
-from wanma.data.sampling.permutation import Numbers
+from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
 from wanma.job.sections.job import TrainSection
 
-_KEPT = 64
+_MIN_CACHED_SAMPLES = 64
 """Minimum number of samples that are kept for repeated reads."""
 
 
-class StreamData(CustomData):
+class StreamDataset(UserDataset):
     """Data set of a stream, with an optional dataset for validation."""
 
     def __init__(
@@ -36,8 +36,10 @@ class StreamData(CustomData):
             )
         self.seed = train.seed
         self._train, self._validation, self._total = dataset, validation, total_samples
-        self._draws = SeededDraws(train.seed, one_at_a_time=True)
-        self.reader = StreamReader(dataset, self._draws, train, max(_KEPT, 2 * train.global_batch))
+        self._draws = SeededDraws(train.seed, serialize_access=True)
+        self.reader = StreamReader(
+            dataset, self._draws, train, max(_MIN_CACHED_SAMPLES, 2 * train.global_batch)
+        )
         self.train_samples = total_samples  # the samples that the run reads: an epoch's number is unknown
         self.validation_samples = len(validation) if validation is not None else 0
 
@@ -47,10 +49,15 @@ class StreamData(CustomData):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
+            "kind": self.input_kind,
             "dataset": type(self._train).__qualname__,
             "validation_samples": self.validation_samples,
         }
 
-    def _train_batch(self, numbers: Numbers) -> Batch:
-        return self._join(self.reader.items(numbers.tolist()), self.reader.name, numbers, numbers)
+    def _train_batch(self, sample_indices: IndexArray) -> Batch:
+        return self._collate(
+            self.reader.read_samples(sample_indices.tolist()),
+            self.reader.name,
+            sample_indices,
+            sample_indices,
+        )

@@ -20,18 +20,18 @@ from typing import Any
 import torch.utils.data
 
 from wanma.data.datasets.fingerprint import dataset_fingerprint
-from wanma.data.datasets.seeded_draws import Seed, SeededDraws
-from wanma.data.sampling.batch_size_schedule import samples_before, step_of
+from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
+from wanma.data.sampling.batch_size_schedule import samples_consumed_before, step_of_sample
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.job import TrainSection
 
-_LOOKED_AT = 4
+_FINGERPRINT_SAMPLES = 4
 """Number of samples from the beginning that identify a stream."""
-_STATES = 16
+_MAX_STATES = 16
 """Maximum number of the dataset's states that are kept: the loader is a few steps ahead of the loop."""
-_STATE_BYTES = 4 << 20
+_MAX_STATE_BYTES = 4 << 20
 """Maximum size in bytes of a state that goes into checkpoints."""
-_TELL = 1_000
+_PROGRESS_INTERVAL = 1_000
 """Samples between two progress reports while a stream is read on to its position."""
 
 
@@ -61,16 +61,16 @@ def check_stream(dataset: Any) -> None:
         )
 
 
-def first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any]:
+def read_first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any]:
     """Read the first samples of a new iteration, fewer if the stream is shorter.
 
     Raises:
         WanmaError: the dataset fails, or is empty.
     """
 
-    def read(seed: Seed) -> list[Any]:
+    def read(seed: SeedGenerators) -> list[Any]:
         found: list[Any] = []
-        iterator = _iterate(dataset, 0)
+        iterator = _new_iterator(dataset, 0)
         for number in range(count):
             seed(number)
             found += islice(iterator, 1)
@@ -108,61 +108,63 @@ class StreamReader:
         dataset: the iterable dataset.
         draws: generators that are seeded by sample.
         train: the job's `[train]`.
-        keep: number of the latest samples read that are kept for repeated reads.
+        cache_size: number of the latest samples read that are kept for repeated reads.
     """
 
-    def __init__(self, dataset: Any, draws: SeededDraws, train: TrainSection, keep: int) -> None:
+    def __init__(self, dataset: Any, draws: SeededDraws, train: TrainSection, cache_size: int) -> None:
         check_stream(dataset)
-        self._dataset, self._draws, self._keep = dataset, draws, keep
+        self._dataset, self._draws, self._cache_size = dataset, draws, cache_size
         self.name = type(dataset).__name__
         self._train = train
         self.every_steps = 0
         """Interval in steps at which the dataset's state is stored for a checkpoint; 0: never."""
         self._lock = threading.Lock()
-        self._zero: list[Any] = []
+        self._first_sample: list[Any] = []
         """Sample 0, as a list of at most one: the template of padding rows."""
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._cache: OrderedDict[int, Any] = OrderedDict()
         self._states: OrderedDict[int, _State] = OrderedDict()
         self._start = _State(0, 0, None)
         self._has_states = False
-        self._begin(self._start)
+        self._start_iteration(self._start)
 
-    def items(self, numbers: Sequence[int]) -> list[Any]:
+    def read_samples(self, sample_indices: Sequence[int]) -> list[Any]:
         """Read the samples with these indices.
 
         Raises:
             WanmaError: the dataset fails, or is empty.
         """
         with self._lock:
-            return self._draws.read(lambda seed: [self._item(number, seed) for number in numbers])
+            return self._draws.read(
+                lambda seed: [self._read_sample(number, seed) for number in sample_indices]
+            )
 
-    def seek(self, position: int, told: Callable[[int], None]) -> None:
+    def seek(self, position: int, on_progress: Callable[[int], None]) -> None:
         """Read on to a position, without keeping anything.
 
         Args:
             position: sample index.
-            told: called with the position from time to time.
+            on_progress: called with the position from time to time.
         """
         while self._position < position:
-            end = min(self._position + _TELL, position)
+            end = min(self._position + _PROGRESS_INTERVAL, position)
             with self._lock:
                 self._draws.read(partial(self._read_to, end))
-            told(self._position)
+            on_progress(self._position)
 
-    def at(self, position: int) -> dict[str, Any]:
+    def state_at(self, position: int) -> dict[str, Any]:
         """Return the newest state at or before `position`, as JSON; empty: the beginning."""
         with self._lock:
             known = [state for state in self._states.values() if state.position <= position]
         newest = known[-1] if known else self._start
         return {} if newest.state is None else {**vars(newest)}
 
-    def resume(self, values: dict[str, Any]) -> None:
-        """Continue at a state that `at` returned."""
+    def restore_state(self, values: dict[str, Any]) -> None:
+        """Continue at a state that `state_at` returned."""
         with self._lock:
             if values and self._has_states:
                 self._start = _State(values["position"], values["epoch"], values["state"])
-                self._kept.clear()
-                self._begin(self._start)
+                self._cache.clear()
+                self._start_iteration(self._start)
 
     def fingerprint(self) -> str:
         """Return a hash of the first samples; test, too, if the dataset's own states can be trusted.
@@ -170,7 +172,9 @@ class StreamReader:
         Raises:
             JobError: a second iteration gives different samples.
         """
-        first, second = (first_samples(self._dataset, _LOOKED_AT, self._draws) for _ in range(2))
+        first, second = (
+            read_first_samples(self._dataset, _FINGERPRINT_SAMPLES, self._draws) for _ in range(2)
+        )
         one, other = (dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first, second))
         if one != other:
             raise JobError(
@@ -178,53 +182,53 @@ class StreamReader:
                 "run that carries on, would train on others",
                 "let __iter__ follow from a seed of its own, or from numpy's, Python's or torch's generators",
             )
-        self._zero = first[:1]
-        self._has_states = self._can_go_on(first)
-        self._begin(self._start)
+        self._first_sample = first[:1]
+        self._has_states = self._can_resume_from_state(first)
+        self._start_iteration(self._start)
         return one
 
     # ---------------------------------------------------------------- inside
 
-    def _begin(self, at: _State) -> None:
-        self._position, self._epoch = at.position, at.epoch
+    def _start_iteration(self, state: _State) -> None:
+        self._position, self._epoch = state.position, state.epoch
         dataset = self._dataset
-        if at.state is not None:
+        if state.state is not None:
             dataset = copy.deepcopy(dataset)  # the next epoch must start from the beginning
-            dataset.load_state_dict(at.state)
-        self._reading = dataset
-        self._iterator = _iterate(dataset, self._epoch)
+            dataset.load_state_dict(state.state)
+        self._current_dataset = dataset
+        self._iterator = _new_iterator(dataset, self._epoch)
 
-    def _item(self, number: int, seed: Seed) -> Any:
-        if number == 0 and self._zero:
-            return self._zero[0]
-        if number in self._kept:
-            self._kept.move_to_end(number)
-            return self._kept[number]
-        if number < self._position:
-            known = [s for s in (self._start, *self._states.values()) if s.position <= number]
-            self._begin(known[-1] if known else _State(0, 0, None))
-        self._read_to(number, seed)
-        item = self._kept[number] = self._next(seed)
-        self._zero = [item] if number == 0 else self._zero
-        while len(self._kept) > self._keep:
-            self._kept.popitem(last=False)
+    def _read_sample(self, sample_index: int, seed: SeedGenerators) -> Any:
+        if sample_index == 0 and self._first_sample:
+            return self._first_sample[0]
+        if sample_index in self._cache:
+            self._cache.move_to_end(sample_index)
+            return self._cache[sample_index]
+        if sample_index < self._position:
+            known = [s for s in (self._start, *self._states.values()) if s.position <= sample_index]
+            self._start_iteration(known[-1] if known else _State(0, 0, None))
+        self._read_to(sample_index, seed)
+        item = self._cache[sample_index] = self._read_next(seed)
+        self._first_sample = [item] if sample_index == 0 else self._first_sample
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
         return item
 
-    def _read_to(self, position: int, seed: Seed) -> None:
+    def _read_to(self, position: int, seed: SeedGenerators) -> None:
         while self._position < position:
-            self._next(seed)
+            self._read_next(seed)
 
-    def _next(self, seed: Seed) -> Any:
+    def _read_next(self, seed: SeedGenerators) -> Any:
         if self._has_states:
-            self._note()
+            self._store_state()
         seed(self._position)
         for _ in range(2):
             try:
                 item = next(self._iterator)
             except StopIteration:
                 self._epoch += 1
-                self._reading = self._dataset
-                self._iterator = _iterate(self._dataset, self._epoch)
+                self._current_dataset = self._dataset
+                self._iterator = _new_iterator(self._dataset, self._epoch)
             except Exception as error:  # whatever the user's code raises
                 raise WanmaError(
                     f"data: sample {self._position} of {self.name} failed: {type(error).__name__}: {error}"
@@ -234,35 +238,40 @@ class StreamReader:
                 return item
         raise WanmaError(f"data: {self.name} gives no sample in epoch {self._epoch}")
 
-    def _note(self) -> None:
+    def _store_state(self) -> None:
         """Store the dataset's state at a position where a checkpoint will be."""
         position = self._position
-        if self.every_steps == 0 or position == 0 or position in self._states or not self._is_mark(position):
+        if (
+            self.every_steps == 0
+            or position == 0
+            or position in self._states
+            or not self._is_checkpoint_position(position)
+        ):
             return
-        state = self._reading.state_dict()
-        if len(json.dumps(state)) <= _STATE_BYTES:
+        state = self._current_dataset.state_dict()
+        if len(json.dumps(state)) <= _MAX_STATE_BYTES:
             self._states[position] = _State(position, self._epoch, copy.deepcopy(state))
-        while len(self._states) > _STATES:
+        while len(self._states) > _MAX_STATES:
             self._states.popitem(last=False)
 
-    def _is_mark(self, position: int) -> bool:
+    def _is_checkpoint_position(self, position: int) -> bool:
         """Return True if a step that is saved ends at `position`."""
-        step = step_of(self._train, position)
-        return samples_before(self._train, step) == position and step % self.every_steps == 0
+        step = step_of_sample(self._train, position)
+        return samples_consumed_before(self._train, step) == position and step % self.every_steps == 0
 
-    def _can_go_on(self, first: list[Any]) -> bool:
+    def _can_resume_from_state(self, first_samples: list[Any]) -> bool:
         """Return True if an iteration from the dataset's own state yields the samples that come next.
 
         A shuffle buffer, for one, is often not in the state: then the stream is read from the beginning.
         """
         if not (hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")):
             return False
-        half = len(first) // 2
+        half = len(first_samples) // 2
 
-        def read(seed: Seed) -> list[Any]:
+        def read(seed: SeedGenerators) -> list[Any]:
             seed(0)
             whole = copy.deepcopy(self._dataset)
-            iterator = _iterate(whole, 0)
+            iterator = _new_iterator(whole, 0)
             for number in range(half):
                 seed(number)
                 next(iterator)
@@ -272,8 +281,8 @@ class StreamReader:
             again = copy.deepcopy(self._dataset)
             again.load_state_dict(state)
             found: list[Any] = []
-            iterator = _iterate(again, 0)
-            for number in range(half, len(first)):
+            iterator = _new_iterator(again, 0)
+            for number in range(half, len(first_samples)):
                 seed(number)
                 found += islice(iterator, 1)
             return found
@@ -282,11 +291,13 @@ class StreamReader:
             rest = self._draws.read(read)
         except Exception:  # whatever the user's code raises: its states are not used
             return False
-        one, other = (dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first[half:], rest))
+        one, other = (
+            dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first_samples[half:], rest)
+        )
         return bool(rest) and one == other
 
 
-def _iterate(dataset: Any, epoch: int) -> Iterator[Any]:
+def _new_iterator(dataset: Any, epoch: int) -> Iterator[Any]:
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
     return iter(dataset)

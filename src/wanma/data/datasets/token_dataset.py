@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from wanma.data.batch import IGNORED, Batch
-from wanma.data.datasets.dataset import Data, Kind, make_batch
+from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.datasets.dataset import BatchedDataset, InputKind, make_batch
 from wanma.data.sampling.mixture import Mixture
-from wanma.data.sampling.permutation import Numbers, shuffled
-from wanma.data.text.sequence_packing import TokenStream, document_masks
+from wanma.data.sampling.permutation import IndexArray, shuffle_indices
+from wanma.data.text.sequence_packing import PackedSequences, find_document_boundaries
 from wanma.data.text.token_file import TokenFile
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.data.text.validation_split import split_documents
 
 
 @dataclass(frozen=True)
-class TextSource:
+class TokenSource:
     """Source of the mixture, with its open token file."""
 
     name: str
@@ -29,19 +29,19 @@ class TextSource:
     file: TokenFile
 
 
-class TokenData(Data):
+class TokenDataset(BatchedDataset):
     """Data set of token sequences; inputs are (rows, sequence), targets the same shifted by one."""
 
-    kind: ClassVar[Kind] = "tokens"
+    input_kind: ClassVar[InputKind] = "tokens"
 
     def __init__(
         self,
-        sources: Sequence[TextSource],
+        sources: Sequence[TokenSource],
         tokenizer: Tokenizer,
         *,
         sequence_length: int,
         validation_fraction: float,
-        masks: bool,
+        document_masks: bool,
         seed: int,
         total_samples: int,
     ) -> None:
@@ -49,32 +49,32 @@ class TokenData(Data):
         self._sources = sources
         self._splits = splits
         self._train = [
-            TokenStream(source.file.tokens, split.train, sequence_length)
+            PackedSequences(source.file.tokens, split.train, sequence_length)
             for source, split in zip(sources, splits, strict=True)
         ]
         self._validation = [
-            TokenStream(source.file.tokens, split.validation, sequence_length)
+            PackedSequences(source.file.tokens, split.validation, sequence_length)
             for source, split in zip(sources, splits, strict=True)
         ]
-        self._mixture = Mixture.of([source.weight for source in sources])
-        self._masks = masks
+        self._mixture = Mixture.from_weights([source.weight for source in sources])
+        self._document_masks = document_masks
         self._total = total_samples
         self._sequence_length = sequence_length
         self.seed = seed
         self.tokenizer: Tokenizer = tokenizer
-        self.vocabulary = tokenizer.vocabulary
+        self.vocabulary_size = tokenizer.vocabulary_size
         self.targets_per_sample = sequence_length
-        self.train_samples = sum(stream.sequences for stream in self._train)
-        self.validation_samples = sum(stream.sequences for stream in self._validation)
+        self.train_samples = sum(stream.sequence_count for stream in self._train)
+        self.validation_samples = sum(stream.sequence_count for stream in self._validation)
         hashes = "".join(source.file.fingerprint for source in sources)
         self.fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        shares = np.array(self._mixture.shares) / sum(self._mixture.shares)
+        shares = np.array(self._mixture.source_weights) / sum(self._mixture.source_weights)
         return {
-            "kind": self.kind,
+            "kind": self.input_kind,
             "fingerprint": self.fingerprint,
-            "vocabulary": self.vocabulary,
+            "vocabulary": self.vocabulary_size,
             "sequence_length": self._sequence_length,
             "train_samples": self.train_samples,
             "validation_samples": self.validation_samples,
@@ -88,10 +88,10 @@ class TokenData(Data):
                     "tokens": source.file.header["tokens"],
                     "skipped": source.file.header["skipped"],
                     "not_utf8": source.file.header["not_utf8"],
-                    "train_tokens": train.size,
-                    "validation_tokens": validation.size,
-                    "validation_cut": split.cut,
-                    "epochs": float(self._total * share / train.sequences),
+                    "train_tokens": train.token_count,
+                    "validation_tokens": validation.token_count,
+                    "validation_cut": split.validation_tail_fraction,
+                    "epochs": float(self._total * share / train.sequence_count),
                     "token_file": str(source.file.folder),
                 }
                 for source, share, train, validation, split in zip(
@@ -100,34 +100,40 @@ class TokenData(Data):
             ],
         }
 
-    def _train_batch(self, numbers: Numbers) -> Batch:
-        sources, indices = self._mixture.locate(numbers)
+    def _train_batch(self, sample_indices: IndexArray) -> Batch:
+        sources, indices = self._mixture.locate_samples(sample_indices)
         for source in np.unique(sources):
             mine = sources == source
-            epoch_size = self._train[source].sequences
-            indices[mine] = shuffled(indices[mine], epoch_size, self.seed, "source", int(source))
-        return self._read(self._train, sources, indices, numbers)
+            epoch_size = self._train[source].sequence_count
+            indices[mine] = shuffle_indices(indices[mine], epoch_size, self.seed, "source", int(source))
+        return self._read(self._train, sources, indices, sample_indices)
 
-    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
-        starts = np.cumsum([0] + [stream.sequences for stream in self._validation])
+    def _validation_batch(self, sample_indices: IndexArray, rows: IndexArray) -> Batch:
+        starts = np.cumsum([0] + [stream.sequence_count for stream in self._validation])
         sources = np.searchsorted(starts, rows, side="right") - 1
-        return self._read(self._validation, sources, rows - starts[sources], numbers)
+        return self._read(self._validation, sources, rows - starts[sources], sample_indices)
 
     def _read(
-        self, streams: list[TokenStream], sources: Numbers, indices: Numbers, numbers: Numbers
+        self,
+        streams: list[PackedSequences],
+        sources: IndexArray,
+        indices: IndexArray,
+        sample_indices: IndexArray,
     ) -> Batch:
-        rows = np.empty((len(numbers), self._sequence_length + 1), np.int64)
+        rows = np.empty((len(sample_indices), self._sequence_length + 1), np.int64)
         seams = np.zeros(rows.shape, bool)
         for source in np.unique(sources):
             mine = sources == source
             rows[mine] = streams[source].read(indices[mine])
-            if self._masks:
-                seams[mine] = streams[source].seams(indices[mine])
+            if self._document_masks:
+                seams[mine] = streams[source].segment_starts(indices[mine])
         keywords = {}
         targets = rows[:, 1:].copy()
-        if self._masks:
-            documents, positions, foreign = document_masks(rows, seams, self.tokenizer.end_of_document)
-            targets[foreign] = IGNORED
+        if self._document_masks:
+            documents, positions, foreign = find_document_boundaries(
+                rows, seams, self.tokenizer.end_of_document_id
+            )
+            targets[foreign] = IGNORE_INDEX
             keywords = {"documents": torch.from_numpy(documents), "positions": torch.from_numpy(positions)}
         inputs = torch.from_numpy(rows[:, :-1].copy())
-        return make_batch((inputs,), torch.from_numpy(targets), numbers, keywords)
+        return make_batch((inputs,), torch.from_numpy(targets), sample_indices, keywords)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from wanma.job.sections.job import TrainSection
 
 
-def global_batch(train: TrainSection, step: int) -> int:
+def global_batch_size(train: TrainSection, step: int) -> int:
     """Return the global batch size of `step`, in samples."""
-    return next(batch for first, batch in reversed(_pieces(train)) if first <= step)
+    return next(batch for first, batch in reversed(_constant_stages(train)) if first <= step)
 
 
-def samples_before(train: TrainSection, step: int) -> int:
+def samples_consumed_before(train: TrainSection, step: int) -> int:
     """Return the samples consumed by the steps before `step`: its start position in the data."""
-    pieces = _pieces(train)
+    pieces = _constant_stages(train)
     ends = [first for first, _ in pieces[1:]] + [step]
     return sum(
         (min(end, step) - first) * batch
@@ -26,18 +26,18 @@ def samples_before(train: TrainSection, step: int) -> int:
     )
 
 
-def step_of(train: TrainSection, sample: int) -> int:
-    """Return the step that consumes the sample with index `sample`."""
+def step_of_sample(train: TrainSection, sample_index: int) -> int:
+    """Return the step that consumes the sample with index `sample_index`."""
     first, batch, before = 0, 0, 0
-    for next_first, next_batch in _pieces(train):
+    for next_first, next_batch in _constant_stages(train):
         after = before + (next_first - first) * batch
-        if sample < after:
+        if sample_index < after:
             break
         first, batch, before = next_first, next_batch, after
-    return first + (sample - before) // batch
+    return first + (sample_index - before) // batch
 
 
-def _pieces(train: TrainSection) -> list[tuple[int, int]]:
+def _constant_stages(train: TrainSection) -> list[tuple[int, int]]:
     """List (first step, global batch) of every run of steps with equal batch size, from step 0 on."""
     ramp = list(train.batch_ramp)
     return ramp if ramp and ramp[0][0] == 0 else [(0, train.global_batch), *ramp]

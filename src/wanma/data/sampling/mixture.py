@@ -15,9 +15,9 @@ from math import lcm
 
 import numpy as np
 
-from wanma.data.sampling.permutation import Numbers
+from wanma.data.sampling.permutation import IndexArray
 
-_LARGEST_PERIOD = 1 << 31
+_MAX_PERIOD = 1 << 31
 """Maximum period: keeps remainder times weight inside 64 bits."""
 
 
@@ -25,10 +25,10 @@ _LARGEST_PERIOD = 1 << 31
 class Mixture:
     """Integer shares of the sources: source i gives `shares[i]` of every `sum(shares)` samples."""
 
-    shares: tuple[int, ...]
+    source_weights: tuple[int, ...]
 
     @classmethod
-    def of(cls, weights: Sequence[float]) -> Mixture:
+    def from_weights(cls, weights: Sequence[float]) -> Mixture:
         """Build a mixture that is exact for decimal weights; a period over 2**31 is scaled down to it."""
         fractions = [Fraction(repr(float(weight))) for weight in weights]
         if not fractions or any(fraction <= 0 for fraction in fractions):
@@ -36,22 +36,22 @@ class Mixture:
         total = sum(fractions)
         fractions = [fraction / total for fraction in fractions]
         period = lcm(*(fraction.denominator for fraction in fractions))
-        if period > _LARGEST_PERIOD:
-            period = _LARGEST_PERIOD - len(fractions)  # room for a source that rounds up to one sample
+        if period > _MAX_PERIOD:
+            period = _MAX_PERIOD - len(fractions)  # room for a source that rounds up to one sample
         return cls(tuple(max(round(fraction * period), 1) for fraction in fractions))
 
-    def locate(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+    def locate_samples(self, sample_indices: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Return the source of each sample index, and the index within that source's own endless stream."""
-        sources = np.zeros_like(numbers)
-        indices = numbers.copy()
-        pending = [(0, len(self.shares), np.arange(len(numbers)))]
+        sources = np.zeros_like(sample_indices)
+        indices = sample_indices.copy()
+        pending = [(0, len(self.source_weights), np.arange(len(sample_indices)))]
         while pending:
             first, end, at = pending.pop()
             if end - first == 1 or not len(at):
                 sources[at] = first
                 continue
             middle = (first + end) // 2
-            left, total = sum(self.shares[first:middle]), sum(self.shares[first:end])
+            left, total = sum(self.source_weights[first:middle]), sum(self.source_weights[first:end])
             before = _left_before(indices[at], left, total)
             goes_left = _left_before(indices[at] + 1, left, total) > before
             indices[at] = np.where(goes_left, before, indices[at] - before)
@@ -59,11 +59,11 @@ class Mixture:
         return sources, indices
 
 
-def _left_before(numbers: Numbers, left: int, total: int) -> Numbers:
-    """Return floor(number * left / total + 1/2): how many of the first `number` samples go left.
+def _left_before(sample_indices: IndexArray, left_weight: int, total_weight: int) -> IndexArray:
+    """Return floor(index * left_weight / total_weight + 1/2): how many of the first `index` samples go left.
 
     The order of the operations avoids overflow.
     """
-    periods, rest = np.divmod(numbers, total)
-    count: Numbers = periods * left + (rest * left + total // 2) // total
+    periods, rest = np.divmod(sample_indices, total_weight)
+    count: IndexArray = periods * left_weight + (rest * left_weight + total_weight // 2) // total_weight
     return count

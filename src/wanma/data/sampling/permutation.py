@@ -14,38 +14,38 @@ import json
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = NDArray[np.int64]
+IndexArray = NDArray[np.int64]
 
 _ROUNDS = 8
-_MAXIMUM = 1 << 62
+_MAX_SIZE = 1 << 62
 
 
-def shuffled(numbers: Numbers, samples: int, *key: int | str) -> Numbers:
-    """Return the sample index for each of `numbers`, in an endless stream of reshuffled epochs.
+def shuffle_indices(stream_positions: IndexArray, epoch_size: int, *key: int | str) -> IndexArray:
+    """Return the sample index for each of `stream_positions`, in an endless stream of reshuffled epochs.
 
     Args:
-        numbers: positions in the stream, 0 or more, in any order and number.
-        samples: samples of one epoch; positions [e * samples, (e + 1) * samples) visit each once.
+        stream_positions: positions in the stream, 0 or more, in any order and number.
+        epoch_size: samples of one epoch; positions [e * samples, (e + 1) * samples) visit each once.
         key: key of the order besides the epoch: the seed first, then names that distinguish streams.
 
     Returns:
-        Indices in [0, samples), same shape as `numbers`.
+        Indices in [0, samples), same shape as `stream_positions`.
     """
-    epochs, positions = np.divmod(numbers, samples)
+    epochs, positions = np.divmod(stream_positions, epoch_size)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
         inside = epochs == epoch
-        indices[inside] = permute(positions[inside], samples, *key, int(epoch))
+        indices[inside] = permute_indices(positions[inside], epoch_size, *key, int(epoch))
     return indices
 
 
-def permute(positions: Numbers, size: int, *key: int | str) -> Numbers:
+def permute_indices(positions: IndexArray, size: int, *key: int | str) -> IndexArray:
     """Return the keyed permutation of [0, size) at `positions`.
 
     Raises:
         ValueError: a position outside [0, size), or a size beyond 2**62.
     """
-    if not 1 <= size <= _MAXIMUM:
+    if not 1 <= size <= _MAX_SIZE:
         raise ValueError(f"cannot permute {size} positions; from 1 to 2**62 can")
     if positions.size and (positions.min() < 0 or positions.max() >= size):
         raise ValueError(f"positions {positions.min()}..{positions.max()} outside [0, {size})")

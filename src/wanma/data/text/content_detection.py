@@ -9,8 +9,8 @@ from wanma.job.errors import JobError
 
 Content = Literal["text", "records", "binary"]
 
-_LOOKED_AT = 8192
-_FORMATS = (
+_INSPECTED_BYTES = 8192
+_FORMAT_SIGNATURES = (
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
     (b"ORC", "an ORC file"),
@@ -30,25 +30,27 @@ _FORMATS = (
     (b"\xfe\xff", "UTF-16; save it as UTF-8"),
 )
 """First bytes of binary files, and the names of their formats."""
-_ALSO_TEXT = (b"ORC", b"BZh")
+_AMBIGUOUS_SIGNATURES = (b"ORC", b"BZh")
 """Magic numbers with which a text may begin, too."""
 
 
-def content_of(first: bytes) -> tuple[Content, str]:
+def detect_content(head: bytes) -> tuple[Content, str]:
     """Detect the kind of a file's content, and the name of its format if it is binary.
 
     Args:
-        first: its first bytes, up to the end of a line where there are lines.
+        head: its first bytes, up to the end of a line where there are lines.
     """
-    for start, name in _FORMATS:
-        if first.startswith(start) and (start not in _ALSO_TEXT or b"\0" in first[:_LOOKED_AT]):
+    for start, name in _FORMAT_SIGNATURES:
+        if head.startswith(start) and (
+            start not in _AMBIGUOUS_SIGNATURES or b"\0" in head[:_INSPECTED_BYTES]
+        ):
             return "binary", name
-    if b"\0" in first[:_LOOKED_AT]:  # as git and grep distinguish binary from text
+    if b"\0" in head[:_INSPECTED_BYTES]:  # as git and grep distinguish binary from text
         return "binary", "binary"
-    return ("records", "") if _has_records(first) else ("text", "")
+    return ("records", "") if _has_records(head) else ("text", "")
 
 
-def refuse_content(key: str, url: str, content: Content, name: str) -> JobError:
+def unsupported_content_error(key: str, url: str, content: Content, name: str) -> JobError:
     """Build the error about a document that is not text."""
     if content == "records":
         return JobError(
@@ -63,14 +65,14 @@ def refuse_content(key: str, url: str, content: Content, name: str) -> JobError:
     )
 
 
-def _has_records(first: bytes) -> bool:
+def _has_records(head: bytes) -> bool:
     """Return True if text begins as JSON lines or as a list of JSON objects."""
-    begin = first.lstrip()
+    begin = head.lstrip()
     if begin.startswith(b"["):
         return begin[1:].lstrip().startswith(b"{") and _is_list(begin)
     if not begin.startswith(b"{"):
         return False
-    lines = [line for line in first.split(b"\n") if line.strip()][:2]
+    lines = [line for line in head.split(b"\n") if line.strip()][:2]
     return all(_is_object(line) for line in lines)
 
 

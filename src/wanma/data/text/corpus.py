@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wanma.data.text.documents import STDLIB, Document, list_documents
-from wanma.data.text.token_file import TokenFile, ensure_token_file
+from wanma.data.text.documents import STANDARD_LIBRARY, Document, list_documents
+from wanma.data.text.token_file import TokenFile, open_or_build_token_file
 from wanma.data.text.tokenizer import load_tokenizer
 from wanma.data.text.validation_split import split_documents
 from wanma.job.sections.data import DataSection
@@ -19,7 +19,7 @@ log = logging.getLogger("wanma.data")
 
 def build_token_files(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
     """Build the token files of text, and check that they hold enough for the job's sequences."""
-    texts = texts_of(section)
+    texts = resolve_text_sources(section)
     tokenizer = load_tokenizer(section.tokenizer)
     files: list[TokenFile] = []
     totals = [sum(document.size for document in text.documents) for text in texts]
@@ -30,16 +30,18 @@ def build_token_files(section: DataSection, progress: Callable[[int, int], None]
             if progress is not None:
                 progress(before + done, sum(totals))
 
-        files.append(ensure_token_file(text.documents, tokenizer, cache_folder(section), advance))
+        files.append(
+            open_or_build_token_file(text.documents, tokenizer, token_cache_folder(section), advance)
+        )
     splits = split_documents(files, section.validation_fraction, section.sequence_length)
-    if splits[0].cut:
+    if splits[0].validation_tail_fraction:
         log.warning(
             "too few documents to keep whole ones for validation; the last %.1f%% of each is kept instead",
-            splits[0].cut * 100,
+            splits[0].validation_tail_fraction * 100,
         )
 
 
-def cache_folder(section: DataSection) -> Path:
+def token_cache_folder(section: DataSection) -> Path:
     """Return the folder of token files: `data.cache`, or wanma's folder in the user's cache."""
     if section.cache is not None:
         return Path(section.cache).expanduser()
@@ -47,12 +49,12 @@ def cache_folder(section: DataSection) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "wanma"
 
 
-def entries(section: DataSection) -> list[str]:
+def storage_entries(section: DataSection) -> list[str]:
     return [*section.text, *(entry for source in section.sources for entry in source.text), section.tokenizer]
 
 
 @dataclass(frozen=True)
-class Text:
+class TextSource:
     """One text source of a job: name, weight in the mixture, and documents."""
 
     name: str
@@ -60,11 +62,13 @@ class Text:
     documents: Sequence[Document]
 
 
-def texts_of(section: DataSection) -> list[Text]:
+def resolve_text_sources(section: DataSection) -> list[TextSource]:
     """Return the text sources of a job; without any, the standard library's source."""
     if section.sources:
         return [
-            Text(source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text"))
+            TextSource(
+                source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text")
+            )
             for number, source in enumerate(section.sources)
         ]
-    return [Text("text", 1.0, list_documents(section.text or [STDLIB]))]
+    return [TextSource("text", 1.0, list_documents(section.text or [STANDARD_LIBRARY]))]

@@ -21,15 +21,23 @@ from fsspec.core import get_filesystem_class, url_to_fs
 from fsspec.utils import get_protocol
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.retry import PATIENCE, RetriedFile, retry
+from wanma.job.retry import STORAGE_RETRY_POLICY, RetryingFile, retry
 
-STDLIB = "stdlib"
+STANDARD_LIBRARY = "stdlib"
 """Name of the entry that every node with Python has: the standard library's own source."""
 
-_NOT_SOURCE = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
-_NOT_PORTABLE = "_sysconfigdata*"
+_EXCLUDED_SOURCES = (
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "config-*",
+)
+_NODE_SPECIFIC_FILES = "_sysconfigdata*"
 """Pattern of files written when a Python is built: different on every node."""
-_VERSIONS = (
+_VERSION_FIELDS = (
     "ETag",
     "etag",
     "md5Hash",
@@ -54,13 +62,13 @@ class Document:
     """Size in bytes as stored."""
     version: str
     """Version of the content: the store's tag, the modification time, or a hash of the content."""
-    explicit: bool
+    is_named: bool
     """True if the job names the file itself; binary files found in folders and globs are skipped."""
-    key: str
+    job_key: str
     """Key of the job file that names it, for messages."""
 
-    def pieces(self, size: int = 1 << 20) -> Iterator[bytes]:
-        """Yield the content in pieces of about `size` bytes.
+    def read_chunks(self, chunk_size: int = 1 << 20) -> Iterator[bytes]:
+        """Yield the content in pieces of about `chunk_size` bytes.
 
         They end with a line where there are lines, and never inside a UTF-8 character; decompressed when the
         name ends in .gz, .bz2 or .xz.
@@ -69,27 +77,29 @@ class Document:
             WanmaError: missing, forbidden or broken; names the key and the file.
         """
         try:
-            with self._opened() as stream:
-                rest = stream.read(size)
-                while block := stream.read(size):  # the last piece is never cut: small files are one piece
+            with self._open() as stream:
+                rest = stream.read(chunk_size)
+                while block := stream.read(
+                    chunk_size
+                ):  # the last piece is never cut: small files are one piece
                     rest += block
-                    if cut := _cut(rest):
+                    if cut := _chunk_end(rest):
                         yield rest[:cut]
                         rest = rest[cut:]
                 if rest:
                     yield rest
         except Exception as error:  # a storage library may raise anything
-            raise _unreadable(self.url, self.key, error) from error
+            raise _unreadable(self.url, self.job_key, error) from error
 
-    def _opened(self) -> IO[bytes] | RetriedFile:
+    def _open(self) -> IO[bytes] | RetryingFile:
         def open_file() -> IO[bytes]:
             stream: IO[bytes] = self.filesystem.open(self.path, "rb", compression="infer")
             return stream
 
-        return open_file() if is_local(self.filesystem) else RetriedFile(open_file, PATIENCE)
+        return open_file() if is_local(self.filesystem) else RetryingFile(open_file, STORAGE_RETRY_POLICY)
 
 
-def _cut(text: bytes) -> int:
+def _chunk_end(text: bytes) -> int:
     """Return the end of a piece: after the last line, else before a possibly incomplete last character."""
     if newline := text.rfind(b"\n") + 1:
         return newline
@@ -110,7 +120,7 @@ def list_documents(entries: Sequence[str], key: str = "data.text") -> list[Docum
     """
     documents: dict[str, Document] = {}
     for number, entry in enumerate(entries):
-        for document in _expand(entry, f"{key}[{number}]"):
+        for document in _expand_entry(entry, f"{key}[{number}]"):
             documents.setdefault(document.url, document)
     if not any(document.size for document in documents.values()):
         raise JobError(
@@ -120,33 +130,33 @@ def list_documents(entries: Sequence[str], key: str = "data.text") -> list[Docum
     return list(documents.values())
 
 
-def _expand(entry: str, key: str) -> list[Document]:
-    if entry == STDLIB:
+def _expand_entry(entry: str, key: str) -> list[Document]:
+    if entry == STANDARD_LIBRARY:
         return _standard_library(key)
     if not entry.strip():
         raise JobError(f"{key} is empty text", "name a file, a folder ('.' is this one), a glob or a URL")
     try:
         filesystem, path = url_to_fs(entry)
         if is_local(filesystem):
-            return _look_up(filesystem, path, entry, key)
-        return retry(lambda: _look_up(filesystem, path, entry, key), PATIENCE)
+            return _resolve_entry(filesystem, path, entry, key)
+        return retry(lambda: _resolve_entry(filesystem, path, entry, key), STORAGE_RETRY_POLICY)
     except WanmaError:
         raise
     except Exception as error:  # a storage library may raise anything
         raise _unreadable(entry, key, error) from error
 
 
-def _look_up(filesystem: Any, path: str, entry: str, key: str) -> list[Document]:
+def _resolve_entry(filesystem: Any, path: str, entry: str, key: str) -> list[Document]:
     is_pattern = any(character in path for character in "*?[")
     info = _info(filesystem, path, is_pattern)
     if info is not None and info["type"] == "file":
         return [_document(filesystem, path, info, True, key)]
     if info is not None:
-        found = _below(filesystem, path)
+        found = _list_folder(filesystem, path)
         if not found:
             raise JobError(f"{key}: no file in the folder '{entry}'", "files with a leading dot do not count")
     elif is_pattern:
-        found = _matching(filesystem, path)
+        found = _glob(filesystem, path)
         if not found:
             raise JobError(f"{key}: no file matches '{entry}'", "check the pattern; '**' crosses folders")
     else:
@@ -167,16 +177,16 @@ def _info(filesystem: Any, path: str, is_pattern: bool) -> dict[str, Any] | None
     return info
 
 
-def _matching(filesystem: Any, pattern: str) -> dict[str, Any]:
+def _glob(filesystem: Any, pattern: str) -> dict[str, Any]:
     """Return the files that match, with their metadata."""
     try:
-        found = filesystem.glob(pattern, detail=True, **_careful(filesystem))
+        found = filesystem.glob(pattern, detail=True, **_strict_listing_options(filesystem))
     except FileNotFoundError:
         return {}
     return {name: info for name, info in found.items() if info["type"] == "file"}
 
 
-def _careful(filesystem: Any) -> dict[str, Any]:
+def _strict_listing_options(filesystem: Any) -> dict[str, Any]:
     """Return arguments for a search: fsspec's own silently omits folders that it failed to list."""
     if is_local(filesystem):
         return {}
@@ -187,19 +197,21 @@ def _careful(filesystem: Any) -> dict[str, Any]:
     return {"on_error": "raise"} if is_own else {}
 
 
-def _below(filesystem: Any, folder: str) -> dict[str, Any]:
+def _list_folder(filesystem: Any, folder: str) -> dict[str, Any]:
     """Return the files below `folder` with their metadata, without hidden ones."""
     if is_local(filesystem):
-        return {name: filesystem.info(name) for name in _walk(folder, (".*",))}
+        return {name: filesystem.info(name) for name in _walk_local(folder, (".*",))}
     start = len(folder.rstrip("/"))
-    found = filesystem.find(folder, detail=True, **_careful(filesystem))
+    found = filesystem.find(folder, detail=True, **_strict_listing_options(filesystem))
     return {name: info for name, info in found.items() if "/." not in name[start:]}
 
 
 def _standard_library(key: str) -> list[Document]:
     root = sysconfig.get_paths()["stdlib"]
     filesystem = fsspec.filesystem("file")
-    found = [name for name in _walk(root, (*_NOT_SOURCE, _NOT_PORTABLE)) if name.endswith(".py")]
+    found = [
+        name for name in _walk_local(root, (*_EXCLUDED_SOURCES, _NODE_SPECIFIC_FILES)) if name.endswith(".py")
+    ]
     if not found:
         raise JobError(
             f"{key}: this Python comes without the source of its standard library ({root})",
@@ -208,8 +220,8 @@ def _standard_library(key: str) -> list[Document]:
     return [_document(filesystem, name, filesystem.info(name), False, key) for name in sorted(found)]
 
 
-def _walk(root: str, without: tuple[str, ...]) -> Iterator[str]:
-    """Yield local files below `root`; folders and files with names in `without` are skipped.
+def _walk_local(root: str, excluded_names: tuple[str, ...]) -> Iterator[str]:
+    """Yield local files below `root`; folders and files with names in `excluded_names` are skipped.
 
     Unlike fsspec's own walk it raises where a folder may not be entered, follows links to folders, each once,
     and does not list what it skips.
@@ -224,22 +236,22 @@ def _walk(root: str, without: tuple[str, ...]) -> Iterator[str]:
             folders.clear()
             continue
         entered.add(real)
-        folders[:] = sorted(name for name in folders if not _matches(name, without))
-        yield from (f"{folder}/{name}" for name in names if not _matches(name, without))
+        folders[:] = sorted(name for name in folders if not _matches(name, excluded_names))
+        yield from (f"{folder}/{name}" for name in names if not _matches(name, excluded_names))
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _document(filesystem: Any, path: str, info: dict[str, Any], explicit: bool, key: str) -> Document:
-    version = next((f"{name}:{info[name]}" for name in _VERSIONS if info.get(name) is not None), None)
+def _document(filesystem: Any, path: str, info: dict[str, Any], is_named: bool, job_key: str) -> Document:
+    version = next((f"{name}:{info[name]}" for name in _VERSION_FIELDS if info.get(name) is not None), None)
     if version is None or info.get("size") is None:  # plain web servers may report neither
         content = filesystem.cat_file(path)
         info = {**info, "size": len(content)}
         version = "content:" + hashlib.sha256(content).hexdigest()
     url = filesystem.unstrip_protocol(path)
-    return Document(filesystem, path, url, int(info["size"]), version, explicit, key)
+    return Document(filesystem, path, url, int(info["size"]), version, is_named, job_key)
 
 
 def _unreadable(name: str, key: str, error: Exception) -> WanmaError:
@@ -271,7 +283,7 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
-def starts_threads(entry: str) -> bool:
+def uses_async_filesystem(entry: str) -> bool:
     """Return True if reading `entry` starts fsspec's thread for asynchronous storage (s3, gs, http etc.)."""
     for part in entry.split("::"):
         protocol = get_protocol(part)

@@ -1,4 +1,4 @@
-"""Child process that runs `prepare` (`python -m wanma.data.text.preparation_process`).
+"""Child process that runs `prepare_job_data` (`python -m wanma.data.text.preparation_process`).
 
 The section comes in as JSON; progress and an error, if any, go out as one JSON object per line.
 """
@@ -17,7 +17,7 @@ from wanma.job.errors import WanmaError
 from wanma.job.sections.data import DataSection
 
 
-def prepare_elsewhere(section: DataSection, progress: Callable[[int, int], None] | None) -> None:
+def prepare_in_subprocess(section: DataSection, progress: Callable[[int, int], None] | None) -> None:
     """Build token files in a child process, so that its threads end with it."""
     command = [sys.executable, "-m", "wanma.data.text.preparation_process"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

@@ -12,69 +12,71 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from wanma.data.sampling.permutation import Numbers
+from wanma.data.sampling.permutation import IndexArray
 from wanma.data.text.validation_split import Segments
 
 
-class TokenStream:
-    """Side of the split of one token file, as `sequences` rows of `sequence_length + 1` tokens."""
+class PackedSequences:
+    """Side of the split of one token file, as `sequence_count` rows of `sequence_length + 1` tokens."""
 
     def __init__(self, tokens: NDArray[Any], segments: Segments, sequence_length: int) -> None:
         lengths = segments[:, 1] - segments[:, 0]
         self._length = sequence_length
         self._tokens = tokens
         self._starts = np.concatenate([[0], np.cumsum(lengths)])  # of each segment, in the stream
-        self._shift = segments[:, 0] - self._starts[:-1]  # from a position in the stream to one in the file
-        self.size = int(lengths.sum())
-        self.sequences = max((self.size - 1) // sequence_length, 0)
+        self._file_offset = (
+            segments[:, 0] - self._starts[:-1]
+        )  # from a position in the stream to one in the file
+        self.token_count = int(lengths.sum())
+        self.sequence_count = max((self.token_count - 1) // sequence_length, 0)
 
-    def read(self, sequences: Numbers) -> NDArray[np.int64]:
+    def read(self, sequence_indices: IndexArray) -> NDArray[np.int64]:
         """Return the tokens (rows, sequence_length + 1) of the sequences with these indices."""
-        starts = sequences * self._length
+        starts = sequence_indices * self._length
         first, last = self._segment(starts), self._segment(starts + self._length)
         whole = first == last
         if whole.all():
-            found: NDArray[Any] = self._windows[starts + self._shift[first]]
+            found: NDArray[Any] = self._windows[starts + self._file_offset[first]]
             return found.astype(np.int64)
-        rows = np.empty((len(sequences), self._length + 1), np.int64)
-        rows[whole] = self._windows[starts[whole] + self._shift[first[whole]]]
-        positions = self._positions(sequences[~whole])
-        rows[~whole] = self._tokens[positions + self._shift[self._segment(positions)]]
+        rows = np.empty((len(sequence_indices), self._length + 1), np.int64)
+        rows[whole] = self._windows[starts[whole] + self._file_offset[first[whole]]]
+        positions = self._positions(sequence_indices[~whole])
+        rows[~whole] = self._tokens[positions + self._file_offset[self._segment(positions)]]
         return rows
 
-    def seams(self, sequences: Numbers) -> NDArray[np.bool_]:
+    def segment_starts(self, sequence_indices: IndexArray) -> NDArray[np.bool_]:
         """Return a mask (rows, sequence_length + 1), true at each segment's first token, after other text."""
-        return np.isin(self._positions(sequences), self._starts)
+        return np.isin(self._positions(sequence_indices), self._starts)
 
     @property
     def _windows(self) -> NDArray[Any]:
         return sliding_window_view(self._tokens, self._length + 1)
 
-    def _segment(self, positions: Numbers) -> NDArray[np.intp]:
+    def _segment(self, positions: IndexArray) -> NDArray[np.intp]:
         return np.searchsorted(self._starts, positions, side="right") - 1
 
-    def _positions(self, sequences: Numbers) -> Numbers:
-        positions: Numbers = sequences[:, None] * self._length + np.arange(self._length + 1)
+    def _positions(self, sequence_indices: IndexArray) -> IndexArray:
+        positions: IndexArray = sequence_indices[:, None] * self._length + np.arange(self._length + 1)
         return positions
 
 
-def document_masks(
-    rows: NDArray[np.int64], seams: NDArray[np.bool_], end_of_document: int
-) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
+def find_document_boundaries(
+    rows: NDArray[np.int64], segment_starts: NDArray[np.bool_], end_of_document_id: int
+) -> tuple[IndexArray, IndexArray, NDArray[np.bool_]]:
     """Compute the masks that separate the documents of a row.
 
     Args:
         rows: tokens (rows, sequence + 1).
-        seams: (rows, sequence + 1), true where another text begins although no document ended.
-        end_of_document: its token.
+        segment_starts: (rows, sequence + 1), true where another text begins although no document ended.
+        end_of_document_id: its token.
 
     Returns:
         documents: (rows, sequence), 0 for the first document in the row, then counting up.
         positions: (rows, sequence), from 0 at the first token in the row of each document.
         foreign: (rows, sequence), true where the target is the first token of the next document.
     """
-    begins = seams.copy()
-    begins[:, 1:] |= rows[:, :-1] == end_of_document
+    begins = segment_starts.copy()
+    begins[:, 1:] |= rows[:, :-1] == end_of_document_id
     begins[:, 0] = True
     foreign = begins[:, 1:]
     begins = begins[:, :-1]

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.text.content_detection import refuse_content
+from wanma.data.text.content_detection import unsupported_content_error
 from wanma.data.text.documents import Document
-from wanma.data.text.tokenization import Progress, TokenWriter, build_tokens
+from wanma.data.text.tokenization import Progress, TokenFileWriter, tokenize_documents
 from wanma.data.text.tokenizer import Tokenizer
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.run.run_directory import write_json
@@ -43,7 +43,7 @@ _FILES = ("tokens.bin", "offsets.bin", "digests.bin")
 log = logging.getLogger("wanma.data")
 
 
-class DamagedError(Exception):
+class TokenFileCorruptError(Exception):
     """Error: a token folder contradicts its header; the message is the reason."""
 
 
@@ -68,12 +68,12 @@ class TokenFile:
         return np.diff(self.offsets)
 
 
-def ensure_token_file(
+def open_or_build_token_file(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
-    cache: Path,
+    cache_folder: Path,
     progress: Progress | None = None,
-    workers: int | None = None,
+    process_count: int | None = None,
 ) -> TokenFile:
     """Open the token file of `documents`, building it first when it is missing or damaged.
 
@@ -82,16 +82,16 @@ def ensure_token_file(
     Args:
         documents: the corpus, in order.
         tokenizer: the tokenizer.
-        cache: folder of token files.
+        cache_folder: folder of token files.
         progress: called with (bytes done, bytes in all) while building.
-        workers: encoding processes; default: by the size of the corpus and the usable cores.
+        process_count: encoding processes; default: by the size of the corpus and the usable cores.
 
     Raises:
         WanmaError: a document cannot be read, the disk is full, or the cache cannot be written to.
     """
-    folder = cache / "tokens" / _identity(documents, tokenizer)
-    with _folder_errors(folder.parent):
-        with suppress(FileNotFoundError, DamagedError):
+    folder = cache_folder / "tokens" / _cache_key(documents, tokenizer)
+    with _explain_disk_errors(folder.parent):
+        with suppress(FileNotFoundError, TokenFileCorruptError):
             return open_token_file(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder):  # look again: the last holder may have built or repaired the file
@@ -99,10 +99,10 @@ def ensure_token_file(
                 return open_token_file(folder)
             except FileNotFoundError:
                 pass
-            except DamagedError as damage:
+            except TokenFileCorruptError as damage:
                 log.warning("token file %s is damaged (%s); building it again", folder, damage)
                 shutil.rmtree(folder)
-            _build(folder, documents, tokenizer, progress, workers)
+            _build(folder, documents, tokenizer, progress, process_count)
             return open_token_file(folder)
 
 
@@ -111,22 +111,22 @@ def open_token_file(folder: Path) -> TokenFile:
 
     Raises:
         FileNotFoundError: no such folder.
-        DamagedError: sizes or hashes differ from the header's.
+        TokenFileCorruptError: sizes or hashes differ from the header's.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
         header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if (header["format"], header["version"]) != (_FORMAT, _VERSION):
-            raise DamagedError(f"its format is {header['format']} {header['version']}")
+            raise TokenFileCorruptError(f"its format is {header['format']} {header['version']}")
         _verify(folder, header)
         tokens = np.memmap(folder / "tokens.bin", dtype=header["dtype"], mode="r")
         offsets = np.memmap(folder / "offsets.bin", dtype="<i8", mode="r")
         digests = np.memmap(folder / "digests.bin", dtype="<u8", mode="r")
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"its header cannot be read: {error!r}") from error
+        raise TokenFileCorruptError(f"its header cannot be read: {error!r}") from error
     except FileNotFoundError as error:
-        raise DamagedError(f"{Path(error.filename).name} is missing") from error
+        raise TokenFileCorruptError(f"{Path(error.filename).name} is missing") from error
     return TokenFile(folder, header, tokens, offsets, digests)
 
 
@@ -135,9 +135,11 @@ def _verify(folder: Path, header: dict[str, Any]) -> None:
     stamp = {name: _stat(folder / name) for name in _FILES}
     for name in _FILES:
         if not (folder / name).is_file():
-            raise DamagedError(f"{name} is no file")
+            raise TokenFileCorruptError(f"{name} is no file")
         if stamp[name][0] != header["files"][name]["size"]:
-            raise DamagedError(f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}")
+            raise TokenFileCorruptError(
+                f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}"
+            )
     verified = folder / "verified.json"
     with suppress(FileNotFoundError, ValueError):  # without a readable stamp, hash
         if json.loads(verified.read_text(encoding="utf-8")) == stamp:
@@ -145,7 +147,7 @@ def _verify(folder: Path, header: dict[str, Any]) -> None:
     for name in _FILES:
         with (folder / name).open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != header["files"][name]["sha256"]:
-                raise DamagedError(f"the content of {name} does not match its hash")
+                raise TokenFileCorruptError(f"the content of {name} does not match its hash")
     with suppress(OSError):  # a shared cache may be read-only, or full: then each opening hashes
         write_json(verified, stamp)
 
@@ -155,9 +157,9 @@ def _stat(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _identity(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+def _cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     """Return the folder's name: a hash of everything that determines the tokens, documents unread."""
-    known = [[document.url, document.size, document.version, document.explicit] for document in documents]
+    known = [[document.url, document.size, document.version, document.is_named] for document in documents]
     text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, known])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -167,22 +169,24 @@ def _build(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     progress: Progress | None,
-    workers: int | None,
+    process_count: int | None,
 ) -> None:
     building = folder.with_name(f"{folder.name}.building")
     shutil.rmtree(building, ignore_errors=True)  # of a builder that died: we hold the lock
     building.mkdir()
     try:
-        with TokenWriter(building / "tokens.bin", tokenizer.dtype) as writer:
-            built = build_tokens(documents, tokenizer, writer, building, progress, workers)
+        with TokenFileWriter(building / "tokens.bin", tokenizer.dtype) as writer:
+            built = tokenize_documents(documents, tokenizer, writer, building, progress, process_count)
         if not built.lengths:
             raise JobError(
-                f"{documents[0].key}: the corpus is empty: files without text: {len(documents)} "
-                f"({built.binary} of them binary)",
+                f"{documents[0].job_key}: the corpus is empty: files without text: {len(documents)} "
+                f"({built.binary_files} of them binary)",
                 "name files or folders with text, or use ['stdlib']",
             )
-        if 2 * built.records > len(built.lengths):  # a few data files among much else are accepted
-            raise refuse_content(documents[0].key, f"most of {len(documents)} files", "records", "")
+        if 2 * built.json_record_files > len(built.lengths):  # a few data files among much else are accepted
+            raise unsupported_content_error(
+                documents[0].job_key, f"most of {len(documents)} files", "records", ""
+            )
         offsets = np.concatenate([[0], np.cumsum(built.lengths, dtype=np.int64)])
         hashes = {
             "tokens.bin": writer.sha256,
@@ -195,11 +199,11 @@ def _build(
             "dtype": tokenizer.dtype.str,
             "tokens": int(offsets[-1]),
             "documents": len(built.lengths),
-            "vocabulary": tokenizer.vocabulary,
-            "end_of_document": tokenizer.end_of_document,
+            "vocabulary": tokenizer.vocabulary_size,
+            "end_of_document": tokenizer.end_of_document_id,
             "tokenizer": tokenizer.fingerprint,
-            "skipped": {"binary": built.binary, "empty": built.empty},
-            "not_utf8": built.not_utf8,
+            "skipped": {"binary": built.binary_files, "empty": built.empty_files},
+            "not_utf8": built.non_utf8_documents,
             "files": {
                 name: {"size": (building / name).stat().st_size, "sha256": hashes[name]} for name in _FILES
             },
@@ -253,17 +257,17 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _folder_errors(folder: Path) -> Iterator[None]:
+def _explain_disk_errors(folder: Path) -> Iterator[None]:
     """Convert OSErrors, such as a full disk or a read-only cache, to a WanmaError with the cause."""
     try:
         yield
     except OSError as error:
-        free = shutil.disk_usage(_existing(folder)).free
+        free = shutil.disk_usage(_nearest_existing_folder(folder)).free
         raise WanmaError(
             f"cannot keep token files in {folder}: {error.strerror or error} ({free / 2**20:,.0f} MiB free)",
             "free some space, or choose another folder with data.cache; nothing half-written was left",
         ) from error
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing_folder(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,7 +1,8 @@
 """Encoding of a corpus: in this process when it is small, else in several that each take documents in turn.
 
 The processes are fresh interpreters (`tokenization_process.py`), neither forked nor re-importing the user's
-script, so that this works from any process and from any script. They are gone when `build_tokens` returns.
+script, so that this works from any process and from any script. They are gone when `tokenize_documents`
+returns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.data.text.content_detection import content_of, refuse_content
+from wanma.data.text.content_detection import detect_content, unsupported_content_error
 from wanma.data.text.documents import Document, filesystem_to_json
 from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
@@ -31,33 +32,33 @@ Progress = Callable[[int, int], None]
 """Callback for (bytes done, bytes in all)."""
 
 _TASK_BYTES = 1 << 20
-_COPIED_PER_PROCESS = 512 << 20
-_MERGED_PER_PROCESS = 4 << 20
+_BYTE_TEXT_PER_PROCESS = 512 << 20
+_BPE_TEXT_PER_PROCESS = 4 << 20
 """Bytes of text per additional process: copying bytes is fast, merging them into words is not."""
 
 
 @dataclass
-class Built:
+class TokenizationResult:
     """Result of encoding, in the documents' order; documents without tokens are only counted."""
 
     lengths: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
-    binary: int = 0
-    empty: int = 0
-    not_utf8: int = 0
-    records: int = 0
+    binary_files: int = 0
+    empty_files: int = 0
+    non_utf8_documents: int = 0
+    json_record_files: int = 0
     """Number of files with tokens that are JSON records."""
 
-    def extend(self, other: Built) -> None:
+    def extend(self, other: TokenizationResult) -> None:
         self.lengths += other.lengths
         self.digests += other.digests
-        self.binary += other.binary
-        self.empty += other.empty
-        self.not_utf8 += other.not_utf8
-        self.records += other.records
+        self.binary_files += other.binary_files
+        self.empty_files += other.empty_files
+        self.non_utf8_documents += other.non_utf8_documents
+        self.json_record_files += other.json_record_files
 
 
-class TokenWriter:
+class TokenFileWriter:
     """Writer of a token file that computes its hash, and syncs it to disk when closed without an error."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -73,7 +74,7 @@ class TokenWriter:
         self._hash.update(content)
         self._file.write(content)
 
-    def __enter__(self) -> TokenWriter:
+    def __enter__(self) -> TokenFileWriter:
         return self
 
     def __exit__(
@@ -86,14 +87,14 @@ class TokenWriter:
                 self.sha256 = self._hash.hexdigest()
 
 
-def build_tokens(
+def tokenize_documents(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
-    writer: TokenWriter,
+    writer: TokenFileWriter,
     scratch: Path,
     progress: Progress | None = None,
-    workers: int | None = None,
-) -> Built:
+    process_count: int | None = None,
+) -> TokenizationResult:
     """Write every document's tokens, in order, to `writer`.
 
     Args:
@@ -102,22 +103,24 @@ def build_tokens(
         writer: the token file.
         scratch: existing folder for the processes' parts; they are removed one by one.
         progress: called with (bytes done, bytes in all).
-        workers: number of processes; default: by the size of the corpus, up to the cores.
+        process_count: number of processes; default: by the size of the corpus, up to the cores.
     """
     total = sum(document.size for document in documents)
-    tasks = _tasks(documents)
-    if workers is None:
+    tasks = _group_tasks(documents)
+    if process_count is None:
         copied = isinstance(tokenizer, BytesTokenizer)
-        workers = min(_cores(), total // (_COPIED_PER_PROCESS if copied else _MERGED_PER_PROCESS))
+        process_count = min(
+            _usable_cores(), total // (_BYTE_TEXT_PER_PROCESS if copied else _BPE_TEXT_PER_PROCESS)
+        )
     elsewhere = all("memory" not in document.filesystem.protocol for document in documents)
-    built = Built()
+    built = TokenizationResult()
     done = 0
     if progress:
         progress(0, total)
-    if workers > 1 and len(tasks) > 1 and elsewhere:  # no other process can read files in our memory
-        results = _in_processes(tasks, tokenizer, writer, scratch, min(workers, len(tasks)))
+    if process_count > 1 and len(tasks) > 1 and elsewhere:  # no other process can read files in our memory
+        results = _tokenize_in_processes(tasks, tokenizer, writer, scratch, min(process_count, len(tasks)))
     else:
-        results = (encode_documents(task, tokenizer, writer) for task in tasks)
+        results = (tokenize_in_process(task, tokenizer, writer) for task in tasks)
     for task, result in zip(tasks, results, strict=True):
         built.extend(result)
         done += sum(document.size for document in task)
@@ -126,22 +129,24 @@ def build_tokens(
     return built
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenWriter) -> Built:
+def tokenize_in_process(
+    documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenFileWriter
+) -> TokenizationResult:
     """Encode documents one after the other in this process."""
-    built = Built()
+    built = TokenizationResult()
     for document in documents:
         digest = hashlib.blake2b(digest_size=8)
         length, valid, begun = 0, True, False
-        for piece in document.pieces():
+        for piece in document.read_chunks():
             if not begun:
                 begun = True
-                content, name = content_of(piece)
-                if content != "text" and document.explicit:
-                    raise refuse_content(document.key, document.url, content, name)
+                content, name = detect_content(piece)
+                if content != "text" and document.is_named:
+                    raise unsupported_content_error(document.job_key, document.url, content, name)
                 if content == "binary":
-                    built.binary += 1
+                    built.binary_files += 1
                     break
-                built.records += content == "records"
+                built.json_record_files += content == "records"
             digest.update(piece)
             if tokenizer.needs_utf8 and valid:
                 valid = _is_utf8(piece)
@@ -150,16 +155,16 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer
             length += len(tokens)
         else:
             if length:
-                writer.write(np.array([tokenizer.end_of_document]))
+                writer.write(np.array([tokenizer.end_of_document_id]))
                 built.lengths.append(length + 1)
                 built.digests.append(int.from_bytes(digest.digest(), "little"))
-                built.not_utf8 += not valid
+                built.non_utf8_documents += not valid
             else:
-                built.empty += 1
+                built.empty_files += 1
     return built
 
 
-def _cores() -> int:
+def _usable_cores() -> int:
     """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -172,7 +177,7 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-def _tasks(documents: Sequence[Document]) -> list[list[Document]]:
+def _group_tasks(documents: Sequence[Document]) -> list[list[Document]]:
     """Group documents into tasks of about a megabyte, the unit of work and of progress."""
     tasks: list[list[Document]] = [[]]
     size = 0
@@ -185,25 +190,29 @@ def _tasks(documents: Sequence[Document]) -> list[list[Document]]:
     return tasks
 
 
-def _in_processes(
-    tasks: list[list[Document]], tokenizer: Tokenizer, writer: TokenWriter, scratch: Path, workers: int
-) -> Iterator[Built]:
+def _tokenize_in_processes(
+    tasks: list[list[Document]],
+    tokenizer: Tokenizer,
+    writer: TokenFileWriter,
+    scratch: Path,
+    process_count: int,
+) -> Iterator[TokenizationResult]:
     """Encode tasks in processes, each held by one thread; results are joined in the order of the tasks."""
     tokenizer.save(scratch)
-    idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-    processes: list[_Process] = []
+    idle: queue.SimpleQueue[_TokenizationProcess] = queue.SimpleQueue()
+    processes: list[_TokenizationProcess] = []
 
-    def encode(number: int) -> Built:
+    def encode(number: int) -> TokenizationResult:
         process = idle.get()
         try:
             return process.encode(tasks[number], scratch / f"part-{number}")
         finally:
             idle.put(process)
 
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="wanma-tokens")
+    pool = ThreadPoolExecutor(process_count, thread_name_prefix="wanma-tokens")
     try:
-        for _ in range(workers):
-            processes.append(_Process(scratch, tokenizer.fingerprint))
+        for _ in range(process_count):
+            processes.append(_TokenizationProcess(scratch, tokenizer.fingerprint))
             idle.put(processes[-1])
         for number, built in enumerate(pool.map(encode, range(len(tasks)))):
             part = scratch / f"part-{number}"
@@ -221,26 +230,26 @@ def _in_processes(
     (scratch / "tokenizer.json").unlink()
 
 
-class _Process:
+class _TokenizationProcess:
     """Encoding process: a request per line on its standard input, an answer per line on its output."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         command = [sys.executable, "-m", "wanma.data.text.tokenization_process", str(folder), fingerprint]
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def encode(self, documents: list[Document], part: Path) -> Built:
+    def encode(self, documents: list[Document], output_path: Path) -> TokenizationResult:
         filesystems: list[str] = []
         rows = []
         for document in documents:
             text = filesystem_to_json(document.filesystem)
             if text not in filesystems:
                 filesystems.append(text)
-            row = [filesystems.index(text), document.path, document.url, document.explicit, document.key]
+            row = [filesystems.index(text), document.path, document.url, document.is_named, document.job_key]
             rows.append(row)
-        answer = self._ask({"part": str(part), "filesystems": filesystems, "documents": rows})
-        return Built(**answer["built"])
+        answer = self._request({"part": str(output_path), "filesystems": filesystems, "documents": rows})
+        return TokenizationResult(**answer["built"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         try:
@@ -269,5 +278,5 @@ class _Process:
         self._popen.communicate()
 
 
-def built_to_json(built: Built) -> dict[str, Any]:
+def tokenization_result_to_json(built: TokenizationResult) -> dict[str, Any]:
     return asdict(built)

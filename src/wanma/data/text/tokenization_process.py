@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.data.text.documents import Document, filesystem_from_json
-from wanma.data.text.tokenization import TokenWriter, built_to_json, encode_documents
+from wanma.data.text.tokenization import TokenFileWriter, tokenization_result_to_json, tokenize_in_process
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 
@@ -28,18 +28,18 @@ def main(folder: str, fingerprint: str) -> None:
     tokenizer = load_tokenizer(Path(folder))
     assert tokenizer.fingerprint == fingerprint
     for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line), tokenizer)), file=answers, flush=True)
+        print(json.dumps(_handle_request(json.loads(line), tokenizer)), file=answers, flush=True)
 
 
-def _answer(request: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _handle_request(request: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     filesystems = [filesystem_from_json(text) for text in request["filesystems"]]
     documents = [
         Document(filesystems[which], path, url, 0, "", explicit, key)
         for which, path, url, explicit, key in request["documents"]
     ]
     try:
-        with TokenWriter(Path(request["part"]), tokenizer.dtype) as writer:
-            return {"built": built_to_json(encode_documents(documents, tokenizer, writer))}
+        with TokenFileWriter(Path(request["part"]), tokenizer.dtype) as writer:
+            return {"built": tokenization_result_to_json(tokenize_in_process(documents, tokenizer, writer))}
     except WanmaError as error:
         return {"error": [error.message, error.hint, error.exit_code]}
     except OSError as error:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from wanma.data.text.documents import is_local
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.retry import PATIENCE, retry
+from wanma.job.retry import STORAGE_RETRY_POLICY, retry
 
-_FILE = "tokenizer.json"
-_BYTES = '{"wanma_tokenizer": "bytes"}'
-_END_OF_DOCUMENT = (
+_TOKENIZER_FILE = "tokenizer.json"
+_BYTES_TOKENIZER_CONTENT = '{"wanma_tokenizer": "bytes"}'
+_END_OF_DOCUMENT_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
@@ -29,16 +29,16 @@ _END_OF_DOCUMENT = (
     "[EOS]",
 )
 """Names of the end-of-document token in published tokenizers; the first that exists is used."""
-END_OF_BYTES = "<|endoftext|>"
+BYTES_END_OF_DOCUMENT = "<|endoftext|>"
 """Name of the end-of-document token in the file of the bytes tokenizer."""
 
 
 class Tokenizer(ABC):
     """Tokenizer: converts text to tokens and back."""
 
-    vocabulary: int
+    vocabulary_size: int
     """Vocabulary size; every token is below it."""
-    end_of_document: int
+    end_of_document_id: int
     """Token that follows every document."""
     needs_utf8: bool
     """True if bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
@@ -48,7 +48,7 @@ class Tokenizer(ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Smallest dtype that holds every token."""
-        return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
+        return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<u4")
 
     @abstractmethod
     def encode(self, text: bytes | str) -> NDArray[Any]:
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
         """Decode `tokens` to text, without ends of documents; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
-    def published(self) -> str:
+    def to_huggingface_json(self) -> str:
         """Return the content of a Hugging Face `tokenizers` file, tokenizer.json."""
 
     @abstractmethod
@@ -70,8 +70,8 @@ class Tokenizer(ABC):
 class BytesTokenizer(Tokenizer):
     """Tokenizer of bytes: each byte is a token; 256 ends a document."""
 
-    vocabulary = 257
-    end_of_document = 256
+    vocabulary_size = 257
+    end_of_document_id = 256
     needs_utf8 = False
     fingerprint = "bytes"
 
@@ -83,9 +83,9 @@ class BytesTokenizer(Tokenizer):
         return bytes(int(token) for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(_BYTES, encoding="utf-8")
+        (folder / _TOKENIZER_FILE).write_text(_BYTES_TOKENIZER_CONTENT, encoding="utf-8")
 
-    def published(self) -> str:
+    def to_huggingface_json(self) -> str:
         """Return the same tokenizer as a Hugging Face `tokenizers` file: tokens are bytes."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
@@ -94,12 +94,12 @@ class BytesTokenizer(Tokenizer):
         backend: Any = Backend(models.BPE(vocab=vocabulary, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(END_OF_BYTES, special=True, normalized=False)])
+        backend.add_special_tokens([AddedToken(BYTES_END_OF_DOCUMENT, special=True, normalized=False)])
         text: str = backend.to_str(pretty=True)
         return text
 
 
-class FileTokenizer(Tokenizer):
+class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer from a Hugging Face `tokenizers` JSON file, with any algorithm."""
 
     needs_utf8 = True
@@ -114,10 +114,10 @@ class FileTokenizer(Tokenizer):
         numbers = self._backend.get_vocab(with_added_tokens=True)
         if not numbers:
             raise ValueError("its vocabulary is empty")
-        self._known = max(numbers.values()) + 1
-        named = [numbers[name] for name in _END_OF_DOCUMENT if name in numbers]
-        self.end_of_document = named[0] if named else self._known
-        self.vocabulary = max(self._known, self.end_of_document + 1)
+        self._backend_vocabulary_size = max(numbers.values()) + 1
+        named = [numbers[name] for name in _END_OF_DOCUMENT_NAMES if name in numbers]
+        self.end_of_document_id = named[0] if named else self._backend_vocabulary_size
+        self.vocabulary_size = max(self._backend_vocabulary_size, self.end_of_document_id + 1)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, text: bytes | str) -> NDArray[Any]:
@@ -127,15 +127,19 @@ class FileTokenizer(Tokenizer):
         return np.array(encoded.ids, dtype=self.dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        kept = [int(token) for token in tokens if token < self._known and token != self.end_of_document]
+        kept = [
+            int(token)
+            for token in tokens
+            if token < self._backend_vocabulary_size and token != self.end_of_document_id
+        ]
         text: str = self._backend.decode(kept, skip_special_tokens=False)
         return text
 
-    def published(self) -> str:
+    def to_huggingface_json(self) -> str:
         return self._content
 
     def save(self, folder: Path) -> None:
-        (folder / _FILE).write_text(self._content, encoding="utf-8")
+        (folder / _TOKENIZER_FILE).write_text(self._content, encoding="utf-8")
 
 
 def _byte_characters() -> list[str]:
@@ -155,11 +159,11 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     content = _read(str(name), key)
-    if content.strip() == _BYTES:
+    if content.strip() == _BYTES_TOKENIZER_CONTENT:
         return BytesTokenizer()
     try:
         json.loads(content)
-        return FileTokenizer(content)
+        return HuggingFaceTokenizer(content)
     except Exception as error:  # the backend raises plain `Exception` for unusable files
         raise JobError(
             f"{key}: '{name}' is not a Hugging Face tokenizers file: {error}",
@@ -172,11 +176,11 @@ def _read(name: str, key: str) -> str:
         filesystem, path = fsspec.core.url_to_fs(name)
 
         def fetch() -> bytes:
-            file = f"{path.rstrip('/')}/{_FILE}" if filesystem.isdir(path) else path
+            file = f"{path.rstrip('/')}/{_TOKENIZER_FILE}" if filesystem.isdir(path) else path
             content: bytes = filesystem.cat_file(file)
             return content
 
-        return (fetch() if is_local(filesystem) else retry(fetch, PATIENCE)).decode("utf-8")
+        return (fetch() if is_local(filesystem) else retry(fetch, STORAGE_RETRY_POLICY)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise JobError(f"{key}: '{name}' is not a text file, so no tokenizer.json") from error
     except (FileNotFoundError, ImportError, ValueError) as error:

@@ -23,16 +23,18 @@ Segments = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationSplit:
     """Training and validation side of one source."""
 
     train: Segments
     validation: Segments
-    cut: float = 0.0
+    validation_tail_fraction: float = 0.0
     """Share of every document, at its end, used for validation, where there are too few whole documents."""
 
 
-def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
+def split_documents(
+    files: Sequence[TokenFile], fraction: float, sequence_length: int
+) -> list[ValidationSplit]:
     """Split every source's documents; all sources together get at least one validation sequence.
 
     Args:
@@ -46,17 +48,17 @@ def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length
     least = sequence_length + 1
     for file in files:
         if len(file.tokens) < least:
-            raise _too_little(len(file.tokens), sequence_length)
+            raise _insufficient_text(len(file.tokens), sequence_length)
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     by_hash = [file.digests < threshold for file in files]
-    chosen = _rebalance(files, by_hash, fraction, least) if fraction else by_hash
+    chosen = _rebalance_split(files, by_hash, fraction, least) if fraction else by_hash
     if chosen is None:
-        return _inside_documents(files, fraction, sequence_length)
-    return [_by_document(file, mask) for file, mask in zip(files, chosen, strict=True)]
+        return _split_within_documents(files, fraction, sequence_length)
+    return [_split_by_document(file, mask) for file, mask in zip(files, chosen, strict=True)]
 
 
-def _rebalance(
-    files: Sequence[TokenFile], masks: list[NDArray[np.bool_]], fraction: float, least: int
+def _rebalance_split(
+    files: Sequence[TokenFile], masks: list[NDArray[np.bool_]], fraction: float, min_tokens: int
 ) -> list[NDArray[np.bool_]] | None:
     """Move as few documents as both sides require, all copies of one together; None: no choice is enough.
 
@@ -67,13 +69,13 @@ def _rebalance(
         files: token file of each source.
         masks: per source, mask of the documents whose hash puts them into validation.
         fraction: share of documents to keep for validation.
-        least: minimum tokens of a side.
+        min_tokens: minimum tokens of a side.
     """
     sizes = np.array([len(file.tokens) for file in files])
-    needed = np.maximum(least, sizes * (1 - fraction) / 2)
+    needed = np.maximum(min_tokens, sizes * (1 - fraction) / 2)
     kept = np.array([file.lengths[mask].sum() for file, mask in zip(files, masks, strict=True)])
     left = sizes - kept
-    if (left >= needed).all() and (kept >= least).any():
+    if (left >= needed).all() and (kept >= min_tokens).any():
         return masks  # usual for a large corpus, which skips the work below
 
     contents, first, where = np.unique(
@@ -95,18 +97,20 @@ def _rebalance(
             left += tokens[:, index]
             kept -= tokens[:, index]
     for index in smallest_first:
-        if (kept >= least).any():
+        if (kept >= min_tokens).any():
             break
         if not chosen[index] and (left - tokens[:, index] >= needed).all():
             chosen[index] = True
             left -= tokens[:, index]
             kept += tokens[:, index]
-    if (left < needed).any() or (kept < least).all():
+    if (left < needed).any() or (kept < min_tokens).all():
         return None
     return np.split(chosen[where], ends[:-1])
 
 
-def _inside_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
+def _split_within_documents(
+    files: Sequence[TokenFile], fraction: float, sequence_length: int
+) -> list[ValidationSplit]:
     """Split inside documents: the end of every document is for validation."""
     least = sequence_length + 1
     share = max(fraction, least / max(len(file.tokens) for file in files))
@@ -114,20 +118,21 @@ def _inside_documents(files: Sequence[TokenFile], fraction: float, sequence_leng
     for file in files:
         starts, ends = file.offsets[:-1], file.offsets[1:]
         cuts = ends - np.ceil(file.lengths * share).astype(np.int64)
-        splits.append(Split(_segments(starts, cuts), _segments(cuts, ends), share))
-        if (tokens := _count(splits[-1].train)) < least:
-            raise _too_little(tokens, sequence_length, f" once {share:.0%} is kept for validation")
+        splits.append(ValidationSplit(_merge_segments(starts, cuts), _merge_segments(cuts, ends), share))
+        if (tokens := _count_tokens(splits[-1].train)) < least:
+            raise _insufficient_text(tokens, sequence_length, f" once {share:.0%} is kept for validation")
     return splits
 
 
-def _by_document(file: TokenFile, validation: NDArray[np.bool_]) -> Split:
+def _split_by_document(file: TokenFile, validation: NDArray[np.bool_]) -> ValidationSplit:
     starts, ends = file.offsets[:-1], file.offsets[1:]
-    return Split(
-        _segments(starts[~validation], ends[~validation]), _segments(starts[validation], ends[validation])
+    return ValidationSplit(
+        _merge_segments(starts[~validation], ends[~validation]),
+        _merge_segments(starts[validation], ends[validation]),
     )
 
 
-def _segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
+def _merge_segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
     """Merge neighbouring segments and drop empty ones: with few of them, most rows are one copy."""
     filled = ends > starts
     starts, ends = starts[filled], ends[filled]
@@ -139,11 +144,11 @@ def _segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
     return np.stack([first, last], axis=1).astype(np.int64)
 
 
-def _count(segments: Segments) -> int:
+def _count_tokens(segments: Segments) -> int:
     return int((segments[:, 1] - segments[:, 0]).sum())
 
 
-def _too_little(tokens: int, sequence_length: int, when: str = "") -> JobError:
+def _insufficient_text(tokens: int, sequence_length: int, when: str = "") -> JobError:
     return JobError(
         f"data.sequence_length: {sequence_length} is too long for a text of {tokens:,} tokens{when}; "
         f"one sequence needs {sequence_length + 1:,}",

@@ -9,78 +9,84 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from wanma.elastic.transport.event_loop import Loop
+from wanma.elastic.transport.event_loop import EventLoop
 from wanma.job.run import generation_claims
 from wanma.job.run.generation_claims import Claim
 
 logger = logging.getLogger("wanma.elastic")
 
 
-class Beacon:
-    """Claim heartbeat: calls `on_followed(claim)` in the loop, once, for another's claim newer than `held`.
+class ClaimHeartbeat:
+    """Claim heartbeat: calls `on_superseded(claim)` in the loop, once, for a claim after `newest_generation`.
 
     It works in a thread of its own: a shared file system that hangs must not delay the supervisors'
     heartbeats.
 
     Args:
         loop: event loop.
-        run: run directory.
-        name: name of the coordinator.
-        held: generation of the newest claim so far, the coordinator's own or one that it is to follow.
-        seconds: time between two checks.
-        on_followed: gets the newer claim.
+        run_directory: run directory.
+        coordinator_id: name of the coordinator.
+        newest_generation: generation of the newest claim so far, the coordinator's own or one that it is to
+            follow.
+        interval_seconds: time between two checks.
+        on_superseded: gets the newer claim.
     """
 
     def __init__(
         self,
-        loop: Loop,
-        run: Path,
-        name: str,
-        held: int,
-        seconds: float,
-        on_followed: Callable[[Claim], None],
+        loop: EventLoop,
+        run_directory: Path,
+        coordinator_id: str,
+        newest_generation: int,
+        interval_seconds: float,
+        on_superseded: Callable[[Claim], None],
     ) -> None:
-        self.held = held
-        self.mine = False
-        """True if `held` is the coordinator's own claim, which is then kept alive."""
-        self._loop, self._run, self._name = loop, run, name
-        self._seconds, self._on_followed = seconds, on_followed
+        self.newest_generation = newest_generation
+        self.owns_claim = False
+        """True if `newest_generation` is the coordinator's own claim, which is then kept alive."""
+        self._loop, self._run_directory, self._coordinator_id = loop, run_directory, coordinator_id
+        self._interval_seconds, self._on_superseded = interval_seconds, on_superseded
         self._newest: Claim | None = None
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._done = threading.Event()
-        loop.watch(self._reader, self._heard, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._shine, name="wanma-beacon", daemon=True)
+        loop.watch(self._reader, self._handle_newer_claim, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._heartbeat_loop, name="wanma-beacon", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop; the thread may still wait for a disk, but does nothing any more."""
         self._done.set()
-        self._loop.forget(self._reader)
+        self._loop.unwatch(self._reader)
         self._reader.close()
 
-    def _shine(self) -> None:
+    def _heartbeat_loop(self) -> None:
         failing = False
-        while not self._done.wait(self._seconds):
+        while not self._done.wait(self._interval_seconds):
             try:
-                newest = generation_claims.newest(self._run)
-                # The coordinator may be about to claim the next number, so `held` alone does not tell.
-                if newest is not None and newest.generation > self.held and self._is_another_s(newest):
+                newest = generation_claims.newest_claim(self._run_directory)
+                # The coordinator may be about to claim the next number, so `newest_generation` alone does not
+                # tell.
+                if (
+                    newest is not None
+                    and newest.generation > self.newest_generation
+                    and self._is_foreign(newest)
+                ):
                     self._newest = newest
                     break
-                if self.mine:
-                    generation_claims.beat(self._run, self.held)
+                if self.owns_claim:
+                    generation_claims.write_heartbeat(self._run_directory, self.newest_generation)
                 failing = False
             except OSError as error:
                 if not failing:
-                    logger.warning("%s: no sign of life can be left there: %s", self._run, error)
+                    logger.warning("%s: no sign of life can be left there: %s", self._run_directory, error)
                 failing = True
         self._writer.close()  # wakes the loop
 
-    def _is_another_s(self, claim: Claim) -> bool:
-        return claim.place != "" and claim.coordinator != self._name
+    def _is_foreign(self, claim: Claim) -> bool:
+        return claim.place != "" and claim.coordinator != self._coordinator_id
 
-    def _heard(self, _events: int) -> None:
+    def _handle_newer_claim(self, _events: int) -> None:
         self.close()
         assert self._newest is not None
-        self._on_followed(self._newest)
+        self._on_superseded(self._newest)

@@ -1,9 +1,9 @@
 """Server of the coordinator over TCP, and its deadlines in the event loop.
 
 A supervisor whose connection is lost is expected back: it counts as lost when nothing listens any more where
-it did, or when it has been silent for `lost_seconds`. Every start is claimed in the run directory first
-(`wanma.job.run.generation_claims`); a coordinator that finds a newer claim of another sends its supervisors
-there.
+it did, or when it has been silent for `heartbeat_timeout_seconds`. Every start is claimed in the run
+directory first (`wanma.job.run.generation_claims`); a coordinator that finds a newer claim of another sends
+its supervisors there.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from wanma.elastic.coordinator.claim_heartbeat import Beacon
+from wanma.elastic.coordinator.claim_heartbeat import ClaimHeartbeat
 from wanma.elastic.coordinator.coordinator import Coordinator
-from wanma.elastic.coordinator.coordinator_config import Terms
-from wanma.elastic.coordinator.elastic_coordinator import ResizingCoordinator
-from wanma.elastic.coordinator.failover import Past
+from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
+from wanma.elastic.coordinator.elastic_coordinator import ElasticCoordinator
+from wanma.elastic.coordinator.failover import InheritedRun
 from wanma.elastic.coordinator.member import Send
-from wanma.elastic.coordinator.planner_thread import ask_beside
-from wanma.elastic.launch_config import Launch, Replanner, host_name
-from wanma.elastic.protocol.framing import line_keys, new_nonce, proof, proof_holds
+from wanma.elastic.coordinator.planner_thread import replan_in_thread
+from wanma.elastic.launch_config import LaunchConfig, Replanner, get_hostname
+from wanma.elastic.protocol.framing import compute_proof, derive_signing_keys, new_nonce, verify_proof
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Answer,
-    Attach,
-    Attached,
-    Beat,
+    AbortCommand,
+    AuthenticationConfirmation,
+    AuthenticationResponse,
     Challenge,
-    Join,
+    ChannelReply,
+    ChannelRequest,
+    CompletionNotice,
+    Heartbeat,
+    JoinRequest,
     Message,
-    Moved,
-    Over,
-    Refused,
-    Welcome,
+    RedirectCommand,
+    Refusal,
 )
-from wanma.elastic.protocol.shared_secret import VARIABLE
-from wanma.elastic.recovery.replan import Decision, Situation
+from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
+from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest
 from wanma.elastic.transport.connection import Connection
-from wanma.elastic.transport.endpoint import Place, place_at
-from wanma.elastic.transport.event_loop import Loop, Timer
-from wanma.elastic.transport.handshake import GREETING_SECONDS
-from wanma.elastic.transport.liveness import Probe
-from wanma.elastic.transport.reliable_channel import Session
+from wanma.elastic.transport.endpoint import Endpoint, make_endpoint
+from wanma.elastic.transport.event_loop import EventLoop, Timer
+from wanma.elastic.transport.handshake import HANDSHAKE_TIMEOUT_SECONDS
+from wanma.elastic.transport.liveness import LivenessProbe
+from wanma.elastic.transport.reliable_channel import ReliableChannel
 from wanma.job.run import generation_claims
 from wanma.job.run.generation_claims import Claim
 
@@ -53,76 +53,76 @@ logger = logging.getLogger("wanma.elastic")
 
 LINGER_SECONDS = 5.0
 """Time, in seconds, that the coordinator waits for the supervisors to receive its last message."""
-BEACON_SECONDS = 1.0
+CLAIM_HEARTBEAT_SECONDS = 1.0
 """Most time, in seconds, between two checks of the claims."""
 
 
-class DrivenCoordinator:
+class CoordinatorDriver:
     """Coordinator whose deadlines are kept by the event loop."""
 
     def __init__(
         self,
-        launch: Launch,
-        place: str,
-        loop: Loop,
+        launch: LaunchConfig,
+        endpoint: str,
+        loop: EventLoop,
         send: Send,
-        claim: Callable[[int], int | None] = lambda generation: generation,
+        claim_generation: Callable[[int], int | None] = lambda generation: generation,
         generation: int = 0,
-        past: Past | None = None,
+        inherited_run: InheritedRun | None = None,
     ) -> None:
         self._loop = loop
-        terms = Terms(
+        terms = CoordinatorConfig(
             launch.nodes,
             launch.job_hash,
-            place,
-            launch.start_seconds,
-            launch.retries,
-            launch.slow_factor,
-            claim,
+            endpoint,
+            launch.start_timeout_seconds,
+            launch.max_restarts,
+            launch.straggler_factor,
+            claim_generation,
             generation,
-            past,
-            launch.silent_retries,
+            inherited_run,
+            launch.max_restarts_before_first_step,
         )
         self._coordinator = (
             Coordinator(terms, send, time.monotonic())
             if launch.replanner is None
-            else self._resizing(launch, launch.replanner, terms, send)
+            else self._make_elastic_coordinator(launch, launch.replanner, terms, send)
         )
         self._timer: Timer | None = None
         self._arm()
 
-    def _resizing(
-        self, launch: Launch, replanner: Replanner, terms: Terms, send: Send
-    ) -> ResizingCoordinator:
-        def ask(question: int, situation: Situation) -> None:
-            ask_beside(replanner, situation, self._loop, lambda decision: answer(question, decision))
+    def _make_elastic_coordinator(
+        self, launch: LaunchConfig, replanner: Replanner, config: CoordinatorConfig, send: Send
+    ) -> ElasticCoordinator:
+        def ask(question: int, request: ReplanRequest) -> None:
+            replan_in_thread(replanner, request, self._loop, lambda decision: answer(question, decision))
 
-        def answer(question: int, decision: Decision) -> None:
-            coordinator.decided(question, decision, time.monotonic())
+        def answer(question: int, decision: ReplanDecision) -> None:
+            coordinator.apply_replan(question, decision, time.monotonic())
             self._arm()
 
-        coordinator = ResizingCoordinator(
-            terms,
+        coordinator = ElasticCoordinator(
+            config,
             send,
             time.monotonic(),
-            ask=ask,
+            start_replan=ask,
             min_nodes=launch.min_nodes,
-            join_seconds=launch.join_seconds,
+            last_call_seconds=launch.last_call_seconds,
         )
         return coordinator
 
-    def receive(self, peer: int, message: Message) -> None:
-        self._coordinator.receive(peer, message, time.monotonic())
+    def receive(self, member_id: int, message: Message) -> None:
+        self._coordinator.receive(member_id, message, time.monotonic())
         self._arm()
 
-    def lost(self, peer: int, reason: str) -> None:
-        self._coordinator.lost(peer, reason, time.monotonic())
+    def handle_member_loss(self, member_id: int, reason: str) -> None:
+        self._coordinator.handle_member_loss(member_id, reason, time.monotonic())
         self._arm()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the run has ended, or another coordinator has it."""
-        return self._coordinator.over
+        return self._coordinator.has_ended
 
     def close(self) -> None:
         if self._timer is not None:
@@ -139,131 +139,135 @@ class DrivenCoordinator:
 
 
 @dataclass
-class _Visitor:
+class _ClientConnection:
     """Connection to the coordinator."""
 
     connection: Connection
     address: str
     challenge: Challenge
-    came: float
-    proved: bool = False
-    guest: _Guest | None = None
+    accepted_at: float
+    is_authenticated: bool = False
+    client: _Client | None = None
 
 
 @dataclass
-class _Guest:
+class _Client:
     """Supervisor, over as many connections as it takes."""
 
-    peer: int
+    member_id: int
     """Coordinator's name for it."""
     address: str
-    heard: float
-    session: Session = field(default_factory=Session)
-    join: Join | None = None
-    probe: Probe | None = None
+    last_heard: float
+    channel: ReliableChannel = field(default_factory=ReliableChannel)
+    join_request: JoinRequest | None = None
+    probe: LivenessProbe | None = None
 
 
-class Host:
+class CoordinatorServer:
     """Server of the coordinator inside a supervisor.
 
     Args:
         launch: launch configuration of the run.
-        place: endpoint of the run from now on.
+        endpoint: endpoint of the run from now on.
         secret: shared secret of the run.
-        listener: socket that listens at `place`.
+        listener: socket that listens at `endpoint`.
         loop: event loop.
         claim: claim that this coordinator holds already, because it takes over a run.
-        past: state of the run that it takes over.
+        inherited_run: state of the run that it takes over.
     """
 
     def __init__(
         self,
-        launch: Launch,
-        place: Place,
+        launch: LaunchConfig,
+        endpoint: Endpoint,
         secret: bytes,
         listener: socket.socket,
-        loop: Loop,
+        loop: EventLoop,
         *,
         claim: Claim | None = None,
-        past: Past | None = None,
+        inherited_run: InheritedRun | None = None,
     ) -> None:
-        self._launch, self._place, self._secret = launch, place, secret
+        self._launch, self._endpoint, self._secret = launch, endpoint, secret
         self._listener, self._loop = listener, loop
-        self.name = claim.coordinator if claim is not None else new_nonce()
-        self._visitors: dict[int, _Visitor] = {}
-        self._guests: dict[str, _Guest] = {}
-        self._arrivals = 0
-        self._over = False
+        self.coordinator_id = claim.coordinator if claim is not None else new_nonce()
+        self._connections: dict[int, _ClientConnection] = {}
+        self._clients: dict[str, _Client] = {}
+        self._accepted_count = 0
+        self._has_ended = False
         """True if the coordinator has nothing more to say: the run has ended, or goes on elsewhere."""
-        newest = claim or generation_claims.newest(launch.run_directory)
+        newest = claim or generation_claims.newest_claim(launch.run_directory)
         held = newest.generation if newest is not None else 0
-        self._beacon = Beacon(
+        self._claim_heartbeat = ClaimHeartbeat(
             loop,
             launch.run_directory,
-            self.name,
+            self.coordinator_id,
             held,
-            min(BEACON_SECONDS, launch.lost_seconds / 4),
-            self._followed,
+            min(CLAIM_HEARTBEAT_SECONDS, launch.heartbeat_timeout_seconds / 4),
+            self._handle_superseded,
         )
-        self._beacon.mine = claim is not None
-        self._driven = DrivenCoordinator(
+        self._claim_heartbeat.owns_claim = claim is not None
+        self._driver = CoordinatorDriver(
             launch,
-            place.text,
+            endpoint.text,
             loop,
             self._send,
-            self._claim,
+            self._claim_generation,
             held - 1 if claim is not None else held,
-            past,
+            inherited_run,
         )
         loop.watch(listener, self._accept, selectors.EVENT_READ)
-        self._look_around()
+        self._send_heartbeats()
 
     def close(self, linger: bool) -> None:
         """Close at once, or after the supervisors have left on the last message; at most `LINGER_SECONDS`."""
-        self._close_door()
+        self._stop_accepting()
         patience = time.monotonic() + (LINGER_SECONDS if linger else 0)
-        self._loop.run_until(lambda: not any(one.proved for one in self._visitors.values()), patience)
-        for visitor in self._visitors.values():
+        self._loop.run_until(
+            lambda: not any(one.is_authenticated for one in self._connections.values()), patience
+        )
+        for visitor in self._connections.values():
             visitor.connection.close()
-        self._visitors.clear()
+        self._connections.clear()
 
-    def _close_door(self) -> None:
-        self._over = True
-        self._driven.close()
-        self._beacon.close()
-        self._loop.forget(self._listener)
+    def _stop_accepting(self) -> None:
+        self._has_ended = True
+        self._driver.close()
+        self._claim_heartbeat.close()
+        self._loop.unwatch(self._listener)
         self._listener.close()
-        for guest in self._guests.values():
+        for guest in self._clients.values():
             self._stop_probing(guest)
 
     # Claims --------------------------------------------------------------------------------------
 
-    def _claim(self, generation: int) -> int | None:
+    def _claim_generation(self, generation: int) -> int | None:
         """Claim a generation before its start; with a claim held, no other coordinator starts that number.
 
         A claim without an endpoint leads nowhere: its writer has died, or found the disk full. Claiming the
         next number closes it, should its line still come.
         """
-        if self._beacon.mine and generation == self._beacon.held:
+        if self._claim_heartbeat.owns_claim and generation == self._claim_heartbeat.newest_generation:
             return generation
         run = self._launch.run_directory
-        while not generation_claims.make(run, Claim(generation, self._place.text, self.name, host_name())):
-            there = generation_claims.read(run, generation)
+        while not generation_claims.create_claim(
+            run, Claim(generation, self._endpoint.text, self.coordinator_id, get_hostname())
+        ):
+            there = generation_claims.read_claim(run, generation)
             if there is None or there.place:
                 return None  # the claim heartbeat sees the other's claim soon
             generation += 1
-        self._beacon.held, self._beacon.mine = generation, True
+        self._claim_heartbeat.newest_generation, self._claim_heartbeat.owns_claim = generation, True
         return generation
 
-    def _followed(self, claim: Claim) -> None:
+    def _handle_superseded(self, claim: Claim) -> None:
         """Send all supervisors to another coordinator, which has claimed the run."""
-        if self._over:
+        if self._has_ended:
             return
         logger.warning("the run has moved to %s (generation %d)", claim.place, claim.generation)
-        moved = Moved(claim.generation, claim.place, claim.coordinator, claim.host, claim.node)
-        for guest in list(self._guests.values()):
-            guest.session.send(moved)
-        self._close_door()
+        moved = RedirectCommand(claim.generation, claim.place, claim.coordinator, claim.host, claim.node)
+        for guest in list(self._clients.values()):
+            guest.channel.send(moved)
+        self._stop_accepting()
 
     # Supervisors ---------------------------------------------------------------------------------
 
@@ -274,123 +278,133 @@ class Host:
             logger.warning("rendezvous: cannot accept a connection: %s", error)
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._arrivals += 1
-        number = self._arrivals
+        self._accepted_count += 1
+        number = self._accepted_count
         connection = Connection(
             self._loop,
             sock,
             f"supervisor at {address[0]}:{address[1]}",
-            lambda message: self._take(number, message),
-            lambda reason: self._gone(number, reason),
+            lambda message: self._handle_message(number, message),
+            lambda reason: self._handle_disconnect(number, reason),
         )
-        visitor = _Visitor(connection, str(address[0]), Challenge(new_nonce()), time.monotonic())
-        self._visitors[number] = visitor
+        visitor = _ClientConnection(connection, str(address[0]), Challenge(new_nonce()), time.monotonic())
+        self._connections[number] = visitor
         connection.send(visitor.challenge)
 
-    def _take(self, number: int, message: Message) -> None:
-        visitor = self._visitors[number]
-        guest = visitor.guest
+    def _handle_message(self, connection_id: int, message: Message) -> None:
+        visitor = self._connections[connection_id]
+        guest = visitor.client
         if guest is not None:
-            guest.heard = time.monotonic()
-            if isinstance(message, Beat):
-                guest.session.acknowledge(message.received)
-            elif not self._over:
-                if isinstance(message, Join):
-                    guest.join = message
-                self._driven.receive(guest.peer, message)
-        elif visitor.proved and isinstance(message, Attach):
-            self._attach(number, visitor, message)
-        elif not isinstance(message, Answer) or visitor.proved:
-            self._dismiss(number, f"it says {type(message).__name__} before it has proved itself")
-        elif not proof_holds(message.proof, self._secret, "supervisor", visitor.challenge, message.nonce):
-            hint = f"export the same {VARIABLE} on every machine"
-            visitor.connection.send(Refused("the coordinator's secret is not this machine's", hint))
-            self._dismiss(number, "it does not know the secret")
+            guest.last_heard = time.monotonic()
+            if isinstance(message, Heartbeat):
+                guest.channel.acknowledge(message.received_count)
+            elif not self._has_ended:
+                if isinstance(message, JoinRequest):
+                    guest.join_request = message
+                self._driver.receive(guest.member_id, message)
+        elif visitor.is_authenticated and isinstance(message, ChannelRequest):
+            self._attach(connection_id, visitor, message)
+        elif not isinstance(message, AuthenticationResponse) or visitor.is_authenticated:
+            self._reject(connection_id, f"it says {type(message).__name__} before it has proved itself")
+        elif not verify_proof(message.proof, self._secret, "supervisor", visitor.challenge, message.nonce):
+            hint = f"export the same {SECRET_VARIABLE} on every machine"
+            visitor.connection.send(Refusal("the coordinator's secret is not this machine's", hint))
+            self._reject(connection_id, "it does not know the secret")
         else:
-            visitor.proved = True
-            mine = proof(self._secret, "coordinator", visitor.challenge, message.nonce)
-            visitor.connection.send(Welcome(mine))
-            theirs, ours = line_keys(self._secret, visitor.challenge, message.nonce)
-            visitor.connection.framer.sign(ours, theirs)
+            visitor.is_authenticated = True
+            mine = compute_proof(self._secret, "coordinator", visitor.challenge, message.nonce)
+            visitor.connection.send(AuthenticationConfirmation(mine))
+            theirs, ours = derive_signing_keys(self._secret, visitor.challenge, message.nonce)
+            visitor.connection.framer.enable_signing(ours, theirs)
 
-    def _attach(self, number: int, visitor: _Visitor, attach: Attach) -> None:
+    def _attach(
+        self, connection_id: int, client_connection: _ClientConnection, request: ChannelRequest
+    ) -> None:
         """Attach a supervisor's new connection to its session."""
-        guest = self._guests.get(attach.session)
+        guest = self._clients.get(request.channel_id)
         known = guest is not None
         if guest is None:
-            guest = _Guest(number, visitor.address, time.monotonic())
-            self._guests[attach.session] = guest
+            guest = _Client(connection_id, client_connection.address, time.monotonic())
+            self._clients[request.channel_id] = guest
         self._stop_probing(guest)
-        guest.address, guest.heard = visitor.address, time.monotonic()
-        for other, older in list(self._visitors.items()):
-            if older.guest is guest:
-                del self._visitors[other]
-        visitor.guest = guest
-        guest.session.detach()
-        visitor.connection.send(Attached(self.name, known, guest.session.received))
-        guest.session.attach(visitor.connection, attach.received if known else 0)
+        guest.address, guest.last_heard = client_connection.address, time.monotonic()
+        for other, older in list(self._connections.items()):
+            if older.client is guest:
+                del self._connections[other]
+        client_connection.client = guest
+        guest.channel.detach()
+        client_connection.connection.send(
+            ChannelReply(self.coordinator_id, known, guest.channel.received_count)
+        )
+        guest.channel.attach(client_connection.connection, request.received_count if known else 0)
 
-    def _send(self, peer: int, message: Message) -> None:
-        for guest in self._guests.values():
-            if guest.peer == peer:
-                guest.session.send(message)
+    def _send(self, member_id: int, message: Message) -> None:
+        for guest in self._clients.values():
+            if guest.member_id == member_id:
+                guest.channel.send(message)
                 break
-        # An `Abort` may be for one node alone, which is excluded or leaves by itself.
-        if isinstance(message, Abort | Over) and self._driven.over and not self._over:
-            self._tell_end(message.exit_code)
+        # An `AbortCommand` may be for one node alone, which is excluded or leaves by itself.
+        if (
+            isinstance(message, AbortCommand | CompletionNotice)
+            and self._driver.has_ended
+            and not self._has_ended
+        ):
+            self._record_end(message.exit_code)
 
-    def _tell_end(self, exit_code: int) -> None:
+    def _record_end(self, exit_code: int) -> None:
         """Record the end in the run directory, for nodes that cannot be told."""
-        self._over = True
-        self._beacon.close()
-        if self._beacon.mine:
+        self._has_ended = True
+        self._claim_heartbeat.close()
+        if self._claim_heartbeat.owns_claim:
             try:
-                generation_claims.end(self._launch.run_directory, self._beacon.held, exit_code)
+                generation_claims.record_run_end(
+                    self._launch.run_directory, self._claim_heartbeat.newest_generation, exit_code
+                )
             except OSError as error:
                 logger.warning("the end of the run cannot be noted: %s", error)
 
-    def _dismiss(self, number: int, reason: str) -> None:
+    def _reject(self, connection_id: int, reason: str) -> None:
         logger.warning("rendezvous: sent a visitor away: %s", reason)
-        self._visitors.pop(number).connection.close()
+        self._connections.pop(connection_id).connection.close()
 
-    def _gone(self, number: int, reason: str) -> None:
+    def _handle_disconnect(self, connection_id: int, reason: str) -> None:
         """Process the end of a connection, which may be a fault of the network."""
-        visitor = self._visitors.pop(number, None)
-        if visitor is None or (guest := visitor.guest) is None:
+        visitor = self._connections.pop(connection_id, None)
+        if visitor is None or (guest := visitor.client) is None:
             return
-        guest.session.detach()
-        if guest.join is None or not guest.join.presence_port:
-            self._lose(guest, reason)
-        elif not self._over:
-            place = place_at(guest.address, guest.join.presence_port)
-            guest.probe = Probe(self._loop, place, lambda: self._lose(guest, reason))
+        guest.channel.detach()
+        if guest.join_request is None or not guest.join_request.liveness_port:
+            self._drop_client(guest, reason)
+        elif not self._has_ended:
+            place = make_endpoint(guest.address, guest.join_request.liveness_port)
+            guest.probe = LivenessProbe(self._loop, place, lambda: self._drop_client(guest, reason))
 
-    def _lose(self, guest: _Guest, reason: str) -> None:
-        self._stop_probing(guest)
-        for number, visitor in list(self._visitors.items()):
-            if visitor.guest is guest:
+    def _drop_client(self, client: _Client, reason: str) -> None:
+        self._stop_probing(client)
+        for number, visitor in list(self._connections.items()):
+            if visitor.client is client:
                 visitor.connection.close()
-                del self._visitors[number]
-        self._guests = {name: one for name, one in self._guests.items() if one is not guest}
-        if not self._over:
-            self._driven.lost(guest.peer, reason)
+                del self._connections[number]
+        self._clients = {name: one for name, one in self._clients.items() if one is not client}
+        if not self._has_ended:
+            self._driver.handle_member_loss(client.member_id, reason)
 
     @staticmethod
-    def _stop_probing(guest: _Guest) -> None:
-        if guest.probe is not None:
-            guest.probe.close()
-            guest.probe = None
+    def _stop_probing(client: _Client) -> None:
+        if client.probe is not None:
+            client.probe.close()
+            client.probe = None
 
-    def _look_around(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats, and notice silent supervisors."""
         now = time.monotonic()
-        for guest in list(self._guests.values()):
-            silence = now - guest.heard
-            if silence > self._launch.lost_seconds:
-                self._lose(guest, f"no heartbeat for {silence:.0f} s")
-            elif guest.session.connection is not None:
-                guest.session.connection.send(Beat(guest.session.received))
-        for number, visitor in list(self._visitors.items()):
-            if visitor.guest is None and now - visitor.came > GREETING_SECONDS:
-                self._dismiss(number, "it never proved itself")
-        self._loop.call_later(self._launch.lost_seconds / 4, self._look_around)
+        for guest in list(self._clients.values()):
+            silence = now - guest.last_heard
+            if silence > self._launch.heartbeat_timeout_seconds:
+                self._drop_client(guest, f"no heartbeat for {silence:.0f} s")
+            elif guest.channel.connection is not None:
+                guest.channel.connection.send(Heartbeat(guest.channel.received_count))
+        for number, visitor in list(self._connections.items()):
+            if visitor.client is None and now - visitor.accepted_at > HANDSHAKE_TIMEOUT_SECONDS:
+                self._reject(number, "it never proved itself")
+        self._loop.call_later(self._launch.heartbeat_timeout_seconds / 4, self._send_heartbeats)

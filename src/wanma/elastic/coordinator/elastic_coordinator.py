@@ -16,194 +16,216 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from wanma.elastic.coordinator.coordinator import Coordinator
-from wanma.elastic.coordinator.coordinator_config import Terms
-from wanma.elastic.coordinator.member import Peer, Send
-from wanma.elastic.coordinator.node_ranks import numbered, preferred
+from wanma.elastic.coordinator.coordinator_config import CoordinatorConfig
+from wanma.elastic.coordinator.member import Member, Send
+from wanma.elastic.coordinator.node_ranks import sort_by_preference, sort_by_topology
 from wanma.elastic.failure import Failure
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Failed,
-    Join,
-    Leave,
-    Locate,
+    AbortCommand,
+    AbortRequest,
+    DrainRequest,
+    FailureReport,
+    JoinRequest,
     Message,
-    Pause,
-    Paused,
-    Reached,
-    Start,
-    StopRequest,
-    Waiting,
-    Warm,
+    NodePreloadedReport,
+    Notice,
+    ProgressReport,
+    ProgressRequest,
+    StartCommand,
+    SuspendCommand,
+    SuspendReport,
 )
-from wanma.elastic.recovery.replan import Decision, Situation, choose_nodes, spare_text
-from wanma.elastic.recovery.restart_policy import newest_whole
+from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest, select_nodes_with_state, standby_text
+from wanma.elastic.recovery.restart_policy import find_newest_complete_checkpoint
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Change
+from wanma.job.run.worker import Resize
 
-LOCATE_SECONDS = 1.0
+PROGRESS_POLL_SECONDS = 1.0
 """Time, in seconds, between two requests for the time of a step, until the ranks have measured it."""
 
-Ask = Callable[[int, Situation], None]
-"""Function that asks the planner; `decided` gets the answer with the same number."""
+StartReplan = Callable[[int, ReplanRequest], None]
+"""Function that asks the planner; `apply_replan` gets the answer with the same number."""
 
 
-class ResizingCoordinator(Coordinator):
+class ElasticCoordinator(Coordinator):
     """Coordinator of a run that starts with `min_nodes` nodes and takes up to `nodes`.
 
     Args:
-        terms: configuration.
+        config: configuration.
         send: sends a message to a supervisor.
         now: present time, monotonic.
-        ask: asks the planner.
+        start_replan: asks the planner.
         min_nodes: least nodes of the run.
-        join_seconds: last call: time that the first start waits for more than `min_nodes`.
+        last_call_seconds: last call: time that the first start waits for more than `min_nodes`.
     """
 
     def __init__(
-        self, terms: Terms, send: Send, now: float, *, ask: Ask, min_nodes: int, join_seconds: float
+        self,
+        config: CoordinatorConfig,
+        send: Send,
+        now: float,
+        *,
+        start_replan: StartReplan,
+        min_nodes: int,
+        last_call_seconds: float,
     ) -> None:
-        super().__init__(terms, send, now)
-        self._ask, self._min_nodes, self._join_seconds = ask, min_nodes, join_seconds
-        self._patience = now + terms.start_seconds
+        super().__init__(config, send, now)
+        self._start_replan, self._min_nodes, self._last_call_seconds = (
+            start_replan,
+            min_nodes,
+            last_call_seconds,
+        )
+        self._start_deadline = now + config.start_timeout_seconds
         self._is_last_call = False
         """True if the last call runs: enough nodes for the first start have joined, and it waits for more."""
-        self._is_deciding = False
-        self._warm: set[int] = set()
+        self._is_replanning = False
+        self._preloaded_members: set[int] = set()
         """Nodes whose fork server has imported; lost nodes may be among them."""
-        self._questions = 0
-        self._open_question: int | None = None
-        self._decision = decision_of(terms.past.start) if terms.past is not None else None
+        self._replan_count = 0
+        self._pending_replan_id: int | None = None
+        self._replan_decision = (
+            replan_decision_from_start(config.inherited_run.start)
+            if config.inherited_run is not None
+            else None
+        )
         """Decision for the newest generation."""
-        self._told: tuple[Plan, int] | None = None
+        self._last_productive_plan: tuple[Plan, int] | None = None
         """Plan and number of nodes of the newest generation that finished a step."""
-        self._growth: Literal["", "asking", "pausing"] = ""
+        self._resize_state: Literal["", "asking", "pausing"] = ""
         """Phase of growth with nodes on standby: ask whether to take them, or wait for the suspend."""
-        self._grow_at: float | None = None
-        self._grown: tuple[Decision, frozenset[int]] | None = None
+        self._next_progress_poll: float | None = None
+        self._pending_resize: tuple[ReplanDecision, frozenset[int]] | None = None
         """Decision, and the nodes it is for, to carry out when the ranks are suspended."""
 
     @property
     def deadline(self) -> float | None:
-        times = [time for time in (super().deadline, self._grow_at) if time is not None]
-        return None if self.over else min(times, default=None)
+        times = [time for time in (super().deadline, self._next_progress_poll) if time is not None]
+        return None if self.has_ended else min(times, default=None)
 
     def tick(self, now: float) -> None:
-        if self._grow_at is not None and now >= self._grow_at and not self.over:
-            self._grow_at = None
-            self._locate()
+        if self._next_progress_poll is not None and now >= self._next_progress_poll and not self.has_ended:
+            self._next_progress_poll = None
+            self._request_progress()
         super().tick(now)
 
-    def receive(self, peer: int, message: Message, now: float) -> None:
-        if isinstance(message, Warm):
-            self._warm.add(peer)
-            self._consider_growth()
-        elif self._stands_by(peer) and not isinstance(message, Join):
-            if isinstance(message, StopRequest | Leave | Failed):  # concerns that node alone
-                self._send(peer, Abort(message.exit_code if not isinstance(message, Failed) else 1))
-                del self._peers[peer]
-                self._left(now)
+    def receive(self, member_id: int, message: Message, now: float) -> None:
+        if isinstance(message, NodePreloadedReport):
+            self._preloaded_members.add(member_id)
+            self._consider_scale_up()
+        elif self._is_standby(member_id) and not isinstance(message, JoinRequest):
+            if isinstance(message, DrainRequest | AbortRequest | FailureReport):  # concerns that node alone
+                self._send(
+                    member_id,
+                    AbortCommand(message.exit_code if not isinstance(message, FailureReport) else 1),
+                )
+                del self._members[member_id]
+                self._handle_standby_loss(now)
         else:
-            super().receive(peer, message, now)
+            super().receive(member_id, message, now)
 
-    def decided(self, question: int, decision: Decision, now: float) -> None:
+    def apply_replan(self, replan_id: int, decision: ReplanDecision, now: float) -> None:
         """Process the planner's decision; one that events have overtaken is dropped."""
-        if question != self._open_question or self.over:
+        if replan_id != self._pending_replan_id or self.has_ended:
             return
-        self._open_question = None
-        if self._is_deciding and decision.plan is not None:
-            self._start_with(decision)
-        elif self._is_deciding:
-            self._nothing_fits(decision, now)
-        elif self._state == "running" and self._growth == "asking":
-            self._grow(decision)
+        self._pending_replan_id = None
+        if self._is_replanning and decision.plan is not None:
+            self._start_with_plan(decision)
+        elif self._is_replanning:
+            self._handle_no_plan(decision, now)
+        elif self._state == "running" and self._resize_state == "asking":
+            self._scale_up(decision)
 
     # Meeting -------------------------------------------------------------------------------------
 
     @property
-    def _is_waiting(self) -> bool:
+    def _is_waiting_for_nodes(self) -> bool:
         """True if the run only waits; ranks that are about to start finish a step first."""
-        return self._state == "meeting" and not (self._is_deciding and self._started > 0)
+        return self._state == "meeting" and not (self._is_replanning and self._last_started_generation > 0)
 
     @property
-    def _is_closed(self) -> bool:
-        return self.over
+    def _is_admission_closed(self) -> bool:
+        return self.has_ended
 
     @property
-    def _needed(self) -> int:
+    def _required_nodes(self) -> int:
         return self._min_nodes
 
-    def _number(self, peer: Peer) -> int | None:
+    def _reserved_node_rank(self, member: Member) -> int | None:
         """Return the node rank that was asked for, as those of a generation change with its nodes."""
-        return peer.join.node_rank
+        return member.join_request.node_rank
 
-    def _stands_by(self, peer: int) -> bool:
+    def _is_standby(self, member_id: int) -> bool:
         """Return True if the node has no ranks while the run goes on."""
-        return self._started > 0 and peer in self._peers and self._peers[peer].node < 0
+        return (
+            self._last_started_generation > 0
+            and member_id in self._members
+            and self._members[member_id].node_rank < 0
+        )
 
-    def _join(self, peer: int, join: Join, now: float) -> None:
-        super()._join(peer, join, now)
-        if join.is_warm:
-            self._warm.add(peer)
-        if self._state != "meeting" and self._stands_by(peer):
-            self._send(peer, Waiting("the run goes on without this machine, which stands by"))
-            self._consider_growth()
+    def _handle_join_request(self, member_id: int, request: JoinRequest, now: float) -> None:
+        super()._handle_join_request(member_id, request, now)
+        if request.is_preloaded:
+            self._preloaded_members.add(member_id)
+        if self._state != "meeting" and self._is_standby(member_id):
+            self._send(member_id, Notice("the run goes on without this machine, which stands by"))
+            self._consider_scale_up()
 
-    def _gather(self, now: float) -> None:
+    def _try_start(self, now: float) -> None:
         """Continue as soon as enough nodes have joined; before the first start, wait a little for more."""
-        here = len(self._peers)
+        here = len(self._members)
         is_enough = here >= self._min_nodes
-        if here == self._nodes or (is_enough and self._started > 0):
-            self._is_deciding, self._deadline = True, None
-            self._ask_planner()
+        if here == self._nodes or (is_enough and self._last_started_generation > 0):
+            self._is_replanning, self._deadline = True, None
+            self._request_replan()
         elif is_enough and not self._is_last_call:
-            self._is_last_call, self._is_deciding = True, False
-            self._deadline = now + self._join_seconds
+            self._is_last_call, self._is_replanning = True, False
+            self._deadline = now + self._last_call_seconds
 
-    def _gather_again(self, now: float) -> None:
-        self._state, self._is_deciding = "meeting", False
-        self._gather(now)
-        if not self._is_deciding:
-            self._wait_for_machines(now)
+    def _return_to_rendezvous(self, now: float) -> None:
+        self._state, self._is_replanning = "meeting", False
+        self._try_start(now)
+        if not self._is_replanning:
+            self._wait_for_nodes(now)
 
-    def _left(self, now: float) -> None:
-        if self._state == "meeting" and self._started > 0:
-            self._gather_again(now)
+    def _handle_standby_loss(self, now: float) -> None:
+        if self._state == "meeting" and self._last_started_generation > 0:
+            self._return_to_rendezvous(now)
         elif self._state == "meeting":
-            if self._is_deciding or len(self._peers) < self._min_nodes:  # there is another last call
-                self._is_deciding = self._is_last_call = False
-                self._deadline = self._patience
-            self._gather(now)
+            if self._is_replanning or len(self._members) < self._min_nodes:  # there is another last call
+                self._is_replanning = self._is_last_call = False
+                self._deadline = self._start_deadline
+            self._try_start(now)
 
-    def _meeting_is_late(self, now: float) -> None:
-        if len(self._peers) >= self._min_nodes and self._is_last_call:
-            self._is_deciding = True
-            self._ask_planner()
+    def _handle_rendezvous_timeout(self, now: float) -> None:
+        if len(self._members) >= self._min_nodes and self._is_last_call:
+            self._is_replanning = True
+            self._request_replan()
         else:
-            super()._meeting_is_late(now)
+            super()._handle_rendezvous_timeout(now)
 
     # Nodes and plan ------------------------------------------------------------------------------
 
-    def _ask_planner(self, word: Reached | None = None) -> None:
-        self._questions += 1
-        self._open_question = self._questions
-        running = self._decision.plan if self._decision is not None else None
-        situation = Situation(
-            len(self._peers),
+    def _request_replan(self, progress: ProgressReport | None = None) -> None:
+        self._replan_count += 1
+        self._pending_replan_id = self._replan_count
+        running = self._replan_decision.plan if self._replan_decision is not None else None
+        request = ReplanRequest(
+            len(self._members),
             running,
-            len(self._ranks_by_node),
-            self._retries.reached_step or 0,
-            word.step_seconds if word is not None else None,
-            word.start_seconds if word is not None else None,
+            len(self._local_world_sizes),
+            self._restart_policy.last_finished_step or 0,
+            progress.step_seconds if progress is not None else None,
+            progress.startup_seconds if progress is not None else None,
         )
-        self._ask(self._questions, situation)
+        self._start_replan(self._replan_count, request)
 
-    def _start_with(self, decision: Decision) -> None:
+    def _start_with_plan(self, decision: ReplanDecision) -> None:
         assert decision.plan is not None
-        if self._recovery is not None and self._told is not None:
-            before, machines = self._told
+        if self._recovery is not None and self._last_productive_plan is not None:
+            before, machines = self._last_productive_plan
             change = None
             if (before, machines) != (decision.plan, decision.nodes):
-                change = Change(
+                change = Resize(
                     decision.nodes,
                     machines,
                     self._nodes,
@@ -211,127 +233,146 @@ class ResizingCoordinator(Coordinator):
                     str(decision.plan),
                     decision.reason,
                 )
-            self._recovery = replace(self._recovery, change=change)
-        self._decision = decision
-        self._is_deciding = self._is_last_call = False
-        self._growth, self._grow_at, self._grown = "", None, None
+            self._recovery = replace(self._recovery, resize=change)
+        self._replan_decision = decision
+        self._is_replanning = self._is_last_call = False
+        self._resize_state, self._next_progress_poll, self._pending_resize = "", None, None
         self._start()
-        if decision.nodes < len(self._peers):
-            self._tell_spare(decision)
-            self._consider_growth()
+        if decision.nodes < len(self._members):
+            self._notify_standby(decision)
+            self._consider_scale_up()
 
-    def _seated(self) -> list[tuple[int, Peer]]:
+    def _assign_nodes(self) -> list[tuple[int, Member]]:
         """Choose as many nodes as the plan takes, and number them without gaps; present ones come first."""
-        assert self._decision is not None
-        order = preferred(self._peers, self._nodes)
-        halted = {identity: self._peers[identity].halted for identity in order}
-        held = {identity: word.images if word is not None else () for identity, word in halted.items()}
-        world_size = sum(self._ranks_by_node)
-        chosen = numbered(choose_nodes(held, self._decision.nodes, world_size), self._peers)
-        for peer in self._peers.values():
-            peer.node = -1
+        assert self._replan_decision is not None
+        order = sort_by_preference(self._members, self._nodes)
+        halted = {identity: self._members[identity].termination for identity in order}
+        held = {
+            identity: word.in_memory_shards if word is not None else () for identity, word in halted.items()
+        }
+        world_size = sum(self._local_world_sizes)
+        chosen = sort_by_topology(
+            select_nodes_with_state(held, self._replan_decision.nodes, world_size), self._members
+        )
+        for peer in self._members.values():
+            peer.node_rank = -1
         for number, identity in enumerate(chosen):
-            self._peers[identity].node = number
-        if self._recovery is not None and self._recovery.image is not None:
-            there = newest_whole([one for identity in chosen for one in held[identity]], world_size)
-            self._recovery = replace(self._recovery, image=there or self._recovery.image)
-        return [(identity, self._peers[identity]) for identity in chosen]
+            self._members[identity].node_rank = number
+        if self._recovery is not None and self._recovery.checkpoint_id is not None:
+            there = find_newest_complete_checkpoint(
+                [one for identity in chosen for one in held[identity]], world_size
+            )
+            self._recovery = replace(self._recovery, checkpoint_id=there or self._recovery.checkpoint_id)
+        return [(identity, self._members[identity]) for identity in chosen]
 
-    def _ranks_of(self, by_node: list[tuple[int, Peer]]) -> tuple[int, ...]:
-        assert self._decision is not None
-        assert self._decision.plan is not None
-        return (self._decision.plan.world_size // len(by_node),) * len(by_node)
+    def _compute_local_world_sizes(self, by_node: list[tuple[int, Member]]) -> tuple[int, ...]:
+        assert self._replan_decision is not None
+        assert self._replan_decision.plan is not None
+        return (self._replan_decision.plan.world_size // len(by_node),) * len(by_node)
 
-    def _planned(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        assert self._decision is not None
-        assert self._decision.plan is not None
-        return self._decision.plan.to_json(), self._decision.forecast
+    def _plan_and_forecast(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        assert self._replan_decision is not None
+        assert self._replan_decision.plan is not None
+        return self._replan_decision.plan.to_json(), self._replan_decision.forecast
 
-    def _nothing_fits(self, decision: Decision, now: float) -> None:
+    def _handle_no_plan(self, decision: ReplanDecision, now: float) -> None:
         """Wait for more nodes, as no plan fits these; end the run if there can be no more."""
-        here = len(self._peers)
-        self._lost = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
-        if here == self._nodes and self._stop_until is None:
-            self._give_up(self._lost, now)
+        here = len(self._members)
+        self._last_node_loss = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
+        if here == self._nodes and self._kill_deadline is None:
+            self._end_with_failure(self._last_node_loss, now)
         else:
-            self._is_deciding = self._is_last_call = False
-            self._wait_for_machines(now)
+            self._is_replanning = self._is_last_call = False
+            self._wait_for_nodes(now)
 
     # Growing -------------------------------------------------------------------------------------
 
-    def _hear_running(self, peer: int, message: Message, now: float) -> None:
+    def _handle_running_message(self, member_id: int, message: Message, now: float) -> None:
         match message:
-            case Reached():
-                self._located(message, now)
-            case Paused():
-                self._paused(peer, now)
+            case ProgressReport():
+                self._handle_progress_report(message, now)
+            case SuspendReport():
+                self._handle_suspend_report(member_id, now)
             case _:
-                super()._hear_running(peer, message, now)
+                super()._handle_running_message(member_id, message, now)
 
-    def _consider_growth(self) -> None:
+    def _consider_scale_up(self) -> None:
         """Ask for the progress of the run, to decide whether nodes on standby are worth a restart.
 
         It waits until their ranks would start at once: all others would wait for them.
         """
-        spare = {identity for identity, peer in self._peers.items() if peer.node < 0 and not peer.started}
-        is_time = self._state == "running" and not self._exit_code and self._growth != "pausing"
-        if is_time and spare <= self._warm and len(self._running()) < len(self._peers):
-            self._growth = "asking"
-            self._locate()
+        spare = {
+            identity for identity, peer in self._members.items() if peer.node_rank < 0 and not peer.has_run
+        }
+        is_time = self._state == "running" and not self._exit_code and self._resize_state != "pausing"
+        if (
+            is_time
+            and spare <= self._preloaded_members
+            and len(self._members_with_ranks()) < len(self._members)
+        ):
+            self._resize_state = "asking"
+            self._request_progress()
 
-    def _locate(self) -> None:
-        for identity, peer in self._peers.items():
-            if peer.node == 0:
-                self._send(identity, Locate())
+    def _request_progress(self) -> None:
+        for identity, peer in self._members.items():
+            if peer.node_rank == 0:
+                self._send(identity, ProgressRequest())
 
-    def _located(self, word: Reached, now: float) -> None:
-        if self._growth != "asking":
+    def _handle_progress_report(self, progress: ProgressReport, now: float) -> None:
+        if self._resize_state != "asking":
             return
-        self._retries.reached(word.step)
-        if word.step is None or word.step_seconds is None:
-            self._grow_at = now + LOCATE_SECONDS
+        self._restart_policy.record_progress(progress.last_finished_step)
+        if progress.last_finished_step is None or progress.step_seconds is None:
+            self._next_progress_poll = now + PROGRESS_POLL_SECONDS
         else:
-            self._ask_planner(word)
+            self._request_replan(progress)
 
-    def _grow(self, decision: Decision) -> None:
-        self._growth = ""
+    def _scale_up(self, decision: ReplanDecision) -> None:
+        self._resize_state = ""
         if self._exit_code:
             return
-        if decision.plan is None or decision.nodes <= len(self._ranks_by_node):
-            self._tell_spare(decision)
+        if decision.plan is None or decision.nodes <= len(self._local_world_sizes):
+            self._notify_standby(decision)
             return
-        self._growth, self._grown = "pausing", (decision, frozenset(self._peers))
-        for identity, peer in self._peers.items():
-            if peer.node >= 0:
-                self._send(identity, Pause())
+        self._resize_state, self._pending_resize = "pausing", (decision, frozenset(self._members))
+        for identity, peer in self._members.items():
+            if peer.node_rank >= 0:
+                self._send(identity, SuspendCommand())
 
-    def _paused(self, peer: int, now: float) -> None:
-        self._peers[peer].paused = True
-        if all(other.paused for other in self._running()):
-            self._halt(None, now)
+    def _handle_suspend_report(self, member_id: int, now: float) -> None:
+        self._members[member_id].is_suspended = True
+        if all(other.is_suspended for other in self._members_with_ranks()):
+            self._terminate_ranks(None, now)
 
-    def _halt(self, cause: Failure | None, now: float, report: str = "") -> None:
-        self._growth, self._grow_at = "", None
-        super()._halt(cause, now, report)
+    def _terminate_ranks(self, failure: Failure | None, now: float, report: str = "") -> None:
+        self._resize_state, self._next_progress_poll = "", None
+        super()._terminate_ranks(failure, now, report)
 
-    def _go_on(self, now: float) -> None:
-        assert self._decision is not None
-        assert self._decision.plan is not None
-        if any(peer.halted is not None and peer.halted.reached_step is not None for peer in self._running()):
-            self._told = self._decision.plan, len(self._ranks_by_node)
-        if self._cause is None and self._grown is not None and self._grown[1] == frozenset(self._peers):
+    def _start_next_generation(self, now: float) -> None:
+        assert self._replan_decision is not None
+        assert self._replan_decision.plan is not None
+        if any(
+            peer.termination is not None and peer.termination.last_finished_step is not None
+            for peer in self._members_with_ranks()
+        ):
+            self._last_productive_plan = self._replan_decision.plan, len(self._local_world_sizes)
+        if (
+            self._last_failure is None
+            and self._pending_resize is not None
+            and self._pending_resize[1] == frozenset(self._members)
+        ):
             self._state = "meeting"
-            self._start_with(self._grown[0])
+            self._start_with_plan(self._pending_resize[0])
         else:
-            super()._go_on(now)
+            super()._start_next_generation(now)
 
-    def _tell_spare(self, decision: Decision) -> None:
+    def _notify_standby(self, decision: ReplanDecision) -> None:
         self._broadcast(
-            Waiting(spare_text(len(self._peers), self._nodes, len(self._ranks_by_node), decision))
+            Notice(standby_text(len(self._members), self._nodes, len(self._local_world_sizes), decision))
         )
 
 
-def decision_of(start: Start) -> Decision:
+def replan_decision_from_start(start: StartCommand) -> ReplanDecision:
     """Return the decision that a lost coordinator had made."""
     plan = Plan.from_json(start.plan) if start.plan is not None else None
-    return Decision(plan, len(start.ranks_by_node), "", start.forecast)
+    return ReplanDecision(plan, len(start.local_world_sizes), "", start.forecast)

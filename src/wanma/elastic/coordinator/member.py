@@ -3,74 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from wanma.elastic.protocol.messages import Halted, Join, Message, Recovery, Refused, Start
+from wanma.elastic.coordinator.failover import NODE_LOST_HINT
+from wanma.elastic.failure import Failure
+from wanma.elastic.protocol.messages import (
+    InMemoryCheckpointShard,
+    JoinRequest,
+    Message,
+    Recovery,
+    Refusal,
+    StartCommand,
+    StragglerReport,
+    TerminationReport,
+)
 
 Send = Callable[[int, Message], None]
 """Function that sends a message to a supervisor, given by its name."""
 
 
 @dataclass
-class Peer:
+class Member:
     """Member: a supervisor that the coordinator has admitted, with ranks or on standby."""
 
-    join: Join
-    node: int = -1
+    join_request: JoinRequest
+    node_rank: int = -1
     """Node rank; negative while it has no ranks, as before its first start."""
     ranks: range = range(0)
     store_port: int = 0
-    started: bool = False
+    has_run: bool = False
     """True if it has had ranks, in whatever generation."""
-    finished: bool = False
-    paused: bool = False
-    hung: bool = False
-    halted: Halted | None = None
+    is_finished: bool = False
+    is_suspended: bool = False
+    is_hung: bool = False
+    termination: TerminationReport | None = None
 
     @property
-    def failed_at(self) -> float:
+    def failure_unix_seconds(self) -> float:
         """Time at which its ranks failed, in unix seconds; 0: they did not."""
-        return self.halted.failed_at if self.halted is not None else 0.0
+        return self.termination.failure_unix_seconds if self.termination is not None else 0.0
 
     @property
-    def named(self) -> str:
-        return f"node {self.node} ({self.join.host})"
+    def in_memory_shards(self) -> tuple[InMemoryCheckpointShard, ...]:
+        """In-memory checkpoints that it holds; empty while its ranks live."""
+        return self.termination.in_memory_shards if self.termination is not None else ()
+
+    @property
+    def is_silent(self) -> bool:
+        """True if none of its ranks is expected to make progress."""
+        return self.is_hung or self.is_finished or self.is_suspended
+
+    @property
+    def label(self) -> str:
+        return f"node {self.node_rank} ({self.join_request.hostname})"
+
+    def locate_straggler(self, report: StragglerReport) -> StragglerReport:
+        """Return the report of a straggler among its ranks, with the node and the local rank."""
+        local_rank, hostname = report.rank - self.ranks.start, self.join_request.hostname
+        return replace(report, node=self.node_rank, host=hostname, local_rank=local_rank)
+
+    def make_loss(self, reason: str) -> Failure:
+        """Return the failure of a run that has lost this node."""
+        cause = f"{self.label} was lost: {reason}"
+        hostname = self.join_request.hostname
+        return Failure(cause, node_rank=self.node_rank, hostname=hostname, hint=NODE_LOST_HINT)
 
 
 @dataclass(frozen=True)
-class Begun:
+class GenerationStart:
     """Start of a generation."""
 
     generation: int
     recovery: Recovery | None
-    ranks_by_node: tuple[int, ...]
+    local_world_sizes: tuple[int, ...]
     plan: dict[str, Any] | None
     forecast: dict[str, Any] | None
 
-    def starts(self, by_node: list[tuple[int, Peer]]) -> Iterator[tuple[int, Peer, Start]]:
+    def make_start_commands(
+        self, members: list[tuple[int, Member]]
+    ) -> Iterator[tuple[int, Member, StartCommand]]:
         """Assign ranks to the nodes, and yield each with its name and start command.
 
         Args:
-            by_node: nodes that take part, each with its name, by node rank.
+            members: nodes that take part, each with its name, by node rank.
         """
-        store = by_node[0][1]
-        host_node = next((peer.node for _, peer in by_node if peer.join.hosts), -1)
-        failed_at = min((at for _, peer in by_node if (at := peer.failed_at)), default=0.0)
+        store = members[0][1]
+        host_node = next((peer.node_rank for _, peer in members if peer.join_request.runs_coordinator), -1)
+        failed_at = min((at for _, peer in members if (at := peer.failure_unix_seconds)), default=0.0)
         first = 0
-        for (identity, peer), ranks in zip(by_node, self.ranks_by_node, strict=True):
+        for (identity, peer), ranks in zip(members, self.local_world_sizes, strict=True):
             peer.ranks = range(first, first + ranks)
-            peer.finished = peer.hung = peer.paused = False
-            peer.halted = None
-            start = Start(
+            peer.is_finished = peer.is_hung = peer.is_suspended = False
+            peer.termination = None
+            start = StartCommand(
                 self.generation,
-                peer.node,
+                peer.node_rank,
                 first,
-                sum(self.ranks_by_node),
-                store.join.address,
+                sum(self.local_world_sizes),
+                store.join_request.address,
                 store.store_port,
                 self.recovery,
-                self.ranks_by_node,
+                self.local_world_sizes,
                 self.plan,
                 self.forecast,
                 host_node,
@@ -80,35 +114,46 @@ class Begun:
             yield identity, peer, start
 
 
-def objection(
-    join: Join, nodes: int, place: str, job_hash: str, taken: Collection[tuple[int | None, str]]
-) -> Refused | None:
+def check_admission(
+    request: JoinRequest,
+    nodes: int,
+    endpoint: str,
+    job_hash: str,
+    reserved_node_ranks: Collection[tuple[int | None, str]],
+    is_full: bool,
+) -> Refusal | None:
     """Return the refusal of a supervisor that cannot take part; None: it can.
 
     Args:
-        join: request of the supervisor.
+        request: request of the supervisor.
         nodes: most nodes of the run.
-        place: endpoint of the run.
+        endpoint: endpoint of the run.
         job_hash: hash of the run's job.
-        taken: node ranks that no other node may ask for, and the hosts that have them.
+        reserved_node_ranks: node ranks that no other node may ask for, and the hosts that have them.
+        is_full: True if the run takes no other node.
     """
-    if join.job_hash != job_hash:
-        return Refused(
-            f"the run at {place} is of another job than this machine's, or planned otherwise there",
+    if is_full:
+        return Refusal(
+            f"the run at {endpoint} has its {nodes} machines already",
+            "wait until it has ended, or choose another port for cluster.rendezvous",
+        )
+    if request.job_hash != job_hash:
+        return Refusal(
+            f"the run at {endpoint} is of another job than this machine's, or planned otherwise there",
             "give the same job file and overrides on every machine; where machines are unequal, also "
             "cluster.device and parallel.micro_batch",
         )
-    if join.node_rank is None:
+    if request.node_rank is None:
         return None
-    if join.node_rank >= nodes:
-        return Refused(
-            f"cluster.node_rank {join.node_rank} is not below cluster.nodes {nodes}",
+    if request.node_rank >= nodes:
+        return Refusal(
+            f"cluster.node_rank {request.node_rank} is not below cluster.nodes {nodes}",
             "count the machines from 0, or leave cluster.node_rank out and let arrival decide",
         )
-    for number, host in taken:
-        if join.node_rank == number:
-            return Refused(
-                f"cluster.node_rank {join.node_rank} is taken by {host}",
+    for number, host in reserved_node_ranks:
+        if request.node_rank == number:
+            return Refusal(
+                f"cluster.node_rank {request.node_rank} is taken by {host}",
                 "give every machine its own number, or none and let arrival decide",
             )
     return None

@@ -11,78 +11,90 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from wanma.elastic.coordinator.member import Peer
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.protocol.messages import Join
+from wanma.elastic.coordinator.member import Member
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.protocol.messages import JoinRequest
 
-Key = tuple[bool, tuple[tuple[str | int, ...], ...]]
+TopologySortKey = tuple[bool, tuple[tuple[str | int, ...], ...]]
 
 
-def offer(launch: Launch, host: str, address: str, store_port: int, is_warm: bool) -> Join:
+def make_join_request(
+    launch: LaunchConfig, hostname: str, address: str, store_port: int, is_preloaded: bool
+) -> JoinRequest:
     """Return this node's request to join."""
-    return Join(
+    return JoinRequest(
         launch.job_hash,
         launch.ranks_per_node,
-        host,
+        hostname,
         address,
         store_port,
         launch.node_rank,
-        is_warm,
-        position=launch.position,
+        is_preloaded,
+        topology_address=launch.topology_address,
     )
 
 
-def nearness(position: str) -> Key:
+def topology_sort_key(topology_address: str) -> TopologySortKey:
     """Return a sort key by which topology addresses with the same first parts are neighbours.
 
     Numbers sort by their value; unknown addresses come last.
     """
-    parts = re.split(r"[/.]", position) if position else []
-    return not position, tuple(
+    parts = re.split(r"[/.]", topology_address) if topology_address else []
+    return not topology_address, tuple(
         tuple(int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", part)) for part in parts
     )
 
 
-def seat(peers: Collection[Peer], nodes: int) -> None:
+def assign_node_ranks(members: Collection[Member], nodes: int) -> None:
     """Give nodes without a node rank the one that they ask for, or the next free one.
 
     Args:
-        peers: members in the order in which they came.
+        members: members in the order in which they came.
         nodes: number of nodes of the run.
     """
-    for peer in peers:
-        if peer.node < 0 and peer.join.node_rank is not None:
-            peer.node = peer.join.node_rank
-    free = iter(sorted(set(range(nodes)) - {peer.node for peer in peers}))
-    for peer in sorted((one for one in peers if one.node < 0), key=lambda one: nearness(one.join.position)):
-        peer.node = next(free)
+    for peer in members:
+        if peer.node_rank < 0 and peer.join_request.node_rank is not None:
+            peer.node_rank = peer.join_request.node_rank
+    free = iter(sorted(set(range(nodes)) - {peer.node_rank for peer in members}))
+    for peer in sorted(
+        (one for one in members if one.node_rank < 0),
+        key=lambda one: topology_sort_key(one.join_request.topology_address),
+    ):
+        peer.node_rank = next(free)
 
 
-def preferred(peers: Mapping[int, Peer], nodes: int) -> list[int]:
+def sort_by_preference(members: Mapping[int, Member], nodes: int) -> list[int]:
     """Return the order in which nodes take part: first those that had ranks, by node rank; then others.
 
     Args:
-        peers: members by name, which rises with arrival.
+        members: members by name, which rises with arrival.
         nodes: most nodes of the run.
     """
 
-    def order(identity: int) -> tuple[bool, int, Key, int]:
-        peer = peers[identity]
-        wish = peer.join.node_rank if peer.join.node_rank is not None else nodes
-        has_one = peer.node >= 0
-        return not has_one, peer.node if has_one else wish, nearness(peer.join.position), identity
+    def order(identity: int) -> tuple[bool, int, TopologySortKey, int]:
+        peer = members[identity]
+        wish = peer.join_request.node_rank if peer.join_request.node_rank is not None else nodes
+        has_one = peer.node_rank >= 0
+        return (
+            not has_one,
+            peer.node_rank if has_one else wish,
+            topology_sort_key(peer.join_request.topology_address),
+            identity,
+        )
 
-    return sorted(peers, key=order)
+    return sorted(members, key=order)
 
 
-def numbered(chosen: Sequence[int], peers: Mapping[int, Peer]) -> list[int]:
+def sort_by_topology(chosen: Sequence[int], members: Mapping[int, Member]) -> list[int]:
     """Return the nodes that take part in the order of their node ranks, which have no gaps.
 
     Args:
-        chosen: names in the order of `preferred`, which is kept if any node asks for a node rank, or if no
-            topology address is known.
-        peers: members by name.
+        chosen: names in the order of `sort_by_preference`, which is kept if any node asks for a node rank,
+            or if no topology address is known.
+        members: members by name.
     """
-    if any(peers[identity].join.node_rank is not None for identity in chosen):
+    if any(members[identity].join_request.node_rank is not None for identity in chosen):
         return list(chosen)
-    return sorted(chosen, key=lambda identity: nearness(peers[identity].join.position))
+    return sorted(
+        chosen, key=lambda identity: topology_sort_key(members[identity].join_request.topology_address)
+    )

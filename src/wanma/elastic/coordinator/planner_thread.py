@@ -8,38 +8,41 @@ import threading
 from collections.abc import Callable
 
 from wanma.elastic.launch_config import Replanner
-from wanma.elastic.recovery.replan import Decision, Situation
-from wanma.elastic.transport.event_loop import Loop
+from wanma.elastic.recovery.replan import ReplanDecision, ReplanRequest
+from wanma.elastic.transport.event_loop import EventLoop
 from wanma.job.errors import WanmaError
 
 
-def ask_beside(
-    replanner: Replanner, situation: Situation, loop: Loop, on_answer: Callable[[Decision], None]
+def replan_in_thread(
+    replanner: Replanner,
+    request: ReplanRequest,
+    loop: EventLoop,
+    on_decision: Callable[[ReplanDecision], None],
 ) -> None:
-    """Call `on_answer` in the loop with the planner's decision; a refusal is a decision, too.
+    """Call `on_decision` in the loop with the planner's decision; a refusal is a decision, too.
 
     An error in the planner is raised in the loop.
     """
-    answers: list[Decision | Exception] = []
+    answers: list[ReplanDecision | Exception] = []
     mine, theirs = socket.socketpair()
 
     def think() -> None:
         try:
-            answers.append(replanner.decide(situation))
+            answers.append(replanner.replan(request))
         except WanmaError as error:
             reason = f"{error.message}; {error.hint}" if error.hint else error.message
-            answers.append(Decision(None, 0, reason))
+            answers.append(ReplanDecision(None, 0, reason))
         except Exception as error:  # the loop raises it
             answers.append(error)
         theirs.close()
 
     def answered(_events: int) -> None:
-        loop.forget(mine)
+        loop.unwatch(mine)
         mine.close()
         (answer,) = answers
         if isinstance(answer, Exception):
             raise answer
-        on_answer(answer)
+        on_decision(answer)
 
     loop.watch(mine, answered, selectors.EVENT_READ)
     threading.Thread(target=think, daemon=True, name="wanma-planner").start()

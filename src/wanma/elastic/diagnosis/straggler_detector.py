@@ -1,9 +1,9 @@
 """Straggler detector: work time of each rank against its peers' median and its own best; pure.
 
 Ranks that wait for each other all have equally long steps, and the straggler is the one that waits least. So
-ranks report their work time (`progress_board.Work`): data loading, forward and backward, without their waits
-in collectives. It is judged in windows; a rank becomes a straggler after some windows in a row in which it
-took `factor` times its peers' median, and stops being one after as many below a lower bar.
+ranks report their work time (`progress_board.WorkTime`): data loading, forward and backward, without their
+waits in collectives. It is judged in windows; a rank becomes a straggler after some windows in a row in which
+it took `factor` times its peers' median, and stops being one after as many below a lower bar.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from wanma.elastic.protocol.messages import RankWork, Slow
+from wanma.elastic.protocol.messages import RankWorkTime, StragglerReport
 
 WINDOW_STEPS, WINDOW_SECONDS = 10, 2.0
 """Least steps, and least seconds, of a window."""
-WINDOWS = 3
+CONSECUTIVE_WINDOWS = 3
 """Number of windows in a row that make a rank a straggler, or end that."""
-SHARE_OF_STEP = 0.05
+MIN_LOST_STEP_FRACTION = 0.05
 """Least loss of a straggler, as a share of the step: twice a little work is little."""
 
 
 @dataclass(frozen=True)
-class Took:
+class WindowWorkTime:
     """Work time of one rank in one window."""
 
     data_seconds: float
@@ -35,7 +35,7 @@ class Took:
         return self.data_seconds + self.compute_seconds
 
 
-class Stragglers:
+class StragglerDetector:
     """Straggler detector of one generation.
 
     Args:
@@ -44,83 +44,96 @@ class Stragglers:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._newest: dict[int, RankWork] = {}
-        self._window: dict[int, RankWork] = {}
+        self._newest: dict[int, RankWorkTime] = {}
+        self._window_start: dict[int, RankWorkTime] = {}
         """Work times at the start of the window."""
-        self._began = 0.0
-        self._ranks: dict[int, _Rank] = {}
+        self._window_start_time = 0.0
+        self._history_by_rank: dict[int, _RankHistory] = {}
 
-    def hear(self, works: Iterable[RankWork], world_size: int, now: float) -> list[Slow]:
+    def update(
+        self, work_times: Iterable[RankWorkTime], world_size: int, now: float
+    ) -> list[StragglerReport]:
         """Add the ranks' work times so far; return the changes to report if they complete a window."""
-        for work in works:
+        for work in work_times:
             self._newest[work.rank] = work
         if len(self._newest) < world_size:
             return []
-        if not self._window:
-            self._window, self._began = dict(self._newest), now
+        if not self._window_start:
+            self._window_start, self._window_start_time = dict(self._newest), now
             return []
-        steps = {rank: work.steps - self._window[rank].steps for rank, work in self._newest.items()}
-        if now - self._began < WINDOW_SECONDS or min(steps.values()) < WINDOW_STEPS:
+        steps = {rank: work.steps - self._window_start[rank].steps for rank, work in self._newest.items()}
+        if now - self._window_start_time < WINDOW_SECONDS or min(steps.values()) < WINDOW_STEPS:
             return []
-        took = {rank: _took(self._window[rank], work, steps[rank]) for rank, work in self._newest.items()}
-        step_seconds = (now - self._began) / max(steps.values())
-        found = self._judge(took, steps, step_seconds)
-        self._window, self._began = dict(self._newest), now
+        took = {
+            rank: _window_work_time(self._window_start[rank], work, steps[rank])
+            for rank, work in self._newest.items()
+        }
+        step_seconds = (now - self._window_start_time) / max(steps.values())
+        found = self._find_changes(took, steps, step_seconds)
+        self._window_start, self._window_start_time = dict(self._newest), now
         return found
 
-    def _judge(self, took: Mapping[int, Took], steps: Mapping[int, int], step_seconds: float) -> list[Slow]:
+    def _find_changes(
+        self, window_times: Mapping[int, WindowWorkTime], steps: Mapping[int, int], step_seconds: float
+    ) -> list[StragglerReport]:
         verdicts = []
-        for rank, mine in took.items():
-            group = self._newest[rank].group
-            peers = [took[peer] for peer in took if peer != rank and self._newest[peer].group == group]
+        for rank, mine in window_times.items():
+            group = self._newest[rank].peer_group
+            peers = [
+                window_times[peer]
+                for peer in window_times
+                if peer != rank and self._newest[peer].peer_group == group
+            ]
             if not peers:
                 continue
             usual = median(peer.seconds for peer in peers)
             ratio = mine.seconds / max(usual, 1e-9)
-            one = self._ranks.setdefault(rank, _Rank())
-            matters = mine.seconds - usual >= SHARE_OF_STEP * step_seconds
-            bar = 1 + (self._factor - 1) / 2 if one.is_slow else self._factor
-            changes = one.note(mine, above=ratio >= bar and matters, steps=steps[rank])
+            one = self._history_by_rank.setdefault(rank, _RankHistory())
+            matters = mine.seconds - usual >= MIN_LOST_STEP_FRACTION * step_seconds
+            bar = 1 + (self._factor - 1) / 2 if one.is_straggler else self._factor
+            changes = one.add_window(mine, is_above_threshold=ratio >= bar and matters, steps=steps[rank])
             if changes:
                 phase = _worst_phase(mine, peers)
                 verdicts.append(
-                    Slow(rank, one.is_slow, phase, ratio, mine.seconds, usual, one.best_seconds, one.steps)
+                    StragglerReport(
+                        rank, one.is_straggler, phase, ratio, mine.seconds, usual, one.best_seconds, one.steps
+                    )
                 )
         return verdicts
 
 
-class _Rank:
+class _RankHistory:
     """History of one rank."""
 
     def __init__(self) -> None:
-        self.is_slow = False
+        self.is_straggler = False
         self.best_seconds = float("inf")
         self.steps = 0
         """Steps of the windows in a row that speak for a change, or have brought the last one."""
         self._windows = 0
 
-    def note(self, took: Took, above: bool, steps: int) -> bool:
+    def add_window(self, work_time: WindowWorkTime, is_above_threshold: bool, steps: int) -> bool:
         """Add a finished window; return True if the rank has become, or has stopped being, a straggler."""
-        self.best_seconds = min(self.best_seconds, took.seconds)
-        if above == self.is_slow:
+        self.best_seconds = min(self.best_seconds, work_time.seconds)
+        if is_above_threshold == self.is_straggler:
             self._windows = self.steps = 0
             return False
         self._windows += 1
         self.steps += steps
-        if self._windows < WINDOWS:
+        if self._windows < CONSECUTIVE_WINDOWS:
             return False
-        self.is_slow, self._windows = above, 0
+        self.is_straggler, self._windows = is_above_threshold, 0
         return True
 
 
-def _took(before: RankWork, after: RankWork, steps: int) -> Took:
-    return Took(
+def _window_work_time(before: RankWorkTime, after: RankWorkTime, steps: int) -> WindowWorkTime:
+    return WindowWorkTime(
         (after.data_seconds - before.data_seconds) / steps,
         (after.compute_seconds - before.compute_seconds) / steps,
     )
 
 
-def _worst_phase(mine: Took, peers: Iterable[Took]) -> str:
+def _worst_phase(mine: WindowWorkTime, peers: Iterable[WindowWorkTime]) -> str:
     """Return the phase in which a rank loses most against its peers."""
     others = list(peers)
     data = mine.data_seconds - median(peer.data_seconds for peer in others)

@@ -16,435 +16,466 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from wanma.elastic.coordinator.coordinator_server import Host
-from wanma.elastic.coordinator.failover import Vacancy
-from wanma.elastic.coordinator.user_notices import STOPPED
-from wanma.elastic.launch_config import Launch, host_name
+from wanma.elastic.coordinator.coordinator_server import CoordinatorServer
+from wanma.elastic.coordinator.failover import FailoverState
+from wanma.elastic.coordinator.user_notices import SIGNAL_BY_EXIT_CODE
+from wanma.elastic.launch_config import LaunchConfig, get_hostname
 from wanma.elastic.protocol.framing import new_nonce
 from wanma.elastic.protocol.messages import (
-    Abort,
-    Attach,
-    Attached,
-    Beat,
-    Halt,
-    Halted,
-    Join,
-    Leave,
+    AbortCommand,
+    AbortRequest,
+    ChannelReply,
+    ChannelRequest,
+    CompletionNotice,
+    DrainCommand,
+    DrainRequest,
+    Heartbeat,
+    JoinRequest,
     Message,
-    Moved,
-    Over,
-    Refused,
-    Start,
-    Stop,
-    StopRequest,
-    Waiting,
-    Was,
+    Notice,
+    PreviousMembership,
+    RedirectCommand,
+    Refusal,
+    StartCommand,
+    TerminateCommand,
+    TerminationReport,
 )
 from wanma.elastic.transport.connection import Connection
-from wanma.elastic.transport.endpoint import Place, listen_anywhere, listen_at, place_at, resolve
-from wanma.elastic.transport.event_loop import Loop
-from wanma.elastic.transport.handshake import Dial, Miss
-from wanma.elastic.transport.liveness import Presence
-from wanma.elastic.transport.reliable_channel import Session
+from wanma.elastic.transport.endpoint import (
+    Endpoint,
+    listen_at,
+    listen_on_free_port,
+    make_endpoint,
+    resolve_endpoint,
+)
+from wanma.elastic.transport.event_loop import EventLoop
+from wanma.elastic.transport.handshake import ConnectionAttempt, ConnectionFailure
+from wanma.elastic.transport.liveness import LivenessListener
+from wanma.elastic.transport.reliable_channel import ReliableChannel
 from wanma.job.errors import WanmaError
 from wanma.job.run import generation_claims
 from wanma.job.run.generation_claims import Claim
 
 logger = logging.getLogger("wanma.elastic")
 
-SEARCH_SECONDS = 0.1
+CLAIM_POLL_SECONDS = 0.1
 """Time, in seconds, between two searches for another coordinator."""
 
-MakeJoin = Callable[[str], Join]
+JoinRequestFactory = Callable[[str], JoinRequest]
 """Function that makes the request to join, given the local address that reaches the coordinator."""
 OnMessage = Callable[[Message], None]
 OnLost = Callable[[str], None]
 """Function that gets the reason, in words, why the coordinator is lost for good."""
 
 
-class RemoteLink:
+class TcpLink:
     """Link of a supervisor to its coordinator over TCP; it hosts the coordinator if that is here, too."""
 
     def __init__(
         self,
-        launch: Launch,
-        place: Place,
+        launch: LaunchConfig,
+        endpoint: Endpoint,
         secret: bytes,
-        loop: Loop,
-        make_join: MakeJoin,
+        loop: EventLoop,
+        make_join_request: JoinRequestFactory,
         on_message: OnMessage,
         on_lost: OnLost,
     ) -> None:
-        self._launch, self._rendezvous, self._secret, self._loop = launch, place, secret, loop
-        self._make_join, self._on_message, self._on_lost = make_join, on_message, on_lost
+        self._launch, self._rendezvous, self._secret, self._loop = launch, endpoint, secret, loop
+        self._make_join_request, self._on_message, self._on_lost = make_join_request, on_message, on_lost
         self._state: Literal["seeking", "attached", "cut", "orphaned", "closed"] = "seeking"
-        self._place = place
+        self._endpoint = endpoint
         """Endpoint of the coordinator that this node is attached to, or is trying."""
-        self._coordinator = ""
-        self._session, self._name = Session(), new_nonce()
-        self._dial: Dial | None = None
-        self._wait = 0.05
-        self._heard = self._since = time.monotonic()
-        self._deadline = time.monotonic() + launch.start_seconds
-        self._trying: Claim | None = None
+        self._coordinator_id = ""
+        self._channel, self._channel_id = ReliableChannel(), new_nonce()
+        self._connection_attempt: ConnectionAttempt | None = None
+        self._retry_seconds = 0.05
+        self._last_heard = self._tried_since = time.monotonic()
+        self._deadline = time.monotonic() + launch.start_timeout_seconds
+        self._tried_claim: Claim | None = None
         """Claim whose endpoint is tried; None: the rendezvous is."""
-        self._missed: set[int] = set()
+        self._unreachable_generations: set[int] = set()
         """Generations of claims with nobody at their endpoint."""
-        self._start: Start | None = None
-        self._vacancy: Vacancy | None = None
-        self._halted: Halted | None = None
-        self._asked: StopRequest | None = None
+        self._start: StartCommand | None = None
+        self._failover: FailoverState | None = None
+        self._termination: TerminationReport | None = None
+        self._pending_drain_request: DrainRequest | None = None
         """Stop request of this node's user, until the coordinator has received it."""
-        self._address = place.address[0]
-        self._presence: Presence | None = None
-        self._host: Host | None = None
-        self._former: list[Host] = []
+        self._address = endpoint.address[0]
+        self._liveness_listener: LivenessListener | None = None
+        self._server: CoordinatorServer | None = None
+        self._replaced_servers: list[CoordinatorServer] = []
         """Coordinators of this node that were replaced."""
-        self._seek()
-        self._beat()
+        self._search_coordinator()
+        self._send_heartbeats()
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         """Endpoint of the coordinator, or of the one that is tried."""
-        return self._place.text
+        return self._endpoint.text
 
     def send(self, message: Message) -> None:
         """Send to the coordinator; while there is none, carry out here what cannot wait."""
         if self._state in ("attached", "cut"):
-            if isinstance(message, StopRequest):
-                self._asked = message
-            self._session.send(message)
+            if isinstance(message, DrainRequest):
+                self._pending_drain_request = message
+            self._channel.send(message)
         elif self._state == "orphaned":
-            if isinstance(message, Halted):
-                self._halted = message
-            elif isinstance(message, StopRequest | Leave):
-                self._on_message(Abort(message.exit_code))
+            if isinstance(message, TerminationReport):
+                self._termination = message
+            elif isinstance(message, DrainRequest | AbortRequest):
+                self._on_message(AbortCommand(message.exit_code))
 
     def close(self, linger: bool) -> None:
         """Close the link; with `linger`, not before the others have the coordinator's last message."""
         self._state = "closed"
-        self._hang_up()
-        self._session.detach()
-        for host in self._former:
+        self._cancel_attempt()
+        self._channel.detach()
+        for host in self._replaced_servers:
             host.close(linger=False)
-        if self._host is not None:
-            self._host.close(linger)
-        if self._presence is not None:
-            self._presence.close()
+        if self._server is not None:
+            self._server.close(linger)
+        if self._liveness_listener is not None:
+            self._liveness_listener.close()
 
     # Search --------------------------------------------------------------------------------------
 
-    def _seek(self) -> None:
+    def _search_coordinator(self) -> None:
         """Try the endpoint of the newest claim, or the rendezvous; host the coordinator if that is free."""
         if self._state != "seeking":
             return
-        claim = self._newest()
+        claim = self._read_newest_claim()
         if (
             claim is not None
             and claim.place not in ("", self._rendezvous.text)
             and claim.ended is None
-            and claim.generation not in self._missed
+            and claim.generation not in self._unreachable_generations
         ):
-            if self._trying is None or self._trying.generation != claim.generation:
-                self._trying, self._since = claim, time.monotonic()
-            self._place = self._resolved(claim.place)
+            if self._tried_claim is None or self._tried_claim.generation != claim.generation:
+                self._tried_claim, self._tried_since = claim, time.monotonic()
+            self._endpoint = self._resolve_or_reuse(claim.place)
         else:
-            self._trying, self._place = None, self._rendezvous
-            if self._host is None and (listener := listen_at(self._place)) is not None:
-                self._host = Host(self._launch, self._place, self._secret, listener, self._loop)
-        self._call()
+            self._tried_claim, self._endpoint = None, self._rendezvous
+            if self._server is None and (listener := listen_at(self._endpoint)) is not None:
+                self._server = CoordinatorServer(
+                    self._launch, self._endpoint, self._secret, listener, self._loop
+                )
+        self._connect()
 
-    def _seek_on(self, miss: Miss) -> None:
+    def _handle_search_failure(self, failure: ConnectionFailure) -> None:
         now = time.monotonic()
-        if self._trying is not None:
-            nobody = miss.kind in ("refused", "stranger", "denied")
-            if nobody or now - self._since > self._launch.lost_seconds:
-                self._missed.add(self._trying.generation)
-        elif miss.kind == "denied":
-            raise WanmaError(miss.reason, miss.hint)
-        elif miss.kind in ("stranger", "mute"):
-            raise self._not_wanma(miss.reason)
-        elif now + self._wait > self._deadline:
+        if self._tried_claim is not None:
+            nobody = failure.kind in ("refused", "stranger", "denied")
+            if nobody or now - self._tried_since > self._launch.heartbeat_timeout_seconds:
+                self._unreachable_generations.add(self._tried_claim.generation)
+        elif failure.kind == "denied":
+            raise WanmaError(failure.reason, failure.hint)
+        elif failure.kind in ("stranger", "mute"):
+            raise self._foreign_process_error(failure.reason)
+        elif now + self._retry_seconds > self._deadline:
             raise WanmaError(
-                f"nobody answers at {self._place.text} within {self._launch.start_seconds:.0f} s",
+                f"nobody answers at {self._endpoint.text} within {self._launch.start_timeout_seconds:.0f} s",
                 "start the same command on the machine with that address, let its port through the firewall, "
                 "or raise cluster.start_timeout_seconds",
             )
-        self._later(self._seek)
+        self._retry_later(self._search_coordinator)
 
-    def _resolved(self, text: str) -> Place:
+    def _resolve_or_reuse(self, text: str) -> Endpoint:
         """Resolve an endpoint; if the name server fails, return its former address."""
         try:
-            return resolve(text)
+            return resolve_endpoint(text)
         except WanmaError as error:
-            known = [place for place in (self._place, self._rendezvous) if place.text == text]
+            known = [place for place in (self._endpoint, self._rendezvous) if place.text == text]
             if not known:
                 raise
             logger.warning("%s; going on with the address before", error)
             return known[0]
 
-    def _newest(self) -> Claim | None:
+    def _read_newest_claim(self) -> Claim | None:
         try:
-            return generation_claims.newest(self._launch.run_directory)
+            return generation_claims.newest_claim(self._launch.run_directory)
         except OSError as error:
             logger.warning("where the run meets cannot be read: %s", error)
             return None
 
-    def _not_wanma(self, reason: str) -> WanmaError:
+    def _foreign_process_error(self, reason: str) -> WanmaError:
         return WanmaError(
-            f"what listens at {self._place.text} is not a coordinator of this run: {reason}",
+            f"what listens at {self._endpoint.text} is not a coordinator of this run: {reason}",
             "choose a free port for cluster.rendezvous, and the same wanma version on every machine",
         )
 
     # Connections ---------------------------------------------------------------------------------
 
-    def _call(self) -> None:
+    def _connect(self) -> None:
         """Dial the coordinator's endpoint, unless that is in progress."""
-        if self._dial is None:
-            self._dial = Dial(
+        if self._connection_attempt is None:
+            self._connection_attempt = ConnectionAttempt(
                 self._loop,
-                self._place,
+                self._endpoint,
                 self._secret,
-                attach=self._attach,
-                on_open=self._opened,
-                on_miss=self._missed_it,
-                on_message=self._take,
-                on_closed=self._cut,
+                make_channel_request=self._make_channel_request,
+                on_connected=self._handle_connected,
+                on_failure=self._handle_attempt_failure,
+                on_message=self._handle_message,
+                on_closed=self._handle_disconnect,
             )
 
-    def _hang_up(self) -> None:
-        if self._dial is not None:
-            self._dial.cancel()
-            self._dial = None
+    def _cancel_attempt(self) -> None:
+        if self._connection_attempt is not None:
+            self._connection_attempt.cancel()
+            self._connection_attempt = None
 
-    def _later(self, again: Callable[[], None]) -> None:
-        self._loop.call_later(self._wait, again)
-        self._wait = min(self._wait * 2, 1.0)
+    def _retry_later(self, again: Callable[[], None]) -> None:
+        self._loop.call_later(self._retry_seconds, again)
+        self._retry_seconds = min(self._retry_seconds * 2, 1.0)
 
-    def _attach(self) -> Attach:
+    def _make_channel_request(self) -> ChannelRequest:
         """Return the session to continue; a new one for a coordinator that this node has not joined."""
-        self._session.detach()
+        self._channel.detach()
         if self._state in ("seeking", "orphaned"):
-            self._session, self._name = Session(), new_nonce()
-        return Attach(self._name, self._session.received)
+            self._channel, self._channel_id = ReliableChannel(), new_nonce()
+        return ChannelRequest(self._channel_id, self._channel.received_count)
 
-    def _opened(self, connection: Connection, address: str, attached: Attached) -> None:
-        self._dial = None
-        self._heard = time.monotonic()
-        self._wait = 0.05
+    def _handle_connected(self, connection: Connection, address: str, reply: ChannelReply) -> None:
+        self._connection_attempt = None
+        self._last_heard = time.monotonic()
+        self._retry_seconds = 0.05
         if self._state == "closed":
             connection.close()
         elif self._state == "seeking":
-            if self._trying is not None and self._trying.coordinator != attached.coordinator:
+            if self._tried_claim is not None and self._tried_claim.coordinator != reply.coordinator_id:
                 connection.close()
-                self._seek_on(Miss("stranger", "another run's coordinator"))
+                self._handle_search_failure(ConnectionFailure("stranger", "another run's coordinator"))
             else:
-                self._join(connection, address, attached, None)
+                self._send_join_request(connection, address, reply, None)
         elif self._state == "orphaned":
-            assert self._vacancy is not None
-            assert self._halted is not None
-            if attached.coordinator == self._vacancy.claim.coordinator:
-                was = Was(self._vacancy.start.generation, self._vacancy.start.node_rank, self._halted)
+            assert self._failover is not None
+            assert self._termination is not None
+            if reply.coordinator_id == self._failover.claim.coordinator:
+                was = PreviousMembership(
+                    self._failover.start.generation, self._failover.start.node_rank, self._termination
+                )
                 try:
-                    self._vacancy.withdraw()
+                    self._failover.withdraw_votes()
                 except OSError as error:  # a remaining vote would count; the next attempt retries
-                    logger.warning("a vote against %s cannot be taken back: %s", self._place.text, error)
+                    logger.warning("a vote against %s cannot be taken back: %s", self._endpoint.text, error)
                     connection.close()
                     return
-                self._vacancy = None
-                self._join(connection, address, attached, was)
-                self._say(f"takes part again, at {self._place.text}")
+                self._failover = None
+                self._send_join_request(connection, address, reply, was)
+                self._notify(f"takes part again, at {self._endpoint.text}")
             else:
                 connection.close()
-                self._vacancy.dead = True
-        elif attached.coordinator != self._coordinator:
+                self._failover.is_dead = True
+        elif reply.coordinator_id != self._coordinator_id:
             connection.close()
-            self._lose("another process answers in its place", dead=True)
-        elif not attached.known:
+            self._handle_coordinator_loss("another process answers in its place", is_dead=True)
+        elif not reply.is_resumed:
             connection.close()
-            self._lose("it has given this machine up", dead=False)
+            self._handle_coordinator_loss("it has given this machine up", is_dead=False)
         else:
-            logger.info("%s: connected again", self._place.text)
+            logger.info("%s: connected again", self._endpoint.text)
             self._state = "attached"
-            self._session.attach(connection, attached.received)
+            self._channel.attach(connection, reply.received_count)
 
-    def _join(self, connection: Connection, address: str, attached: Attached, was: Was | None) -> None:
-        if self._presence is None or address != self._address:
-            if self._presence is not None:
-                self._presence.close()
-            self._presence = Presence(listen_anywhere(address), self._loop)
-        self._address, self._coordinator, self._state = address, attached.coordinator, "attached"
-        self._session.attach(connection, 0)
-        hosts = self._host is not None and self._host.name == attached.coordinator
-        self._session.send(
-            replace(self._make_join(address), presence_port=self._presence.port, hosts=hosts, was=was)
+    def _send_join_request(
+        self, connection: Connection, address: str, reply: ChannelReply, previous: PreviousMembership | None
+    ) -> None:
+        if self._liveness_listener is None or address != self._address:
+            if self._liveness_listener is not None:
+                self._liveness_listener.close()
+            self._liveness_listener = LivenessListener(listen_on_free_port(address), self._loop)
+        self._address, self._coordinator_id, self._state = address, reply.coordinator_id, "attached"
+        self._channel.attach(connection, 0)
+        hosts = self._server is not None and self._server.coordinator_id == reply.coordinator_id
+        self._channel.send(
+            replace(
+                self._make_join_request(address),
+                liveness_port=self._liveness_listener.port,
+                runs_coordinator=hosts,
+                previous_membership=previous,
+            )
         )
 
-    def _missed_it(self, miss: Miss) -> None:
-        self._dial = None
-        logger.info("%s: %s; trying again", self._place.text, miss.reason)
-        gone = miss.kind in ("refused", "stranger", "denied")
+    def _handle_attempt_failure(self, failure: ConnectionFailure) -> None:
+        self._connection_attempt = None
+        logger.info("%s: %s; trying again", self._endpoint.text, failure.reason)
+        gone = failure.kind in ("refused", "stranger", "denied")
         if self._state == "seeking":
-            self._seek_on(miss)
+            self._handle_search_failure(failure)
         elif self._state == "orphaned":
-            assert self._vacancy is not None
-            self._vacancy.dead = self._vacancy.dead or gone
+            assert self._failover is not None
+            self._failover.is_dead = self._failover.is_dead or gone
         elif gone and self._state != "closed":
-            self._lose("its process has ended", dead=True)
+            self._handle_coordinator_loss("its process has ended", is_dead=True)
         elif self._state == "cut":
-            self._later(self._again)
+            self._retry_later(self._reconnect)
 
-    def _again(self) -> None:
+    def _reconnect(self) -> None:
         if self._state == "cut":
-            self._call()
+            self._connect()
 
-    def _cut(self, reason: str) -> None:
+    def _handle_disconnect(self, reason: str) -> None:
         """Dial again after the end of a connection, which may be a fault of the network."""
         if self._state == "attached":
-            logger.info("%s: %s", self._place.text, reason)
-            self._session.detach()
-            self._state, self._wait = "cut", 0.02
-            self._call()
+            logger.info("%s: %s", self._endpoint.text, reason)
+            self._channel.detach()
+            self._state, self._retry_seconds = "cut", 0.02
+            self._connect()
 
-    def _take(self, message: Message) -> None:
-        self._heard = time.monotonic()
+    def _handle_message(self, message: Message) -> None:
+        self._last_heard = time.monotonic()
         match message:
-            case Beat(received):
-                self._session.acknowledge(received)
-            case Refused(reason, hint):
+            case Heartbeat(received):
+                self._channel.acknowledge(received)
+            case Refusal(reason, hint):
                 raise WanmaError(reason, hint)
-            case Moved():
-                self._moved(message)
+            case RedirectCommand():
+                self._follow_redirect(message)
             case _:
-                if isinstance(message, Start):
+                if isinstance(message, StartCommand):
                     self._start = message
-                    self._session.begin(message.generation)
-                elif isinstance(message, Stop):
-                    self._asked = None
+                    self._channel.set_generation(message.generation)
+                elif isinstance(message, DrainCommand):
+                    self._pending_drain_request = None
                 self._on_message(message)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats, and notice a silent coordinator."""
-        silence = time.monotonic() - self._heard
+        silence = time.monotonic() - self._last_heard
         if self._state == "closed":
             return
         if self._state in ("attached", "cut"):
-            if silence > self._launch.lost_seconds:
-                self._lose(f"no heartbeat for {silence:.0f} s", dead=False)
-            elif silence > self._launch.lost_seconds / 2:
-                self._call()  # the old connection may be broken
-        if self._state == "attached" and self._session.connection is not None:
-            self._session.connection.send(Beat(self._session.received))
-        self._loop.call_later(self._launch.lost_seconds / 4, self._beat)
+            if silence > self._launch.heartbeat_timeout_seconds:
+                self._handle_coordinator_loss(f"no heartbeat for {silence:.0f} s", is_dead=False)
+            elif silence > self._launch.heartbeat_timeout_seconds / 2:
+                self._connect()  # the old connection may be broken
+        if self._state == "attached" and self._channel.connection is not None:
+            self._channel.connection.send(Heartbeat(self._channel.received_count))
+        self._loop.call_later(self._launch.heartbeat_timeout_seconds / 4, self._send_heartbeats)
 
     # Failover ------------------------------------------------------------------------------------
 
-    def _moved(self, moved: Moved) -> None:
-        if self._host is not None:
-            self._former.append(self._host)
-            self._host = None
-        claim = Claim(moved.generation, moved.place, moved.coordinator, moved.host, moved.node)
-        self._lose(f"the run has moved to {moved.place}", dead=False, to=claim)
+    def _follow_redirect(self, command: RedirectCommand) -> None:
+        if self._server is not None:
+            self._replaced_servers.append(self._server)
+            self._server = None
+        claim = Claim(
+            command.generation, command.endpoint, command.coordinator_id, command.hostname, command.node_rank
+        )
+        self._handle_coordinator_loss(
+            f"the run has moved to {command.endpoint}", is_dead=False, successor_claim=claim
+        )
 
-    def _lose(self, reason: str, dead: bool, to: Claim | None = None) -> None:
-        """Process the loss of the coordinator, dead or not; `to`: claim of another that has the run."""
-        self._hang_up()
-        self._session.detach()
-        self._wait = 0.05
+    def _handle_coordinator_loss(
+        self, reason: str, is_dead: bool, successor_claim: Claim | None = None
+    ) -> None:
+        """Process the loss of the coordinator; `successor_claim`: claim of another that has the run."""
+        self._cancel_attempt()
+        self._channel.detach()
+        self._retry_seconds = 0.05
         if self._start is None:  # nothing has started, so no generation can run twice
             self._state = "seeking"
-            self._seek()
+            self._search_coordinator()
             return
-        lost = f"lost the coordinator at {self._place.text}: {reason}"
+        lost = f"lost the coordinator at {self._endpoint.text}: {reason}"
         run = self._launch.run_directory
         try:
-            claim = to if to is not None and self._sees(to) else self._its_claim()
-            if claim is None or not self._launch.retries:
+            claim = (
+                successor_claim
+                if successor_claim is not None and self._sees_claim(successor_claim)
+                else self._find_coordinator_claim()
+            )
+            if claim is None or not self._launch.max_restarts:
                 self._on_lost(lost)
                 return
-            self._vacancy = Vacancy(run, self._start, claim, self._launch.lost_seconds, reason, dead)
+            self._failover = FailoverState(
+                run, self._start, claim, self._launch.heartbeat_timeout_seconds, reason, is_dead
+            )
         except OSError as error:
             self._on_lost(f"{lost}; and who carries the run on cannot be read in {run}: {error}")
             return
-        self._say(f"{lost}; the ranks here are ended")
-        self._state, self._halted = "orphaned", None
-        self._deadline = time.monotonic() + self._launch.start_seconds
-        self._place = self._resolved(claim.place)
-        self._on_message(Halt())
-        if self._asked is not None:  # it may be lost: ranks would start here again
-            self._on_message(Abort(self._asked.exit_code))
+        self._notify(f"{lost}; the ranks here are ended")
+        self._state, self._termination = "orphaned", None
+        self._deadline = time.monotonic() + self._launch.start_timeout_seconds
+        self._endpoint = self._resolve_or_reuse(claim.place)
+        self._on_message(TerminateCommand())
+        if self._pending_drain_request is not None:  # it may be lost: ranks would start here again
+            self._on_message(AbortCommand(self._pending_drain_request.exit_code))
             return
-        self._search()
+        self._try_failover()
 
-    def _sees(self, claim: Claim) -> bool:
-        return generation_claims.read(self._launch.run_directory, claim.generation) is not None
+    def _sees_claim(self, claim: Claim) -> bool:
+        return generation_claims.read_claim(self._launch.run_directory, claim.generation) is not None
 
-    def _its_claim(self) -> Claim | None:
+    def _find_coordinator_claim(self) -> Claim | None:
         """Return the coordinator's claim; None: this node's run directory does not show it."""
         assert self._start is not None
         for claim in (
-            self._newest(),
-            generation_claims.read(self._launch.run_directory, self._start.generation),
+            self._read_newest_claim(),
+            generation_claims.read_claim(self._launch.run_directory, self._start.generation),
         ):
-            if claim is not None and claim.coordinator == self._coordinator:
+            if claim is not None and claim.coordinator == self._coordinator_id:
                 return claim
         return None
 
-    def _search(self) -> None:
+    def _try_failover(self) -> None:
         """Look for another coordinator, or become it, as soon as no rank of this node lives."""
         if self._state != "orphaned":
             return
-        assert self._vacancy is not None
-        if self._halted is not None:
+        assert self._failover is not None
+        if self._termination is not None:
             try:
-                self._look(self._vacancy)
+                self._check_claims(self._failover)
             except OSError as error:  # the next attempt may succeed; the deadline stays
                 logger.warning("the claims of the run cannot be read: %s", error)
-            ended = self._vacancy.claim.ended
-            if ended is not None and (ended == 0 or ended in STOPPED):
-                self._on_message(Over(ended))
+            ended = self._failover.claim.ended
+            if ended is not None and (ended == 0 or ended in SIGNAL_BY_EXIT_CODE):
+                self._on_message(CompletionNotice(ended))
                 return
             if ended is not None:
                 self._on_lost("the run has ended meanwhile; the machines that ended it say why")
                 return
             if time.monotonic() > self._deadline:
                 self._on_lost(
-                    f"lost the coordinator at {self._place.text}: {self._vacancy.reason}. It was "
-                    f"not reached again within {self._launch.start_seconds:.0f} s "
+                    f"lost the coordinator at {self._endpoint.text}: {self._failover.reason}. It was "
+                    f"not reached again within {self._launch.start_timeout_seconds:.0f} s "
                     "(cluster.start_timeout_seconds) "
                     "nor seen to have ended, so the run was not carried on beside it"
                 )
                 return
-            if self._vacancy.claim.place:
-                self._call()
-        self._loop.call_later(SEARCH_SECONDS, self._search)
+            if self._failover.claim.place:
+                self._connect()
+        self._loop.call_later(CLAIM_POLL_SECONDS, self._try_failover)
 
-    def _look(self, vacancy: Vacancy) -> None:
-        vacancy.look()
-        if vacancy.claim.place and vacancy.claim.place != self._place.text:
-            self._hang_up()
-            self._place = self._resolved(vacancy.claim.place)
-        if vacancy.claim.ended is None and vacancy.may_claim():
-            self._take_over(vacancy)
+    def _check_claims(self, failover: FailoverState) -> None:
+        failover.refresh()
+        if failover.claim.place and failover.claim.place != self._endpoint.text:
+            self._cancel_attempt()
+            self._endpoint = self._resolve_or_reuse(failover.claim.place)
+        if failover.claim.ended is None and failover.may_take_over():
+            self._take_over(failover)
 
-    def _take_over(self, vacancy: Vacancy) -> None:
+    def _take_over(self, failover: FailoverState) -> None:
         """Claim the run and host it here, at the rendezvous' port if it is free: firewalls let it pass."""
-        place = place_at(self._address, self._rendezvous.address[1])
+        place = make_endpoint(self._address, self._rendezvous.address[1])
         if (listener := listen_at(place)) is None:
-            listener = listen_anywhere(self._address)
+            listener = listen_on_free_port(self._address)
             listener.setblocking(False)
-            place = place_at(self._address, int(listener.getsockname()[1]))
-        number, me = vacancy.claim.generation + 1, host_name()
-        claim = Claim(number, place.text, new_nonce(), me, vacancy.start.node_rank)
-        past = vacancy.past(me)
-        if not generation_claims.make(self._launch.run_directory, claim):
+            place = make_endpoint(self._address, int(listener.getsockname()[1]))
+        number, me = failover.claim.generation + 1, get_hostname()
+        claim = Claim(number, place.text, new_nonce(), me, failover.start.node_rank)
+        past = failover.inherit_run(me)
+        if not generation_claims.create_claim(self._launch.run_directory, claim):
             listener.close()
             return
-        vacancy.follow(claim)
-        self._say(f"this machine hosts the run from now on, at {place.text}")
-        self._hang_up()
-        self._place = place
-        self._host = Host(self._launch, place, self._secret, listener, self._loop, claim=claim, past=past)
+        failover.follow_claim(claim)
+        self._notify(f"this machine hosts the run from now on, at {place.text}")
+        self._cancel_attempt()
+        self._endpoint = place
+        self._server = CoordinatorServer(
+            self._launch, place, self._secret, listener, self._loop, claim=claim, inherited_run=past
+        )
 
-    def _say(self, text: str) -> None:
-        self._on_message(Waiting(text))
+    def _notify(self, text: str) -> None:
+        self._on_message(Notice(text))

@@ -20,15 +20,15 @@ from typing import Any, Union
 from wanma.elastic.protocol import local_messages, messages
 from wanma.elastic.protocol.messages import Challenge, Message
 
-VERSION = 3
-KINDS: dict[str, type[Message]] = {
+PROTOCOL_VERSION = 4
+MESSAGE_TYPES: dict[str, type[Message]] = {
     name: kind
     for module in (messages, local_messages)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
 }
 """Message types by name."""
-LINE_LIMIT = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """Most bytes of one message; a longer one ends the connection."""
 _MAC_LENGTH = 64
 
@@ -48,16 +48,16 @@ def encode(message: Message, generation: int = 0) -> bytes:
     """Encode a message as one line.
 
     Raises:
-        ProtocolError: the line would be longer than `LINE_LIMIT`, or a value is no JSON.
+        ProtocolError: the line would be longer than `MAX_LINE_BYTES`, or a value is no JSON.
     """
-    value = {"v": VERSION, "g": generation, "kind": type(message).__name__, **_to_json(message)}
+    value = {"v": PROTOCOL_VERSION, "g": generation, "kind": type(message).__name__, **_to_json(message)}
     try:
         line = json.dumps(value, separators=(",", ":"), allow_nan=True).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be sent as JSON: {error}") from error
-    if len(line) > LINE_LIMIT - _MAC_LENGTH - 1:
+    if len(line) > MAX_LINE_BYTES - _MAC_LENGTH - 1:
         raise ProtocolError(
-            f"{type(message).__name__} of {len(line)} bytes is over the limit of {LINE_LIMIT}"
+            f"{type(message).__name__} of {len(line)} bytes is over the limit of {MAX_LINE_BYTES}"
         )
     return line
 
@@ -74,13 +74,13 @@ def decode(line: bytes) -> tuple[int, Message]:
         raise ProtocolError(f"not JSON: {line[:60]!r}") from error
     if not isinstance(value, dict) or "kind" not in value:
         raise ProtocolError(f"not a message: {line[:60]!r}")
-    if value.get("v") != VERSION:
-        raise VersionError(f"protocol version {value.get('v')!r}, this is version {VERSION}")
+    if value.get("v") != PROTOCOL_VERSION:
+        raise VersionError(f"protocol version {value.get('v')!r}, this is version {PROTOCOL_VERSION}")
     generation, name = value.pop("g", None), value.pop("kind")
     del value["v"]
     if type(generation) is not int or generation < 0:
         raise ProtocolError(f"generation {generation!r} is not a count")
-    kind = KINDS.get(name) if isinstance(name, str) else None
+    kind = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"unknown message {str(name)[:60]!r}")
     message: Message = _from_json(kind, value, kind.__name__)
@@ -90,31 +90,31 @@ def decode(line: bytes) -> tuple[int, Message]:
 class Framer:
     """Framer of one connection: bytes to messages and back; pure, without a socket.
 
-    After `sign`, every line carries an HMAC over a counter and its text, so that nobody on the path can
-    forge, drop, repeat or reorder lines unnoticed.
+    After `enable_signing`, every line carries an HMAC over a counter and its text, so that nobody on the
+    path can forge, drop, repeat or reorder lines unnoticed.
     """
 
     def __init__(self) -> None:
         self.generation = 0
         """Current generation, set by the owner; scoped messages of another one are dropped."""
-        self.counted = 0
-        """Number of received messages with `Message.counted`, dropped ones included."""
+        self.received_count = 0
+        """Number of received messages with `Message.is_acknowledged`, dropped ones included."""
         self._buffer = bytearray()
         self._keys: tuple[bytes, bytes] | None = None
-        self._sent = self._received = 0
+        self._signed_count = self._verified_count = 0
 
-    def sign(self, send_key: bytes, receive_key: bytes) -> None:
+    def enable_signing(self, send_key: bytes, receive_key: bytes) -> None:
         """Sign from the next line on, in both directions."""
         self._keys = (send_key, receive_key)
 
     def frame(self, message: Message, generation: int | None = None) -> bytes:
         """Return a message as one line; `generation`: its own, if it is not the current one."""
         generation = self.generation if generation is None else generation
-        line = encode(message, generation if message.scoped else 0)
+        line = encode(message, generation if message.is_generation_scoped else 0)
         if self._keys is None:
             return line
-        mac = _line_mac(self._keys[0], self._sent, line)
-        self._sent += 1
+        mac = _line_mac(self._keys[0], self._signed_count, line)
+        self._signed_count += 1
         return mac + b" " + line
 
     def feed(self, data: bytes) -> None:
@@ -124,32 +124,32 @@ class Framer:
             ProtocolError: a line grows past the limit.
         """
         self._buffer += data
-        if len(self._buffer) > LINE_LIMIT and self._buffer.find(b"\n", 0, LINE_LIMIT) < 0:
-            raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
+        if len(self._buffer) > MAX_LINE_BYTES and self._buffer.find(b"\n", 0, MAX_LINE_BYTES) < 0:
+            raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")
 
-    def next(self) -> Message | None:
+    def read_message(self) -> Message | None:
         """Return the next whole message of the current generation; None if more bytes are needed.
 
-        Messages come one at a time, because one may change what follows (`sign`, `generation`).
+        Messages come one at a time, because one may change what follows (`enable_signing`, `generation`).
         """
         while (end := self._buffer.find(b"\n")) >= 0:
-            if end >= LINE_LIMIT:
-                raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
+            if end >= MAX_LINE_BYTES:
+                raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")
             line = bytes(self._buffer[: end + 1])
             del self._buffer[: end + 1]
             if self._keys is not None:
                 line = self._verified(line, self._keys[1])
             generation, message = decode(line)
-            self.counted += message.counted
-            if not message.scoped or generation == self.generation:
+            self.received_count += message.is_acknowledged
+            if not message.is_generation_scoped or generation == self.generation:
                 return message
         return None
 
     def _verified(self, line: bytes, key: bytes) -> bytes:
         mac, _, text = line.partition(b" ")
-        if not hmac.compare_digest(mac, _line_mac(key, self._received, text)):
+        if not hmac.compare_digest(mac, _line_mac(key, self._verified_count, text)):
             raise ProtocolError("a line with a wrong signature")
-        self._received += 1
+        self._verified_count += 1
         return text
 
 
@@ -164,20 +164,22 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def proof(secret: bytes, role: str, challenge: Challenge, nonce: str) -> str:
+def compute_proof(secret: bytes, role: str, challenge: Challenge, nonce: str) -> str:
     """Return the proof that the caller has the secret, for two nonces; the secret itself is never sent."""
     return hmac.new(secret, f"{role} {challenge.nonce} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
-def proof_holds(given: str, secret: bytes, role: str, challenge: Challenge, nonce: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), proof(secret, role, challenge, nonce).encode())
+def verify_proof(received_proof: str, secret: bytes, role: str, challenge: Challenge, nonce: str) -> bool:
+    return hmac.compare_digest(
+        received_proof.encode(errors="replace"), compute_proof(secret, role, challenge, nonce).encode()
+    )
 
 
-def line_keys(secret: bytes, challenge: Challenge, nonce: str) -> tuple[bytes, bytes]:
+def derive_signing_keys(secret: bytes, challenge: Challenge, nonce: str) -> tuple[bytes, bytes]:
     """Return the signing keys of this connection: (supervisor's, coordinator's)."""
     return (
-        proof(secret, "lines from supervisor", challenge, nonce).encode(),
-        proof(secret, "lines from coordinator", challenge, nonce).encode(),
+        compute_proof(secret, "lines from supervisor", challenge, nonce).encode(),
+        compute_proof(secret, "lines from coordinator", challenge, nonce).encode(),
     )
 
 

@@ -12,38 +12,38 @@ from wanma.job.run.worker import Restart
 
 
 @dataclass(frozen=True)
-class Happened(Message):
+class EventReport(Message):
     """Event of rank 0 for the console, sent by a worker."""
 
     event: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Whereabouts(Message):
-    """Collectives of a worker, its answer to `Inspect`: the present one or empty, and the last before."""
+class CollectiveStateReport(Message):
+    """Collectives of a worker, its answer to `RankStatusRequest`: the current one or empty, and the last."""
 
-    collective: str
-    recent: tuple[str, ...] = ()
+    current_collective: str
+    recent_collectives: tuple[str, ...] = ()
 
 
 # Supervisor and fork server ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Prepare(Message):
+class PreloadCommand(Message):
     """Command to the fork server: import these modules, found on this `sys.path`."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     modules: tuple[str, ...]
-    path: tuple[str, ...]
+    sys_path: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Ready(Message):
-    """Report of the fork server that it has imported; `notes` name the modules that failed."""
+class PreloadReport(Message):
+    """Report of the fork server that it has imported; `import_errors` name the modules that failed."""
 
-    scoped: ClassVar[bool] = False
-    notes: tuple[str, ...]
+    is_generation_scoped: ClassVar[bool] = False
+    import_errors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -58,80 +58,80 @@ class WorkerSpec:
     generation: int
     run_directory: str
     entry: str
-    threads: int
+    threads_per_rank: int
     store_host: str
     store_port: int
     environment: dict[str, str]
-    images: tuple[str, ...] = ()
+    memory_file_paths: tuple[str, ...] = ()
     """Two files in memory for in-memory checkpoints, written in turn; empty: no in-memory checkpoints."""
-    found: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    restore_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Rank of an earlier generation → its in-memory checkpoints on this node to restore from."""
     restore_step: int | None = None
-    guests: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    backup_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Rank of another node whose in-memory checkpoints this one keeps → two files, written in turn."""
-    ranks_by_node: tuple[int, ...] = ()
+    local_world_sizes: tuple[int, ...] = ()
     restart: Restart | None = None
-    claimed: bool = False
+    has_claim: bool = False
     """True if the generation has a claim in the run directory."""
 
 
 @dataclass(frozen=True)
-class Fork(Message):
+class ForkCommand(Message):
     """Command to the fork server: start a worker.
 
     Descriptors come with it: channel, board, payload, stacks and, for rank 0, the store's listener.
     """
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     spec: WorkerSpec
 
 
 @dataclass(frozen=True)
-class KeepStore(Message):
+class ServeStoreCommand(Message):
     """Command to the fork server: serve a new generation's rendezvous store in a process of its own.
 
     It replaces the store before. Its listening socket comes with the message.
     """
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     host: str
     port: int
 
 
 @dataclass(frozen=True)
-class Spawn(Message):
+class ExecArguments(Message):
     """Configuration that a worker started by exec reads first."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     spec: WorkerSpec
     descriptors: tuple[int, ...]
-    path: tuple[str, ...]
+    sys_path: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Started(Message):
-    """Report of the fork server that a worker process exists; `obstacle`: reason for exec instead of fork."""
+class WorkerStartReport(Message):
+    """Report of the fork server that a worker exists; `fork_hazard`: reason for exec instead of fork."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     rank: int
     pid: int
-    obstacle: str
+    fork_hazard: str
 
 
 @dataclass(frozen=True)
-class Signal(Message):
+class SignalCommand(Message):
     """Command to the fork server: send a signal to a worker, or to its whole process group."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     rank: int
-    number: int
-    group: bool
+    signal_number: int
+    to_process_group: bool
 
 
 @dataclass(frozen=True)
-class Exited(Message):
-    """Report of the fork server that a worker process ended; `code` is negative for a signal."""
+class WorkerExitReport(Message):
+    """Report of the fork server that a worker process ended; `exit_code` is negative for a signal."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     rank: int
-    code: int
+    exit_code: int

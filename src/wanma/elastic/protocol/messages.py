@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from wanma.elastic.failure import Failure
-from wanma.job.run.worker import Change
+from wanma.job.run.worker import Resize
 
 
 class Message:
     """Base of all messages."""
 
-    scoped: ClassVar[bool] = True
+    is_generation_scoped: ClassVar[bool] = True
     """True if the message belongs to one generation; receivers drop it in another."""
-    counted: ClassVar[bool] = True
+    is_acknowledged: ClassVar[bool] = True
     """True if the message is acknowledged, and sent again when its connection was lost."""
 
 
@@ -28,115 +28,115 @@ class Message:
 class Challenge(Message):
     """Coordinator's first message: the nonce that the supervisor has to sign."""
 
-    scoped: ClassVar[bool] = False
-    counted: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
+    is_acknowledged: ClassVar[bool] = False
     nonce: str
 
 
 @dataclass(frozen=True)
-class Answer(Message):
+class AuthenticationResponse(Message):
     """Supervisor's proof that it has the secret, and its own nonce."""
 
-    scoped: ClassVar[bool] = False
-    counted: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
+    is_acknowledged: ClassVar[bool] = False
     nonce: str
     proof: str
 
 
 @dataclass(frozen=True)
-class Welcome(Message):
+class AuthenticationConfirmation(Message):
     """Coordinator's proof; every later line in both directions is signed."""
 
-    scoped: ClassVar[bool] = False
-    counted: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
+    is_acknowledged: ClassVar[bool] = False
     proof: str
 
 
 @dataclass(frozen=True)
-class Attach(Message):
+class ChannelRequest(Message):
     """Supervisor's first signed message on every connection: the session that the connection belongs to."""
 
-    scoped: ClassVar[bool] = False
-    counted: ClassVar[bool] = False
-    session: str
-    received: int
+    is_generation_scoped: ClassVar[bool] = False
+    is_acknowledged: ClassVar[bool] = False
+    channel_id: str
+    received_count: int
     """Number of the session's messages that have arrived; those after them are sent again."""
 
 
 @dataclass(frozen=True)
-class Attached(Message):
-    """Coordinator's answer to `Attach`."""
+class ChannelReply(Message):
+    """Coordinator's answer to `ChannelRequest`."""
 
-    scoped: ClassVar[bool] = False
-    counted: ClassVar[bool] = False
-    coordinator: str
+    is_generation_scoped: ClassVar[bool] = False
+    is_acknowledged: ClassVar[bool] = False
+    coordinator_id: str
     """Unique name of the coordinator."""
-    known: bool
+    is_resumed: bool
     """True if the session continues; False: it starts, and an earlier one of that name was given up."""
-    received: int
+    received_count: int
 
 
 @dataclass(frozen=True)
-class Refused(Message):
+class Refusal(Message):
     """Coordinator's refusal to work with this supervisor."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     reason: str
     hint: str = ""
 
 
 @dataclass(frozen=True)
-class Join(Message):
+class JoinRequest(Message):
     """Request of a node to join, with its ranks.
 
     `store_port` listens on `address`, in case this node becomes node 0.
     """
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     job_hash: str
-    ranks: int
-    host: str
+    local_world_size: int
+    hostname: str
     address: str
     store_port: int
     node_rank: int | None = None
-    is_warm: bool = False
-    """True if the fork server has imported, as `Warm` reports."""
-    presence_port: int = 0
+    is_preloaded: bool = False
+    """True if the fork server has imported, as `NodePreloadedReport` reports."""
+    liveness_port: int = 0
     """Port, on the address the node connects from, that listens as long as the supervisor lives."""
-    hosts: bool = False
+    runs_coordinator: bool = False
     """True if the coordinator lives in this supervisor."""
-    was: Was | None = None
+    previous_membership: PreviousMembership | None = None
     """Node's part in the generation whose coordinator it lost; None: it was in none."""
-    position: str = ""
+    topology_address: str = ""
     """Topology address of the node, e.g. `rack-3/switch-1`; empty if unknown."""
 
 
 @dataclass(frozen=True)
-class Was:
+class PreviousMembership:
     """Node whose ranks have been ended, but whose in-memory checkpoints exist."""
 
     generation: int
-    node: int
-    halted: Halted
+    node_rank: int
+    termination: TerminationReport
 
 
 @dataclass(frozen=True)
-class Warm(Message):
+class NodePreloadedReport(Message):
     """Report that this node's fork server has imported what ranks need: ranks start at once here."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
 
 
 # Coordinator and supervisor: the run ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Beat(Message):
+class Heartbeat(Message):
     """Heartbeat, with the number of messages received so far."""
 
-    scoped: ClassVar[bool] = False
-    counted: ClassVar[bool] = False
-    received: int = 0
+    is_generation_scoped: ClassVar[bool] = False
+    is_acknowledged: ClassVar[bool] = False
+    received_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,22 +145,22 @@ class Recovery:
 
     failure: str
     """Failure of the generation before, in words."""
-    reached_step: int
+    last_finished_step: int
     """Newest step that any generation finished; 0: none."""
     attempt: int
     """Number of this recovery since the last new step, from 1."""
-    image: Image | None
+    checkpoint_id: InMemoryCheckpointId | None
     """Identity of the in-memory checkpoint to restore; None: restore from disk."""
     retried_steps: tuple[int, ...] = ()
     """Steps that failures asked to repeat, as in `Restart`."""
-    change: Change | None = None
+    resize: Resize | None = None
     """Change of plan, as in `Restart`."""
-    kept_step: int | None = None
+    retained_step: int | None = None
     """Step of an in-memory checkpoint that is not restored, as in `Restart`."""
 
 
 @dataclass(frozen=True)
-class Image:
+class InMemoryCheckpointId:
     """Identity of an in-memory checkpoint: generation and step, as two generations may both reach a step."""
 
     generation: int
@@ -168,20 +168,20 @@ class Image:
 
 
 @dataclass(frozen=True)
-class HeldImage:
+class InMemoryCheckpointShard:
     """Complete in-memory checkpoint of one rank that a node holds."""
 
     rank: int
-    image: Image
+    checkpoint_id: InMemoryCheckpointId
     world_size: int | None = None
     """World size of the generation that left it; None: that of the newest."""
 
 
 @dataclass(frozen=True)
-class Start(Message):
+class StartCommand(Message):
     """Command to start the ranks of `generation`, as all nodes have joined."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     generation: int
     node_rank: int
     first_rank: int
@@ -190,193 +190,194 @@ class Start(Message):
     store_port: int
     recovery: Recovery | None = None
     """Recovery that this start makes; None: the first generation."""
-    ranks_by_node: tuple[int, ...] = ()
+    local_world_sizes: tuple[int, ...] = ()
     """Number of ranks of each node."""
     plan: dict[str, Any] | None = None
     """Plan of the run, as `Plan.to_json`; None: the plan of the command that started the nodes."""
     forecast: dict[str, Any] | None = None
     """Forecast of that plan, as `Forecast.to_json`."""
-    host_node: int = -1
+    coordinator_node_rank: int = -1
     """Node that hosts the coordinator; negative: it has no ranks."""
-    failed_at: float = 0.0
+    failure_unix_seconds: float = 0.0
     """Time of the failure before, in unix seconds; 0: none, or unknown."""
 
 
 @dataclass(frozen=True)
-class Moved(Message):
+class RedirectCommand(Message):
     """Command to end the ranks and join another coordinator, which has claimed a newer generation."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     generation: int
-    place: str
-    coordinator: str
-    host: str
-    node: int | None
+    endpoint: str
+    coordinator_id: str
+    hostname: str
+    node_rank: int | None
 
 
 @dataclass(frozen=True)
-class Locate(Message):
+class ProgressRequest(Message):
     """Command to report how far the ranks are."""
 
 
 @dataclass(frozen=True)
-class Reached(Message):
-    """Progress of a node's ranks, its answer to `Locate`, as far as it is known."""
+class ProgressReport(Message):
+    """Progress of a node's ranks, its answer to `ProgressRequest`, as far as it is known."""
 
-    step: int | None
+    last_finished_step: int | None
     """Newest step that its ranks finished."""
     step_seconds: float | None
-    start_seconds: float | None
+    startup_seconds: float | None
     """Time from the ranks' birth to their first finished step."""
 
 
 @dataclass(frozen=True)
-class Pause(Message):
+class SuspendCommand(Message):
     """Command to suspend: the ranks leave after this step with an in-memory checkpoint, for a resize."""
 
 
 @dataclass(frozen=True)
-class Paused(Message):
+class SuspendReport(Message):
     """Report that all ranks of this node are suspended; a worker sends it before it leaves."""
 
 
 @dataclass(frozen=True)
-class Halt(Message):
-    """Command to terminate: end the ranks at once, keep their in-memory checkpoints, and answer `Halted`.
+class TerminateCommand(Message):
+    """Command to end the ranks at once, keep their in-memory checkpoints, and answer `TerminationReport`.
 
-    `report` as in `Abort`.
+    `hang_report` as in `AbortCommand`.
     """
 
-    report: str = ""
+    hang_report: str = ""
 
 
 @dataclass(frozen=True)
-class Halted(Message):
+class TerminationReport(Message):
     """Report that no rank of this node lives.
 
-    `store_port` listens anew, as in `Join`; `reached_step` is the newest that its ranks finished.
+    `store_port` listens anew, as in `JoinRequest`; `last_finished_step` is the newest step that its ranks
+    finished.
     """
 
     store_port: int
-    reached_step: int | None
-    images: tuple[HeldImage, ...]
-    failed_at: float = 0.0
-    """Time of the failure, as in `Start`."""
-    stood_at: int = 0
+    last_finished_step: int | None
+    in_memory_shards: tuple[InMemoryCheckpointShard, ...]
+    failure_unix_seconds: float = 0.0
+    """Time of the failure, as in `StartCommand`."""
+    step_at_termination: int = 0
     """Finished steps at the ranks' position, in any generation; 0: also before the first."""
 
 
 @dataclass(frozen=True)
-class Waiting(Message):
+class Notice(Message):
     """Notice for the user that the run waits for nodes, or this node for its turn."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     text: str
 
 
 @dataclass(frozen=True)
-class StopRequest(Message):
+class DrainRequest(Message):
     """Request of a user or engine for an orderly stop; the run will exit with `exit_code`."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
-    seconds: float | None = None
+    grace_seconds: float | None = None
     """Time, in seconds, until everything here is killed; None: no kill follows."""
-    what: str = ""
+    reason: str = ""
     """Origin of the request, in words."""
 
 
 @dataclass(frozen=True)
-class Stop(Message):
-    """Command to drain: the ranks finish their step and leave. Fields as in `StopRequest`."""
+class DrainCommand(Message):
+    """Command to drain: the ranks finish their step and leave. Fields as in `DrainRequest`."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
-    seconds: float | None = None
-    what: str = ""
+    grace_seconds: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class Late(Message):
-    """Report that the ranks will not finish their step in the time that `Stop` leaves."""
+class DrainTimeoutReport(Message):
+    """Report that the ranks will not finish their step in the time that `DrainCommand` leaves."""
 
 
 @dataclass(frozen=True)
-class Rescue(Message):
+class FlushCommand(Message):
     """Command to flush in-memory checkpoints of the dead ranks to disk, together with the other nodes.
 
-    It is answered by `Rescued`.
+    It is answered by `FlushReport`.
     """
 
-    image: Image
-    ranks: tuple[int, ...]
+    checkpoint_id: InMemoryCheckpointId
+    assigned_ranks: tuple[int, ...]
     """Ranks whose in-memory checkpoints this node writes."""
     world_size: int
     """World size of the generation that left the in-memory checkpoints."""
-    seconds: float
+    timeout_seconds: float
     """Time, in seconds, until everything is killed, or the flush is given up."""
-    is_last_word: bool = False
+    is_run_failed: bool = False
     """True if the run has failed and is not started again; no kill follows."""
     attempt: int = 1
     """Number of this attempt, from 1; what the one before has written is given up."""
-    is_apart: bool = False
+    writes_partial_checkpoint: bool = False
     """True if each node keeps its part in a place of its own, as the run directory takes no checkpoint."""
 
 
 @dataclass(frozen=True)
-class Rescued(Message):
+class FlushReport(Message):
     """Report on the flush of this node."""
 
-    text: str
+    summary: str
     """Description of what was saved and where; from the node that commits, and each that keeps a part."""
     error: str = ""
     """Reason why nothing was saved; empty otherwise."""
-    remedy: str = ""
-    """Attempt that may do better: 'again', or 'apart' as in `Rescue.is_apart`; empty: none."""
+    retry_method: str = ""
+    """Next attempt: 'again', or 'apart' as in `FlushCommand.writes_partial_checkpoint`; empty: none."""
     attempt: int = 1
     """Number of the attempt, from 1."""
 
 
 @dataclass(frozen=True)
-class Leave(Message):
+class AbortRequest(Message):
     """Request of a user who asked twice: end the run now."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
 
 
 @dataclass(frozen=True)
-class Failed(Message):
+class FailureReport(Message):
     """Report that a rank, or a node's supervisor, failed; a worker sends it, too."""
 
     failure: Failure
 
 
 @dataclass(frozen=True)
-class Finished(Message):
+class CompletionReport(Message):
     """Report that all ranks of this node, or this worker, ended normally."""
 
 
 @dataclass(frozen=True)
-class RankWork:
-    """Work time of one rank since its process began, in seconds, as in `progress_board.Work`."""
+class RankWorkTime:
+    """Work time of one rank since its process began, in seconds, as in `progress_board.WorkTime`."""
 
     rank: int
     steps: int
-    group: int
+    peer_group: int
     data_seconds: float
     compute_seconds: float
 
 
 @dataclass(frozen=True)
-class Works(Message):
+class WorkTimeReport(Message):
     """Work time of this node's ranks so far; sent every few seconds."""
 
-    works: tuple[RankWork, ...]
+    work_times: tuple[RankWorkTime, ...]
 
 
 @dataclass(frozen=True)
-class Slow(Message):
+class StragglerReport(Message):
     """Notice that a rank has become, or is no longer, a straggler."""
 
     rank: int
@@ -400,67 +401,67 @@ class Slow(Message):
 
 
 @dataclass(frozen=True)
-class Hung(Message):
-    """Report that no rank of this node has made progress for `seconds`."""
+class HangAlarm(Message):
+    """Report that no rank of this node has made progress for `silent_seconds`."""
 
-    seconds: float
-    limit: str
+    silent_seconds: float
+    timeout_setting: str
     """Setting that limits the silence, with its value."""
 
 
 @dataclass(frozen=True)
-class Moving(Message):
-    """Report that the ranks of this node make progress again; it cancels `Hung`."""
+class HangAlarmReset(Message):
+    """Report that the ranks of this node make progress again; it cancels `HangAlarm`."""
 
 
 @dataclass(frozen=True)
-class Inspect(Message):
+class RankStatusRequest(Message):
     """Command to report the status of the ranks; the supervisor passes it to the workers."""
 
 
 @dataclass(frozen=True)
-class Standing(Message):
+class RankStatus(Message):
     """Status of one rank, for the hang report."""
 
     rank: int
-    node: int
-    host: str
+    node_rank: int
+    hostname: str
     step: int | None
     """Step of the rank; None: it never reported."""
     phase: str
     silent_seconds: float
-    state: str
+    process_state: str
     """Process state from the kernel, in words; empty when it simply runs or sleeps."""
     stack: tuple[str, ...]
     """Stack as 'file:line in function', innermost frame first; empty when the process did not answer."""
-    collective: str = ""
+    current_collective: str = ""
     """Present collective, e.g. 'all_reduce #17 of group default_pg'; empty when unknown or none."""
-    recent: tuple[str, ...] = ()
+    recent_collectives: tuple[str, ...] = ()
     """Last finished collectives, oldest first."""
 
 
 @dataclass(frozen=True)
-class Standings(Message):
-    """Status of a node's ranks, its answer to `Inspect`."""
+class RankStatusReport(Message):
+    """Status of a node's ranks, its answer to `RankStatusRequest`."""
 
-    standings: tuple[Standing, ...]
+    rank_statuses: tuple[RankStatus, ...]
 
 
 @dataclass(frozen=True)
-class Abort(Message):
-    """Command to abort: end the ranks now; `report` is the whole hang report, if there is one."""
+class AbortCommand(Message):
+    """Command to abort: end the ranks now; `hang_report` is the whole hang report, if there is one."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     exit_code: int
     failure: Failure | None = None
-    report: str = ""
-    note: str = ""
+    hang_report: str = ""
+    flush_summary: str = ""
     """Notice on the in-memory checkpoints: what was saved of them, or why nothing was."""
 
 
 @dataclass(frozen=True)
-class Over(Message):
+class CompletionNotice(Message):
     """Notice that every node finished."""
 
-    scoped: ClassVar[bool] = False
+    is_generation_scoped: ClassVar[bool] = False
     exit_code: int

@@ -10,34 +10,34 @@ from pathlib import Path
 
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
-VARIABLE = "WANMA_SECRET"
-_LEAST_CHARACTERS = 16
+SECRET_VARIABLE = "WANMA_SECRET"
+_MIN_CHARACTERS = 16
 
 
-def meeting_secret(loopback: bool, environment: Mapping[str, str]) -> bytes:
+def load_rendezvous_secret(is_loopback: bool, environment: Mapping[str, str]) -> bytes:
     """Return the secret by which the supervisors of a run authenticate.
 
     Args:
-        loopback: True if the rendezvous is reachable from this node only. Without `WANMA_SECRET`, a file that
-            only this user can read then serves: it is made at first use and kept.
+        is_loopback: True if the rendezvous is reachable from this node only. Without `WANMA_SECRET`, a file
+            that only this user can read then serves: it is made at first use and kept.
         environment: environment variables of the supervisor.
 
     Raises:
         WanmaError: there is no secret, it is too short, or the file is open to others.
     """
-    given = environment.get(VARIABLE, "")
+    given = environment.get(SECRET_VARIABLE, "")
     if given:
-        if len(given) < _LEAST_CHARACTERS:
+        if len(given) < _MIN_CHARACTERS:
             raise WanmaError(
-                f"{VARIABLE} is shorter than {_LEAST_CHARACTERS} characters, so it could be guessed",
-                f"make one with `openssl rand -hex 16` and export it as {VARIABLE} on every machine",
+                f"{SECRET_VARIABLE} is shorter than {_MIN_CHARACTERS} characters, so it could be guessed",
+                f"make one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every machine",
                 EXIT_USAGE,
             )
         return given.encode(errors="surrogateescape")
-    if not loopback:
+    if not is_loopback:
         raise WanmaError(
-            f"machines that meet over a network need a shared secret, and {VARIABLE} is not set",
-            f"make one with `openssl rand -hex 16` and export it as {VARIABLE} on every machine",
+            f"machines that meet over a network need a shared secret, and {SECRET_VARIABLE} is not set",
+            f"make one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every machine",
             EXIT_USAGE,
         )
     state = environment.get("XDG_STATE_HOME")
@@ -60,11 +60,12 @@ def _private_file(path: Path) -> bytes:
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise WanmaError(
                 f"the secret in {path} is open to other users",
-                f"remove that file, or export {VARIABLE} (`openssl rand -hex 16`) for every supervisor",
+                f"remove that file, or export {SECRET_VARIABLE} (`openssl rand -hex 16`) for every "
+                "supervisor",
             )
         return path.read_bytes()
     except OSError as error:
         raise WanmaError(
             f"cannot keep a secret in {path}: {error.strerror or error}",
-            f"export {VARIABLE} (`openssl rand -hex 16`) for every supervisor",
+            f"export {SECRET_VARIABLE} (`openssl rand -hex 16`) for every supervisor",
         ) from error

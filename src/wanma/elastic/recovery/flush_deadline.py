@@ -11,41 +11,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from wanma.elastic.protocol.messages import HeldImage, Image
-from wanma.elastic.recovery.restart_policy import newest_whole
-from wanma.elastic.workers.progress_board import Position
+from wanma.elastic.protocol.messages import InMemoryCheckpointId, InMemoryCheckpointShard
+from wanma.elastic.recovery.restart_policy import find_newest_complete_checkpoint
+from wanma.elastic.workers.progress_board import RankProgress
 
-LEAVE_SECONDS = 2.0
+EXIT_MARGIN_SECONDS = 2.0
 """Time before the kill, in seconds, to end the ranks, tell the other nodes and exit."""
-BEGIN_SECONDS = 2.0
+FLUSH_STARTUP_SECONDS = 2.0
 """Time, in seconds, to kill the ranks and start the flush process, on a busy node."""
-BYTES_PER_SECOND = 100e6
+ASSUMED_WRITE_BYTES_PER_SECOND = 100e6
 """Rate at which a node surely writes, in bytes per second: to a disk that many nodes write to at once."""
 
 
-def leave_at(until: float) -> float:
+def compute_drain_end(kill_deadline: float) -> float:
     """Return the time at which nothing may be in progress any more."""
-    return until - LEAVE_SECONDS
+    return kill_deadline - EXIT_MARGIN_SECONDS
 
 
-def last_moment(until: float, copy_bytes: int, places: int = 1) -> float:
-    """Return the latest time at which this node has to start to write `copy_bytes`.
+def compute_latest_flush_start(kill_deadline: float, checkpoint_bytes: int, destinations: int = 1) -> float:
+    """Return the latest time at which this node has to start to write `checkpoint_bytes`.
 
     Args:
-        until: time of the kill.
-        copy_bytes: size of the node's in-memory checkpoints.
-        places: number of destinations, written one after the other: the disk, and a URL.
+        kill_deadline: time of the kill.
+        checkpoint_bytes: size of the node's in-memory checkpoints.
+        destinations: number of destinations, written one after the other: the disk, and a URL.
     """
-    return leave_at(until) - places * (BEGIN_SECONDS + copy_bytes / BYTES_PER_SECOND)
+    return compute_drain_end(kill_deadline) - destinations * (
+        FLUSH_STARTUP_SECONDS + checkpoint_bytes / ASSUMED_WRITE_BYTES_PER_SECOND
+    )
 
 
-def give_up_at(
+def compute_step_abandon_time(
     now: float,
-    until: float,
-    copy_bytes: int,
-    step_began: float,
+    kill_deadline: float,
+    checkpoint_bytes: int,
+    step_start: float,
     step_seconds: float | None,
-    places: int = 1,
+    destinations: int = 1,
 ) -> float:
     """Return the time at which to give up the current step for the in-memory checkpoint.
 
@@ -54,68 +56,72 @@ def give_up_at(
 
     Args:
         now: present time.
-        until: time of the kill.
-        copy_bytes: size of the node's in-memory checkpoints.
-        step_began: start of the current step.
+        kill_deadline: time of the kill.
+        checkpoint_bytes: size of the node's in-memory checkpoints.
+        step_start: start of the current step.
         step_seconds: measured time of a step; None: unknown, so the latest start decides.
-        places: number of destinations.
+        destinations: number of destinations.
     """
-    latest = last_moment(until, copy_bytes, places)
-    if latest <= now or (step_seconds is not None and step_began + step_seconds > latest):
+    latest = compute_latest_flush_start(kill_deadline, checkpoint_bytes, destinations)
+    if latest <= now or (step_seconds is not None and step_start + step_seconds > latest):
         return now
     return latest
 
 
-class StepPace:
+class StepTimeEstimate:
     """Estimate of the time of a step, from samples of the progress board."""
 
     def __init__(self) -> None:
         self.step_seconds: float | None = None
         """Time of a step, in seconds; None: fewer than two steps have been seen to end."""
-        self.began = 0.0
+        self.step_start = 0.0
         """Approximate start of the current step; 0: none has ended yet."""
-        self._done: int | None = None
+        self._last_finished_step: int | None = None
 
-    def see(self, positions: Iterable[Position]) -> None:
+    def update(self, progress: Iterable[RankProgress]) -> None:
         """Update the estimate from the ranks' reports."""
         newest = max(
-            ((position.done, position.done_seconds) for position in positions if position.done is not None),
+            (
+                (position.last_finished_step, position.finished_at)
+                for position in progress
+                if position.last_finished_step is not None
+            ),
             default=None,
         )
-        if newest is None or newest[0] == self._done:
+        if newest is None or newest[0] == self._last_finished_step:
             return
         done, at = newest
-        if self._done is not None and done > self._done:
-            self.step_seconds = (at - self.began) / (done - self._done)
-        self._done, self.began = done, at
+        if self._last_finished_step is not None and done > self._last_finished_step:
+            self.step_seconds = (at - self.step_start) / (done - self._last_finished_step)
+        self._last_finished_step, self.step_start = done, at
 
 
-def share_images(
+def assign_flush(
     world_size: int,
-    nodes: Mapping[int, tuple[Sequence[int], Sequence[HeldImage]]],
+    nodes: Mapping[int, tuple[Sequence[int], Sequence[InMemoryCheckpointShard]]],
     *,
     by_step: bool = False,
-) -> tuple[Image, int, dict[int, tuple[int, ...]]] | None:
+) -> tuple[InMemoryCheckpointId, int, dict[int, tuple[int, ...]]] | None:
     """Choose the in-memory checkpoint to flush when all nodes' ranks are gone, and each node's share of it.
 
     Args:
         world_size: of the newest generation.
         nodes: remaining nodes, by name: their own ranks, and all in-memory checkpoints that they hold.
-        by_step: as in `newest_whole`.
+        by_step: as in `find_newest_complete_checkpoint`.
 
     Returns:
         The newest complete in-memory checkpoint; its number of ranks; and for each node that writes any, the
         ranks it writes: its own if it can, else those whose copies it holds. None: no checkpoint is complete.
     """
     everything = [image for _, held in nodes.values() for image in held]
-    moment = newest_whole(everything, world_size, by_step=by_step)
+    moment = find_newest_complete_checkpoint(everything, world_size, by_step=by_step)
     if moment is None:
         return None
-    ranks = range(next(one.world_size or world_size for one in everything if one.image == moment))
+    ranks = range(next(one.world_size or world_size for one in everything if one.checkpoint_id == moment))
     writers: dict[int, int] = {}
     for node, (own, held) in nodes.items():
         for image in held:
-            if image.image == moment and (image.rank in own or image.rank not in writers):
+            if image.checkpoint_id == moment and (image.rank in own or image.rank not in writers):
                 writers[image.rank] = node
     shares = {node: tuple(rank for rank in ranks if writers[rank] == node) for node in nodes}
     return moment, len(ranks), {node: share for node, share in shares.items() if share}

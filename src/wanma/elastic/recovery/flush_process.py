@@ -1,6 +1,7 @@
 """Process in which a node flushes in-memory checkpoints of its dead ranks to disk.
 
-`Rescuer` is the supervisor's handle of it, `main` runs there: the supervisor itself never waits for disks.
+`FlushProcess` is the supervisor's handle of it, `main` runs there: the supervisor itself never waits for
+disks.
 """
 
 from __future__ import annotations
@@ -19,50 +20,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from wanma.checkpoint.in_memory.flush import drop_attempt, rescue_anywhere
-from wanma.checkpoint.in_memory.partial_checkpoints import ranks_text, write_part
-from wanma.checkpoint.remote.remote_checkpoints import Remote
-from wanma.checkpoint.remote.remote_storage import Storage
-from wanma.checkpoint.store.checkpoint_folder import committed, read_manifest
-from wanma.elastic.protocol.messages import Rescued
-from wanma.elastic.transport.event_loop import Loop
-from wanma.elastic.workers.linux_processes import die_with_parent
+from wanma.checkpoint.in_memory.flush import flush_with_fallback, remove_failed_flush
+from wanma.checkpoint.in_memory.partial_checkpoints import ranks_text, write_flushed_part
+from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
+from wanma.checkpoint.store.checkpoint_folder import list_committed, read_manifest
+from wanma.elastic.protocol.messages import FlushReport
+from wanma.elastic.transport.event_loop import EventLoop
+from wanma.elastic.workers.linux_processes import kill_on_parent_exit
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory
-from wanma.observe.sinks.jsonl import append_event, restore_steps
+from wanma.observe.sinks.jsonl import append_final_event, restore_steps
 from wanma.observe.units import bytes_text, duration_text
 
 
 @dataclass(frozen=True)
-class Order:
+class FlushTask:
     """Command to one node's flush process."""
 
     run_directory: str
-    images: Mapping[str, str]
+    memory_file_paths: Mapping[str, str]
     """Rank → path; keys are text, as JSON has them."""
     world_size: int
-    name: str
+    save_name: str
     """Name of this save, the same on all nodes."""
     deadline: float
     """Deadline of the flush, on the monotonic clock."""
-    upload: str | None = None
+    checkpoint_upload_url: str | None = None
     """URL that a copy of each checkpoint is uploaded to; None: no upload."""
-    is_last_word: bool = False
+    is_run_failed: bool = False
     """True if the run has failed, and its end is recorded by others; no kill follows."""
-    given_up: tuple[str, ...] = ()
+    abandoned_saves: tuple[str, ...] = ()
     """Names of earlier attempts, whose processes are gone."""
-    is_apart: bool = False
+    writes_partial_checkpoint: bool = False
     """True if this node's part goes to a place of its own."""
 
 
-class Rescuer:
+class FlushProcess:
     """Handle of the flush process, until it has answered."""
 
-    def __init__(self, order: Order, loop: Loop, on_end: Callable[[Rescued], None]) -> None:
+    def __init__(self, task: FlushTask, loop: EventLoop, on_end: Callable[[FlushReport], None]) -> None:
         self._loop, self._on_end = loop, on_end
         self._socket, theirs = socket.socketpair()
         self._output = os.memfd_create("wanma-rescue-output", os.MFD_CLOEXEC)
-        self._answer = b""
+        self._report = b""
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -71,7 +72,7 @@ class Rescuer:
                 "wanma.elastic.recovery.flush_process",
                 str(theirs.fileno()),
                 str(os.getpid()),
-                json.dumps(asdict(order)),
+                json.dumps(asdict(task)),
             ],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -80,26 +81,26 @@ class Rescuer:
             start_new_session=True,
         )
         theirs.close()
-        loop.watch(self._socket, self._said, selectors.EVENT_READ)
+        loop.watch(self._socket, self._read_report, selectors.EVENT_READ)
 
-    def _said(self, _events: int) -> None:
+    def _read_report(self, _events: int) -> None:
         data = self._socket.recv(1 << 16)
-        self._answer += data
+        self._report += data
         if data:
             return
-        self._loop.forget(self._socket)
+        self._loop.unwatch(self._socket)
         code = self._process.wait()
-        if self._answer:
-            self._on_end(Rescued(**json.loads(self._answer)))
+        if self._report:
+            self._on_end(FlushReport(**json.loads(self._report)))
             return
         printed = os.pread(self._output, 4096, max(0, os.fstat(self._output).st_size - 4096))
-        how = f"the process that writes it {_ending(code)}"
+        how = f"the process that writes it {_exit_text(code)}"
         text = f"{how}\n{printed.decode(errors='replace')}".strip()
-        self._on_end(Rescued("", text, remedy="again"))  # the in-memory checkpoints are still there
+        self._on_end(FlushReport("", text, retry_method="again"))  # the in-memory checkpoints are still there
 
     def close(self) -> None:
         """End the process, if it has not ended."""
-        self._loop.forget(self._socket)
+        self._loop.unwatch(self._socket)
         self._socket.close()
         if self._process.poll() is None:
             self._process.kill()
@@ -107,49 +108,49 @@ class Rescuer:
         os.close(self._output)
 
 
-def carry_out(order: Order) -> Rescued:
+def run_flush(task: FlushTask) -> FlushReport:
     """Write this node's part; the node that commits the checkpoint also uploads it and records the end."""
-    run = RunDirectory(Path(order.run_directory))
-    images = {int(rank): path for rank, path in order.images.items()}
+    run = RunDirectory(Path(task.run_directory))
+    images = {int(rank): path for rank, path in task.memory_file_paths.items()}
     began = time.monotonic()
-    before = [path for _, path in committed(run.checkpoints)]
-    for name in order.given_up:
-        drop_attempt(run.checkpoints, name, images)
+    before = [path for _, path in list_committed(run.checkpoints)]
+    for name in task.abandoned_saves:
+        remove_failed_flush(run.checkpoints, name, images)
     try:
-        if order.is_apart:
-            return Rescued(_keep_apart(run, images))
-        path = rescue_anywhere(run.checkpoints, images, order.world_size, order.name, order.deadline)
-        if path is None or (order.is_last_word and path in before):
-            return Rescued("")
+        if task.writes_partial_checkpoint:
+            return FlushReport(_write_partial_checkpoint(run, images))
+        path = flush_with_fallback(run.checkpoints, images, task.world_size, task.save_name, task.deadline)
+        if path is None or (task.is_run_failed and path in before):
+            return FlushReport("")
         manifest = read_manifest(path)
     except WanmaError as error:
         # Each of several nodes may only know that another one failed: all are asked for their parts.
-        is_shared = len(images) < order.world_size and not order.is_apart
-        return Rescued("", f"{error}", "apart" if is_shared else "")
+        is_shared = len(images) < task.world_size and not task.writes_partial_checkpoint
+        return FlushReport("", f"{error}", "apart" if is_shared else "")
     except OSError as error:
-        return Rescued("", f"{run.path}: {error.strerror or error}")
+        return FlushReport("", f"{run.path}: {error.strerror or error}")
     seconds = time.monotonic() - began
     with contextlib.suppress(OSError):  # the checkpoint counts without the record
         restore_steps(run, manifest.step)
-        append_event(run, "checkpoint", step=manifest.step, bytes=manifest.bytes, write_seconds=seconds)
-        if not order.is_last_word:
+        append_final_event(run, "checkpoint", step=manifest.step, bytes=manifest.bytes, write_seconds=seconds)
+        if not task.is_run_failed:
             best = manifest.state.get("best_loss")
-            append_event(run, "finish", step=manifest.step, outcome="interrupted", best_loss=best)
+            append_final_event(run, "finish", step=manifest.step, outcome="interrupted", best_loss=best)
     text = f"checkpoint of step {manifest.step:,} in {path}"
     text += f" ({bytes_text(manifest.bytes)} in {duration_text(seconds)})"
-    if order.upload is not None:
-        text += f"; {_upload(order.upload, path, manifest.step, order.deadline)}"
-    return Rescued(text)
+    if task.checkpoint_upload_url is not None:
+        text += f"; {_upload(task.checkpoint_upload_url, path, manifest.step, task.deadline)}"
+    return FlushReport(text)
 
 
-def _keep_apart(run: RunDirectory, images: Mapping[int, str]) -> str:
+def _write_partial_checkpoint(run: RunDirectory, memory_file_paths: Mapping[int, str]) -> str:
     """Write this node's part where it has room, and return a description."""
-    part = write_part(run.checkpoints, images)
+    part = write_flushed_part(run.checkpoints, memory_file_paths)
     size = sum(path.stat().st_size for path in part.iterdir())
-    return f"{ranks_text(sorted(images))} in {part} on {socket.gethostname()} ({bytes_text(size)})"
+    return f"{ranks_text(sorted(memory_file_paths))} in {part} on {socket.gethostname()} ({bytes_text(size)})"
 
 
-def _ending(code: int) -> str:
+def _exit_text(code: int) -> str:
     """Return the end of a process in words."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -164,7 +165,7 @@ def _upload(url: str, path: Path, step: int, deadline: float) -> str:
 
     def send() -> None:
         try:
-            Remote(Storage(url)).upload(path, step)
+            RemoteCheckpoints(RemoteStorage(url)).upload(path, step)
             outcome.append(f"uploaded to {url}")
         except Exception as error:  # the thread has no caller
             outcome.append(f"not uploaded to {url}: {error}")
@@ -178,9 +179,9 @@ def _upload(url: str, path: Path, step: int, deadline: float) -> str:
 def main() -> None:
     """Run the process: arguments are the descriptor for the answer, the parent, and the command."""
     descriptor, parent, order = sys.argv[1:]
-    die_with_parent(int(parent))
+    kill_on_parent_exit(int(parent))
     answer = socket.socket(fileno=int(descriptor))
-    answer.sendall(json.dumps(asdict(carry_out(Order(**json.loads(order))))).encode())
+    answer.sendall(json.dumps(asdict(run_flush(FlushTask(**json.loads(order))))).encode())
     answer.close()
     sys.stdout.flush()
     os._exit(0)  # an upload may still be under way: its thread must not be waited for

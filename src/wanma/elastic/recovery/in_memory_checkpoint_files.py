@@ -12,13 +12,13 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 
-from wanma.checkpoint.in_memory.memory_file import Head, read_head
-from wanma.checkpoint.in_memory.partner_ring import guests_of
-from wanma.elastic.protocol.messages import HeldImage, Image
+from wanma.checkpoint.in_memory.memory_file import MemoryFileHeader, read_header
+from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks
+from wanma.elastic.protocol.messages import InMemoryCheckpointId, InMemoryCheckpointShard
 from wanma.job.errors import WanmaError
 
 
-class ImageFiles:
+class InMemoryCheckpointFiles:
     """Pairs of files, held by this node's supervisor; one of each pair is always complete.
 
     There is one pair for each rank, one for each rank of another node that is kept here, and the pairs to
@@ -45,57 +45,65 @@ class ImageFiles:
                 f"{ranks:,} ranks on one machine need more open files than this system allows ({limit:,})",
                 "start fewer ranks, or raise the limit: `ulimit -n`",
             ) from None
-        self._guests: dict[int, int] = {}
+        self._backup_pair_by_rank: dict[int, int] = {}
         """Index of the pair of each rank of another node."""
 
-    def arrange(self, ranks: int, guests: Sequence[int], restore: Image | None) -> None:
+    def allocate(
+        self, ranks: int, backed_up_ranks: Sequence[int], restore: InMemoryCheckpointId | None
+    ) -> None:
         """Provide a pair for each rank of this node and each guest, and drop the pairs that are not needed.
 
         Args:
             ranks: number of this node's ranks.
-            guests: ranks of another node whose in-memory checkpoints this one keeps.
+            backed_up_ranks: ranks of another node whose in-memory checkpoints this one keeps.
             restore: in-memory checkpoint that the new ranks restore, which stays wherever it is.
         """
-        needed = ranks + len(guests)
+        needed = ranks + len(backed_up_ranks)
         while len(self._pairs) < needed:
             self._pairs.append(_new_pair())
         for pair in self._pairs[needed:]:
-            if not any(_is_of(one, restore) for one in pair):
+            if not any(_holds_checkpoint(one, restore) for one in pair):
                 self._pairs.remove(pair)
                 _close(pair)
-        self._guests = {guest: ranks + index for index, guest in enumerate(guests)}
+        self._backup_pair_by_rank = {guest: ranks + index for index, guest in enumerate(backed_up_ranks)}
 
-    def held(self) -> tuple[HeldImage, ...]:
+    def list_complete_shards(self) -> tuple[InMemoryCheckpointShard, ...]:
         """Return the complete in-memory checkpoints, of this node's ranks and of guests."""
-        heads = map(_whole, self._all())
+        heads = map(_read_complete_header, self._descriptors())
         return tuple(
-            HeldImage(head.rank, _moment(head), head.world_size) for head in heads if head is not None
+            InMemoryCheckpointShard(head.rank, _checkpoint_id(head), head.world_size)
+            for head in heads
+            if head is not None
         )
 
-    def to_write(self, local_rank: int, restore: Image | None) -> tuple[str, ...]:
+    def get_write_paths(self, local_rank: int, restore: InMemoryCheckpointId | None) -> tuple[str, ...]:
         """Return the paths in the order in which a rank writes them; the one to restore from is last."""
-        return _in_turn(self._pairs[local_rank], restore)
+        return _write_order(self._pairs[local_rank], restore)
 
-    def for_guests(
-        self, rank: int, ranks_by_node: Sequence[int], restore: Image | None
+    def get_backup_paths(
+        self, rank: int, local_world_sizes: Sequence[int], restore: InMemoryCheckpointId | None
     ) -> dict[str, tuple[str, ...]]:
-        """Return the guests of `rank` → their paths, in the order of `to_write`."""
-        guests = guests_of(rank, ranks_by_node)
-        return {str(guest): _in_turn(self._pairs[self._guests[guest]], restore) for guest in guests}
+        """Return the guests of `rank` → their paths, in the order of `get_write_paths`."""
+        guests = backed_up_ranks(rank, local_world_sizes)
+        return {
+            str(guest): _write_order(self._pairs[self._backup_pair_by_rank[guest]], restore)
+            for guest in guests
+        }
 
-    def found(self, restore: Image | None) -> dict[str, tuple[str, ...]]:
+    def get_restore_paths(self, restore: InMemoryCheckpointId | None) -> dict[str, tuple[str, ...]]:
         """Return rank → paths of its files of that in-memory checkpoint."""
         found: dict[str, tuple[str, ...]] = {}
-        for descriptor in self._all():
-            head = _whole(descriptor)
-            if head is not None and _moment(head) == restore:
+        for descriptor in self._descriptors():
+            head = _read_complete_header(descriptor)
+            if head is not None and _checkpoint_id(head) == restore:
                 found[str(head.rank)] = (*found.get(str(head.rank), ()), _path(descriptor))
         return found
 
-    def copy_bytes(self) -> int:
+    def measure_checkpoint_bytes(self) -> int:
         """Return the bytes of one in-memory checkpoint of this node; 0: some rank has none yet."""
         pairs = [
-            [head.content_bytes for head in map(_whole, pair) if head is not None] for pair in self._pairs
+            [head.content_bytes for head in map(_read_complete_header, pair) if head is not None]
+            for pair in self._pairs
         ]
         return sum(map(max, pairs)) if all(pairs) else 0
 
@@ -103,7 +111,7 @@ class ImageFiles:
         for pair in self._pairs:
             _close(pair)
 
-    def _all(self) -> Iterator[int]:
+    def _descriptors(self) -> Iterator[int]:
         return (one for pair in self._pairs for one in pair)
 
 
@@ -116,22 +124,22 @@ def _close(pair: tuple[int, ...]) -> None:
         os.close(descriptor)
 
 
-def _in_turn(pair: tuple[int, ...], restore: Image | None) -> tuple[str, ...]:
-    return tuple(map(_path, sorted(pair, key=lambda descriptor: _is_of(descriptor, restore))))
+def _write_order(pair: tuple[int, ...], restore: InMemoryCheckpointId | None) -> tuple[str, ...]:
+    return tuple(map(_path, sorted(pair, key=lambda descriptor: _holds_checkpoint(descriptor, restore))))
 
 
-def _whole(descriptor: int) -> Head | None:
-    head = read_head(descriptor)
-    return head if head is not None and head.complete else None
+def _read_complete_header(descriptor: int) -> MemoryFileHeader | None:
+    head = read_header(descriptor)
+    return head if head is not None and head.is_complete else None
 
 
-def _moment(head: Head) -> Image:
-    return Image(head.generation, head.step)
+def _checkpoint_id(head: MemoryFileHeader) -> InMemoryCheckpointId:
+    return InMemoryCheckpointId(head.generation, head.step)
 
 
-def _is_of(descriptor: int, moment: Image | None) -> bool:
-    head = _whole(descriptor)
-    return head is not None and _moment(head) == moment
+def _holds_checkpoint(descriptor: int, checkpoint_id: InMemoryCheckpointId | None) -> bool:
+    head = _read_complete_header(descriptor)
+    return head is not None and _checkpoint_id(head) == checkpoint_id
 
 
 def _path(descriptor: int) -> str:

@@ -11,34 +11,34 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
 
-from wanma.elastic.protocol.messages import HeldImage
-from wanma.elastic.recovery.restart_policy import newest_whole
+from wanma.elastic.protocol.messages import InMemoryCheckpointShard
+from wanma.elastic.recovery.restart_policy import find_newest_complete_checkpoint
 from wanma.job.plan.plan import Plan
 
-_TRIED = 1000
+_MAX_TRIED_SELECTIONS = 1000
 """Most sets of nodes that are tried to find one with a complete newest in-memory checkpoint."""
 
 
 @dataclass(frozen=True)
-class Situation:
+class ReplanRequest:
     """Request for a plan: facts that the coordinator knows."""
 
-    machines: int
+    available_nodes: int
     """Number of nodes that are present."""
-    running: Plan | None = None
+    current_plan: Plan | None = None
     """Plan of the newest generation; None: nothing has run yet."""
-    nodes: int = 0
+    current_nodes: int = 0
     """Number of nodes that it used."""
-    step: int = 0
+    last_finished_step: int = 0
     """Newest finished step."""
     step_seconds: float | None = None
     """Measured time of a step under that plan, in seconds; None: unknown."""
-    start_seconds: float | None = None
+    startup_seconds: float | None = None
     """Measured time from a start of the ranks to their first finished step, in seconds; None: unknown."""
 
 
 @dataclass(frozen=True)
-class Decision:
+class ReplanDecision:
     """Decision of the planner."""
 
     plan: Plan | None
@@ -50,26 +50,35 @@ class Decision:
     """Forecast of the plan, as `Forecast.to_json`."""
 
 
-def choose_nodes(held: Mapping[int, Iterable[HeldImage]], count: int, world_size: int) -> tuple[int, ...]:
+def select_nodes_with_state(
+    shards_by_node: Mapping[int, Iterable[InMemoryCheckpointShard]], count: int, world_size: int
+) -> tuple[int, ...]:
     """Choose `count` nodes that together hold a complete copy of the newest in-memory checkpoint there is.
 
     Args:
-        held: node → its in-memory checkpoints, in the order in which nodes are preferred.
+        shards_by_node: node → its in-memory checkpoints, in the order in which nodes are preferred.
         count: number of nodes to choose.
         world_size: of the newest generation.
     """
-    everything = newest_whole([one for images in held.values() for one in images], world_size)
-    first = tuple(held)[:count]
+    everything = find_newest_complete_checkpoint(
+        [one for images in shards_by_node.values() for one in images], world_size
+    )
+    first = tuple(shards_by_node)[:count]
     if everything is None:
         return first
-    for chosen in islice(combinations(held, count), _TRIED):
-        images = [one for machine in chosen for one in held[machine]]
-        if newest_whole(images, world_size) == everything:
+    for chosen in islice(combinations(shards_by_node, count), _MAX_TRIED_SELECTIONS):
+        images = [one for machine in chosen for one in shards_by_node[machine]]
+        if find_newest_complete_checkpoint(images, world_size) == everything:
             return chosen
     return first
 
 
-def spare_text(here: int, most: int, used: int, decision: Decision) -> str:
+def standby_text(joined_nodes: int, max_nodes: int, used_nodes: int, decision: ReplanDecision) -> str:
     """Return the notice to all nodes when some stand by."""
-    spare = "1 machine stands" if here - used == 1 else f"{here - used} machines stand"
-    return f"the run uses {used} of {here} machines (at most {most}), and {spare} by\n  {decision.reason}"
+    spare = (
+        "1 machine stands"
+        if joined_nodes - used_nodes == 1
+        else f"{joined_nodes - used_nodes} machines stand"
+    )
+    used = f"{used_nodes} of {joined_nodes} machines (at most {max_nodes})"
+    return f"the run uses {used}, and {spare} by\n  {decision.reason}"

@@ -8,50 +8,54 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from wanma.checkpoint.store.checkpoint_folder import NOT_SAVED
-from wanma.elastic.failure import FAILURE_LIMIT, Failure, clip
-from wanma.elastic.protocol.messages import HeldImage, Image, Recovery
+from wanma.elastic.failure import MAX_FAILURE_CHARACTERS, Failure, truncate_middle
+from wanma.elastic.protocol.messages import InMemoryCheckpointId, InMemoryCheckpointShard, Recovery
 from wanma.job.errors import EXIT_USAGE
 
 
-class Retries:
+class RestartPolicy:
     """Restart policy: counts recoveries without a new step, so that a failure is not repeated for ever.
 
     Only a step beyond all that were finished before is new, so repeated steps do not count. A run that never
     finished a step is not tried again: it would most likely fail in the same way.
 
     Args:
-        limit: most recoveries without a new step between them; 0: none at all.
-        silent_limit: most recoveries of a run that never finished a step, for a script that reports none.
+        max_restarts: most recoveries without a new step between them; 0: none at all.
+        max_restarts_before_first_step: most recoveries of a run that never finished a step, for a script
+            that reports none.
     """
 
-    def __init__(self, limit: int, silent_limit: int = 0) -> None:
-        self.reached_step: int | None = None
+    def __init__(self, max_restarts: int, max_restarts_before_first_step: int = 0) -> None:
+        self.last_finished_step: int | None = None
         """Newest finished step; None: none."""
         self.attempt = 0
         """Number of recoveries since the newest step."""
         self.retried_steps: tuple[int, ...] = ()
         """Steps that failures have asked to repeat, in that order."""
-        self._limit, self._silent_limit = limit, silent_limit
-        self._odd: Counter[str] = Counter()
-        self._error: tuple[str, int] | None = None
+        self._max_restarts, self._max_restarts_before_first_step = (
+            max_restarts,
+            max_restarts_before_first_step,
+        )
+        self._outlier_counts: Counter[str] = Counter()
+        self._last_error: tuple[str, int] | None = None
         """Newest failure that was an error: its cause, without numbers, and the step it came at."""
 
-    def take_up(self, recovery: Recovery | None) -> None:
+    def inherit(self, recovery: Recovery | None) -> None:
         """Continue the counts of another coordinator's last recovery; None: it had not counted any."""
         if recovery is not None:
-            self.reached_step, self.attempt = recovery.reached_step, recovery.attempt
+            self.last_finished_step, self.attempt = recovery.last_finished_step, recovery.attempt
             self.retried_steps = recovery.retried_steps
 
-    def may_help(self, failure: Failure) -> bool:
+    def allows_restart(self, failure: Failure) -> bool:
         """Return True if a recovery from the failure is possible at all."""
-        return self._limit > 0 and failure.exit_code != EXIT_USAGE
+        return self._max_restarts > 0 and failure.exit_code != EXIT_USAGE
 
-    def reached(self, step: int | None) -> None:
+    def record_progress(self, step: int | None) -> None:
         """Update the newest step from the generation that has failed."""
-        if step is not None and (self.reached_step is None or step > self.reached_step):
-            self.reached_step, self.attempt = step, 0
+        if step is not None and (self.last_finished_step is None or step > self.last_finished_step):
+            self.last_finished_step, self.attempt = step, 0
 
-    def noted(self, failure: Failure) -> Failure:
+    def record_failure(self, failure: Failure) -> Failure:
         """Record the steps and ranks that the failure of a generation names.
 
         Returns:
@@ -59,103 +63,121 @@ class Retries:
         """
         if failure.retry_step is not None and failure.retry_step not in self.retried_steps:
             self.retried_steps += (failure.retry_step,)
-        self._odd.update(failure.odd)
-        times = {who: self._odd[who] for who in failure.odd if self._odd[who] > 1}
+        self._outlier_counts.update(failure.outlier_ranks)
+        times = {
+            who: self._outlier_counts[who] for who in failure.outlier_ranks if self._outlier_counts[who] > 1
+        }
         if not times:
             return failure
         again = [f"{who} for the {_ordinal(count)} time" for who, count in times.items()]
         return replace(failure, cause=f"{failure.cause}; {', '.join(again)}: suspect the hardware there")
 
-    def objection(self, failure: Failure, stood_at: int = 0) -> Failure | None:
+    def consume_attempt(self, failure: Failure, step_at_termination: int = 0) -> Failure | None:
         """Return `failure` if it ends the run; None if another attempt is due, which is then counted.
 
         An error that comes again with the same cause at the same step is no accident: it ends the run.
 
         Args:
             failure: failure of the generation.
-            stood_at: finished steps at the ranks' position; 0: they had not come to one.
+            step_at_termination: finished steps at the ranks' position; 0: they had not come to one.
         """
-        if not self.may_help(failure):
+        if not self.allows_restart(failure):
             return failure
-        before, self._error = self._error, _signature(failure, stood_at)
-        if before is not None and before == self._error:
+        before, self._last_error = self._last_error, _error_signature(failure, step_at_termination)
+        if before is not None and before == self._last_error:
             return _with_hint(
                 failure,
-                f"the same error came again after step {stood_at:,}: the run is not started a third time",
+                f"the same error came again after step {step_at_termination:,}: the run is not started a "
+                "third time",
             )
-        limit = self._silent_limit if self.reached_step is None else self._limit
+        limit = (
+            self._max_restarts_before_first_step if self.last_finished_step is None else self._max_restarts
+        )
         if self.attempt >= limit:
             if self.attempt == 0:
                 return failure
-            came = "" if self.reached_step is None else f" and came no further than step {self.reached_step}"
+            came = (
+                ""
+                if self.last_finished_step is None
+                else f" and came no further than step {self.last_finished_step}"
+            )
             tried = f"the run was started again {_times(self.attempt)}{came} (cluster.max_restarts = {limit})"
             return _with_hint(failure, tried)
         self.attempt += 1
         return None
 
-    def recovery(self, cause: Failure | None, restore: Image | None) -> Recovery:
+    def make_recovery(self, failure: Failure | None, restore: InMemoryCheckpointId | None) -> Recovery:
         """Return the recovery that the next generation makes.
 
         Args:
-            cause: failure of the generation before; None: it was resized.
+            failure: failure of the generation before; None: it was resized.
             restore: newest in-memory checkpoint that the nodes hold completely.
         """
-        trusts = cause is None or self.trusts_memory
+        trusts = failure is None or self.uses_in_memory_checkpoint
         return Recovery(
-            clip(cause.headline, FAILURE_LIMIT) if cause is not None else "",
-            self.reached_step or 0,
+            truncate_middle(failure.summary, MAX_FAILURE_CHARACTERS) if failure is not None else "",
+            self.last_finished_step or 0,
             self.attempt,
             restore if trusts else None,
             self.retried_steps,
-            kept_step=None if trusts or restore is None else restore.step,
+            retained_step=None if trusts or restore is None else restore.step,
         )
 
     @property
-    def trusts_memory(self) -> bool:
+    def uses_in_memory_checkpoint(self) -> bool:
         """True if in-memory checkpoints are used: the last of several attempts starts from disk.
 
         The in-memory checkpoints may be the cause of the failures.
         """
-        return self.attempt == 1 or self.attempt < self._limit
+        return self.attempt == 1 or self.attempt < self._max_restarts
 
 
-def _signature(failure: Failure, stood_at: int) -> tuple[str, int] | None:
+def _error_signature(failure: Failure, step_at_termination: int) -> tuple[str, int] | None:
     """Return a value that is equal for equal errors; None for accidents, and for steps to be repeated.
 
     Numbers do not count: causes name files of one attempt, or the rank that was first to fail. Nor does the
     cause of a failed save: ranks word it differently by who learns of it first.
     """
-    if not failure.raised or not stood_at or failure.odd or failure.retry_step is not None:
+    if (
+        not failure.is_raised_error
+        or not step_at_termination
+        or failure.outlier_ranks
+        or failure.retry_step is not None
+    ):
         return None
     cause = failure.cause.partition(NOT_SAVED)[0]
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", cause), stood_at
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", cause), step_at_termination
 
 
 def _with_hint(failure: Failure, text: str) -> Failure:
     return replace(failure, hint=f"{failure.hint}\n  {text}" if failure.hint else text)
 
 
-def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | None:
+def find_newest_checkpoint_of_ranks(
+    ranks: Iterable[int], shards: Iterable[InMemoryCheckpointShard]
+) -> InMemoryCheckpointId | None:
     """Return the newest in-memory checkpoint that all of `ranks` have; later generations are newer."""
-    moments: dict[int, set[Image]] = {rank: set() for rank in ranks}
-    for one in held:
+    moments: dict[int, set[InMemoryCheckpointId]] = {rank: set() for rank in ranks}
+    for one in shards:
         if one.rank in moments:
-            moments[one.rank].add(one.image)
+            moments[one.rank].add(one.checkpoint_id)
     common = set.intersection(*moments.values()) if moments else set()
     return max(common, key=lambda image: (image.generation, image.step), default=None)
 
 
-def newest_whole(held: Iterable[HeldImage], world_size: int, *, by_step: bool = False) -> Image | None:
+def find_newest_complete_checkpoint(
+    shards: Iterable[InMemoryCheckpointShard], world_size: int, *, by_step: bool = False
+) -> InMemoryCheckpointId | None:
     """Return the newest complete in-memory checkpoint: one with the shards of all its ranks.
 
     Args:
-        held: in-memory checkpoints of single ranks.
+        shards: in-memory checkpoints of single ranks.
         world_size: of the newest generation.
         by_step: True if the latest step is the newest; else the latest generation is.
     """
-    owners: dict[tuple[Image, int], set[int]] = {}
-    for one in held:
-        owners.setdefault((one.image, one.world_size or world_size), set()).add(one.rank)
+    owners: dict[tuple[InMemoryCheckpointId, int], set[int]] = {}
+    for one in shards:
+        owners.setdefault((one.checkpoint_id, one.world_size or world_size), set()).add(one.rank)
     whole = [image for (image, ranks), found in owners.items() if found >= set(range(ranks))]
     if by_step:
         return max(whole, key=lambda image: (image.step, image.generation), default=None)

@@ -8,35 +8,42 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from wanma.checkpoint.in_memory.partner_ring import guests_of
-from wanma.elastic.coordinator.user_notices import RESTARTED
-from wanma.elastic.diagnosis.hang_detector import Watch
-from wanma.elastic.launch_config import Launch
-from wanma.elastic.protocol.local_messages import Fork, KeepStore, Signal, WorkerSpec
-from wanma.elastic.protocol.messages import Inspect, Message, RankWork, Recovery, Standing, Start
-from wanma.elastic.recovery.in_memory_checkpoint_files import ImageFiles
-from wanma.elastic.supervisor.worker_handle import LocalRank
-from wanma.elastic.transport.event_loop import Loop
-from wanma.elastic.workers.fork_server_handle import Node
-from wanma.elastic.workers.progress_board import Board, Position
-from wanma.elastic.workers.worker_output import Output
-from wanma.hardware.discovery.network_interfaces import VARIABLES, Way
-from wanma.hardware.discovery.resource_limits import memory_kills
+from wanma.checkpoint.in_memory.partner_ring import backed_up_ranks
+from wanma.elastic.coordinator.user_notices import RESTARTED_EVENT
+from wanma.elastic.diagnosis.hang_detector import HangDetector
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.protocol.local_messages import ForkCommand, ServeStoreCommand, SignalCommand, WorkerSpec
+from wanma.elastic.protocol.messages import (
+    Message,
+    RankStatus,
+    RankStatusRequest,
+    RankWorkTime,
+    Recovery,
+    StartCommand,
+)
+from wanma.elastic.recovery.in_memory_checkpoint_files import InMemoryCheckpointFiles
+from wanma.elastic.supervisor.worker_handle import WorkerHandle
+from wanma.elastic.transport.event_loop import EventLoop
+from wanma.elastic.workers.fork_server_handle import ForkServerHandle
+from wanma.elastic.workers.progress_board import ProgressBoard, RankProgress
+from wanma.elastic.workers.worker_output import OutputReader
+from wanma.hardware.discovery.network_interfaces import INTERFACE_VARIABLES, NetworkRoute
+from wanma.hardware.discovery.resource_limits import count_oom_kills
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event, Restart
 
 
-class Team:
+class WorkerGroup:
     """Worker group of a generation on this node, forked by its constructor.
 
     Args:
         start: start command of the generation.
         launch: launch configuration.
-        node: fork server.
+        fork_server: fork server.
         loop: event loop.
         environment: added to that of the ranks.
         store_listener: socket at which rank 0, if it is here, serves the rendezvous store; closed here.
-        images: files of the ranks' in-memory checkpoints; None: there are none.
+        memory_files: files of the ranks' in-memory checkpoints; None: there are none.
         failed_at: time at which the generation before failed, on the monotonic clock.
         on_message: gets the ranks' messages.
         on_event: gets the output of a script's ranks, and the notice of their restart.
@@ -44,43 +51,47 @@ class Team:
 
     def __init__(
         self,
-        start: Start,
-        launch: Launch,
-        node: Node,
-        loop: Loop,
+        start: StartCommand,
+        launch: LaunchConfig,
+        fork_server: ForkServerHandle,
+        loop: EventLoop,
         *,
         environment: Mapping[str, str],
         store_listener: socket.socket | None,
-        images: ImageFiles | None,
+        memory_files: InMemoryCheckpointFiles | None,
         failed_at: float,
-        on_message: Callable[[LocalRank, Message], None],
+        on_message: Callable[[WorkerHandle, Message], None],
         on_event: Callable[[Event], object],
     ) -> None:
         self.start = start
         self._launch, self._loop = launch, loop
-        self._stopping = False
-        self.board = Board.create(launch.ranks_per_node)
-        self.watch = Watch(self.board, launch, time.monotonic())
-        self.ranks: list[LocalRank] = []
-        self.kills = memory_kills()
+        self._is_draining = False
+        self.board = ProgressBoard.create(launch.ranks_per_node)
+        self.hang_detector = HangDetector(self.board, launch, time.monotonic())
+        self.workers: list[WorkerHandle] = []
+        self.oom_kills_at_start = count_oom_kills()
         """Number of the kernel's out-of-memory kills before the start."""
-        self._node = node
-        self._output = self._shown(on_event) if launch.is_script else None
+        self._fork_server = fork_server
+        self._output = self._open_output(on_event) if launch.is_script else None
         if launch.is_script and start.first_rank == 0 and store_listener is not None:
-            node.send(KeepStore(start.store_host, start.store_port), [store_listener.fileno()])
+            fork_server.send(ServeStoreCommand(start.store_host, start.store_port), [store_listener.fileno()])
             store_listener.close()
             store_listener = None
         payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
         with open(payload, "wb", closefd=False) as file:
             file.write(launch.payload)
         recovery = start.recovery
-        restore = recovery.image if recovery is not None else None
-        found = images.found(restore) if images is not None and restore is not None else {}
-        if images is not None:
+        restore = recovery.checkpoint_id if recovery is not None else None
+        found = (
+            memory_files.get_restore_paths(restore)
+            if memory_files is not None and restore is not None
+            else {}
+        )
+        if memory_files is not None:
             mine = range(start.first_rank, start.first_rank + launch.ranks_per_node)
-            guests = [guest for rank in mine for guest in guests_of(rank, start.ranks_by_node)]
-            images.arrange(launch.ranks_per_node, sorted(guests), restore)
-        restart = _restart_of(recovery, failed_at) if recovery is not None else None
+            guests = [guest for rank in mine for guest in backed_up_ranks(rank, start.local_world_sizes)]
+            memory_files.allocate(launch.ranks_per_node, sorted(guests), restore)
+        restart = _make_restart(recovery, failed_at) if recovery is not None else None
         for local_rank in range(launch.ranks_per_node):
             number = start.first_rank + local_rank
             spec = WorkerSpec(
@@ -92,172 +103,189 @@ class Team:
                 generation=start.generation,
                 run_directory=str(launch.run_directory),
                 entry=launch.entry,
-                threads=launch.threads_per_rank,
+                threads_per_rank=launch.threads_per_rank,
                 store_host=start.store_host,
                 store_port=start.store_port,
                 environment=dict(environment),
-                images=images.to_write(local_rank, restore) if images is not None else (),
-                found=found,
+                memory_file_paths=memory_files.get_write_paths(local_rank, restore)
+                if memory_files is not None
+                else (),
+                restore_paths=found,
                 restore_step=restore.step if restore is not None else None,
-                guests=images.for_guests(number, start.ranks_by_node, restore) if images is not None else {},
-                ranks_by_node=start.ranks_by_node,
+                backup_paths=memory_files.get_backup_paths(number, start.local_world_sizes, restore)
+                if memory_files is not None
+                else {},
+                local_world_sizes=start.local_world_sizes,
                 restart=restart,
-                claimed=launch.nodes > 1,
+                has_claim=launch.nodes > 1,
             )
-            rank = LocalRank(spec, loop, on_message)
-            self.ranks.append(rank)
-            descriptors = [rank.child.fileno(), self.board.descriptor, payload, rank.stacks]
+            rank = WorkerHandle(spec, loop, on_message)
+            self.workers.append(rank)
+            descriptors = [rank.child_socket.fileno(), self.board.descriptor, payload, rank.stack_file]
             if spec.rank == 0 and store_listener is not None:
                 descriptors.append(store_listener.fileno())
-            node.send(Fork(spec), descriptors)
-            rank.child.close()
+            fork_server.send(ForkCommand(spec), descriptors)
+            rank.child_socket.close()
         os.close(payload)
         if store_listener is not None:
             store_listener.close()
 
-    def _shown(self, on_event: Callable[[Event], object]) -> Output:
+    def _open_output(self, on_event: Callable[[Event], object]) -> OutputReader:
         run, first = RunDirectory(self._launch.run_directory), self.start.first_rank
         ranks = range(first, first + self._launch.ranks_per_node)
         if (recovery := self.start.recovery) is not None:
-            on_event({"kind": RESTARTED, "failure": recovery.failure})
-        return Output([(rank, run.log(rank)) for rank in ranks], self._loop, on_event)
+            on_event({"kind": RESTARTED_EVENT, "failure": recovery.failure})
+        return OutputReader([(rank, run.rank_log(rank)) for rank in ranks], self._loop, on_event)
 
     @property
-    def is_outside(self) -> bool:
+    def is_outside_session(self) -> bool:
         """True if the ranks run a script, and none of them has a session open."""
-        return self._launch.is_script and all(position.is_outside for position in self.positions())
+        return self._launch.is_script and all(
+            position.is_outside_session for position in self.read_progress()
+        )
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """True if no rank lives any more."""
-        return all(rank.gone for rank in self.ranks)
+        return all(rank.has_exited for rank in self.workers)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if all ranks did their work and have left."""
-        return all(rank.finished and rank.gone for rank in self.ranks)
+        return all(rank.is_finished and rank.has_exited for rank in self.workers)
 
     @property
-    def reached_step(self) -> int | None:
+    def last_finished_step(self) -> int | None:
         """Newest step that one of the ranks has finished; None: none has."""
-        return max((at.done for at in self.positions() if at.done is not None), default=None)
+        return max(
+            (at.last_finished_step for at in self.read_progress() if at.last_finished_step is not None),
+            default=None,
+        )
 
     @property
-    def came_to(self) -> tuple[int | None, int]:
-        """Newest step (`reached_step`), and finished steps at the ranks' position (0 before a report)."""
-        return self.reached_step, max((at.step for at in self.positions() if at.calls), default=0)
+    def progress_at_termination(self) -> tuple[int | None, int]:
+        """`last_finished_step`, and finished steps at the ranks' position (0 before a report)."""
+        return self.last_finished_step, max(
+            (at.step for at in self.read_progress() if at.report_count), default=0
+        )
 
-    def positions(self) -> list[Position]:
+    def read_progress(self) -> list[RankProgress]:
         """Return the last reports of the ranks."""
-        return [self.board.read(rank.spec.local_rank) for rank in self.ranks]
+        return [self.board.read_progress(rank.spec.local_rank) for rank in self.workers]
 
-    def works(self) -> tuple[RankWork, ...]:
+    def read_work_times(self) -> tuple[RankWorkTime, ...]:
         """Return the work time of the ranks so far."""
-        works = ((rank.spec.rank, self.board.work(rank.spec.local_rank)) for rank in self.ranks)
+        works = ((rank.spec.rank, self.board.read_work_time(rank.spec.local_rank)) for rank in self.workers)
         return tuple(
-            RankWork(rank, work.steps, work.group, work.data_seconds, work.compute_seconds)
+            RankWorkTime(rank, work.steps, work.peer_group, work.data_seconds, work.compute_seconds)
             for rank, work in works
         )
 
     @property
-    def paused(self) -> bool:
+    def is_suspended(self) -> bool:
         """True if the ranks are suspended: they have left with in-memory checkpoints."""
-        return self.finished and all(rank.pausing for rank in self.ranks)
+        return self.is_finished and all(rank.is_suspending for rank in self.workers)
 
-    def rank(self, number: int) -> LocalRank:
-        return self.ranks[number - self.start.first_rank]
+    def get_worker(self, rank: int) -> WorkerHandle:
+        return self.workers[rank - self.start.first_rank]
 
-    def request_stop(self, until: float | None, by_interrupt: bool) -> None:
+    def request_drain(self, kill_deadline: float | None, by_interrupt: bool) -> None:
         """Request an orderly stop; a script without a session gets the signal that a terminal would send.
 
         Args:
-            until: deadline for the ranks, on the monotonic clock; None: no kill was announced.
+            kill_deadline: deadline for the ranks, on the monotonic clock; None: no kill was announced.
             by_interrupt: True if a Ctrl-C is the cause.
         """
-        self.board.request_stop(until)
-        if not self._launch.is_script or self._stopping:
+        self.board.request_drain(kill_deadline)
+        if not self._launch.is_script or self._is_draining:
             return
-        self._stopping = True
-        for rank in self.ranks:
-            if self._is_outside(rank):
+        self._is_draining = True
+        for rank in self.workers:
+            if self._is_outside_session(rank):
                 number = signal.SIGINT if by_interrupt else signal.SIGTERM
-                self._node.send(Signal(rank.spec.rank, number, group=False))
-        self._loop.call_later(self._launch.grace_seconds, self._end_outsiders)
+                self._fork_server.send(SignalCommand(rank.spec.rank, number, to_process_group=False))
+        self._loop.call_later(self._launch.grace_seconds, self._kill_scripts)
 
-    def _end_outsiders(self) -> None:
+    def _kill_scripts(self) -> None:
         """Kill scripts that did not leave when they were asked to."""
-        for rank in self.ranks:
-            if self._is_outside(rank):
-                self._node.send(Signal(rank.spec.rank, signal.SIGKILL, group=True))
+        for rank in self.workers:
+            if self._is_outside_session(rank):
+                self._fork_server.send(SignalCommand(rank.spec.rank, signal.SIGKILL, to_process_group=True))
 
-    def _is_outside(self, rank: LocalRank) -> bool:
-        return not rank.gone and self.board.read(rank.spec.local_rank).is_outside
+    def _is_outside_session(self, worker: WorkerHandle) -> bool:
+        return not worker.has_exited and self.board.read_progress(worker.spec.local_rank).is_outside_session
 
-    def note_exit(self, rank: LocalRank, code: int) -> None:
+    def record_exit(self, worker: WorkerHandle, exit_code: int) -> None:
         """Note the end of a rank's process; a script may have done its work without a report.
 
         Its own `os._exit(0)` counts as done, and so does any end after it was asked to stop.
         """
-        asked = self._stopping and self._is_outside(rank)
-        if self._launch.is_script and not rank.spoke and (code == 0 or asked):
-            rank.finished = rank.spoke = True
+        asked = self._is_draining and self._is_outside_session(worker)
+        if self._launch.is_script and not worker.has_reported_end and (exit_code == 0 or asked):
+            worker.is_finished = worker.has_reported_end = True
         if self._output is not None:
             self._output.flush()
-        rank.code = code
+        worker.exit_code = exit_code
 
-    def kill(self, number: signal.Signals) -> None:
+    def kill(self, signal_number: signal.Signals) -> None:
         """Send a signal to the living ranks and all processes that they started."""
-        for rank in self.ranks:
-            if not rank.gone:
-                self._node.send(Signal(rank.spec.rank, number, group=True))
+        for rank in self.workers:
+            if not rank.has_exited:
+                self._fork_server.send(SignalCommand(rank.spec.rank, signal_number, to_process_group=True))
 
-    def inspect(self) -> None:
+    def request_rank_statuses(self) -> None:
         """Ask the living ranks for their status."""
-        for rank in self.ranks:
-            if not rank.gone:
-                rank.connection.send(Inspect())
-                self._node.send(Signal(rank.spec.rank, signal.SIGUSR1, group=False))
+        for rank in self.workers:
+            if not rank.has_exited:
+                rank.connection.send(RankStatusRequest())
+                self._fork_server.send(SignalCommand(rank.spec.rank, signal.SIGUSR1, to_process_group=False))
 
-    def standings(self, host: str) -> tuple[Standing, ...]:
-        """Return the status of the living ranks, some time after `inspect`."""
+    def read_rank_statuses(self, hostname: str) -> tuple[RankStatus, ...]:
+        """Return the status of the living ranks, some time after `request_rank_statuses`."""
         now = time.monotonic()
-        return tuple(rank.standing(self.board, host, now) for rank in self.ranks if not rank.gone)
+        return tuple(
+            rank.read_status(self.board, hostname, now) for rank in self.workers if not rank.has_exited
+        )
 
     def close(self) -> None:
         if self._output is not None:
             self._output.close()
-        for rank in self.ranks:
+        for rank in self.workers:
             rank.close()
         self.board.close()
 
 
-def team_environment(launch: Launch, way: Way, inherited: Mapping[str, str]) -> dict[str, str]:
+def make_network_environment(
+    launch: LaunchConfig, route: NetworkRoute, inherited: Mapping[str, str]
+) -> dict[str, str]:
     """Return additions to the workers' environment, which keep torch's sockets on the nodes' interface.
 
     The user's own variables count, unless the job names an interface.
 
     Args:
         launch: launch configuration.
-        way: interface and address by which this node and the others reach each other.
+        route: interface and address by which this node and the others reach each other.
         inherited: environment that the workers have besides.
     """
-    added = {**launch.environment, "OMP_NUM_THREADS": str(launch.threads_per_rank)}
-    if way.interface is not None:
+    added = {**launch.worker_environment, "OMP_NUM_THREADS": str(launch.threads_per_rank)}
+    if route.interface is not None:
         # NCCL takes a name as a prefix (eth1, and eth10 too) unless told otherwise.
-        for variable, value in zip(VARIABLES, (way.interface, f"={way.interface}"), strict=True):
-            if launch.interface is not None or variable not in inherited:
+        for variable, value in zip(
+            INTERFACE_VARIABLES, (route.interface, f"={route.interface}"), strict=True
+        ):
+            if launch.network_interface is not None or variable not in inherited:
                 added.setdefault(variable, value)
     return added
 
 
-def _restart_of(recovery: Recovery, failed_at: float) -> Restart:
+def _make_restart(recovery: Recovery, failed_at: float) -> Restart:
     """Return what workers learn of the failure before their start."""
     return Restart(
         recovery.failure,
         failed_at,
-        recovery.reached_step,
+        recovery.last_finished_step,
         recovery.attempt,
         recovery.retried_steps,
-        recovery.change,
-        recovery.kept_step,
+        recovery.resize,
+        recovery.retained_step,
     )

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from wanma.elastic.protocol.framing import Framer, ProtocolError
 from wanma.elastic.protocol.messages import Message
-from wanma.elastic.transport.event_loop import Loop
+from wanma.elastic.transport.event_loop import EventLoop
 
 logger = logging.getLogger("wanma.elastic")
 
-SEND_LIMIT = 16 << 20
+MAX_UNSENT_BYTES = 16 << 20
 """Most bytes that may wait for a slow reader before the connection counts as broken."""
 
 
@@ -25,15 +25,15 @@ class Connection:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         sock: socket.socket,
         name: str,
         on_message: Callable[[Message], None],
         on_closed: Callable[[str], None],
     ) -> None:
         self.framer = Framer()
-        self.closed = False
-        self.nonsense = False
+        self.is_closed = False
+        self.has_protocol_error = False
         """True if it ended because the other side does not speak this protocol."""
         self._loop, self._socket, self._name = loop, sock, name
         self._on_message, self._on_closed = on_message, on_closed
@@ -43,14 +43,14 @@ class Connection:
 
     def send(self, message: Message, generation: int | None = None) -> None:
         """Send a message; `generation`: its own, if it is not the framer's."""
-        if self.closed:
+        if self.is_closed:
             return
         self._outgoing += self.framer.frame(message, generation)
         self._write()
 
     def read(self) -> None:
         """Read everything that has arrived; needed only to read to the end out of turn."""
-        while not self.closed:
+        while not self.is_closed:
             try:
                 data = self._socket.recv(1 << 16)
             except BlockingIOError:
@@ -61,19 +61,19 @@ class Connection:
             if not data:
                 self._end("it closed the connection")
                 return
-            self._take(data)
+            self._handle_data(data)
 
     def close(self) -> None:
         """Close without a callback; bytes that wait for a slow reader are lost."""
-        if not self.closed:
-            self.closed = True
-            self._loop.forget(self._socket)
+        if not self.is_closed:
+            self.is_closed = True
+            self._loop.unwatch(self._socket)
             self._socket.close()
 
     @property
-    def drained(self) -> bool:
+    def is_send_buffer_empty(self) -> bool:
         """True if the kernel has taken everything that was sent."""
-        return self.closed or not self._outgoing
+        return self.is_closed or not self._outgoing
 
     def _ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -81,14 +81,14 @@ class Connection:
         if events & selectors.EVENT_READ:
             self.read()
 
-    def _take(self, data: bytes) -> None:
+    def _handle_data(self, data: bytes) -> None:
         try:
             self.framer.feed(data)
-            while not self.closed and (message := self.framer.next()) is not None:
+            while not self.is_closed and (message := self.framer.read_message()) is not None:
                 self._on_message(message)
         except ProtocolError as error:
             logger.warning("%s: %s; ending the connection", self._name, error)
-            self.nonsense = True
+            self.has_protocol_error = True
             self._end(str(error))
 
     def _write(self) -> None:
@@ -97,19 +97,19 @@ class Connection:
                 sent = self._socket.send(self._outgoing)
                 del self._outgoing[:sent]
         except BlockingIOError:
-            if len(self._outgoing) > SEND_LIMIT:
+            if len(self._outgoing) > MAX_UNSENT_BYTES:
                 self._end("it does not read what it is sent")
                 return
         except OSError as error:
             # Unread messages of the other side may still explain why it left.
             self._outgoing.clear()
             logger.info("%s: %s", self._name, error)
-        if self.closed:
+        if self.is_closed:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
         self._loop.watch(self._socket, self._ready, events)
 
     def _end(self, reason: str) -> None:
-        if not self.closed:
+        if not self.is_closed:
             self.close()
             self._on_closed(reason)

@@ -7,12 +7,12 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-from wanma.hardware.discovery.network_interfaces import default_ways
+from wanma.hardware.discovery.network_interfaces import default_routes
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Endpoint at which supervisors meet: HOST:PORT as given, and resolved."""
 
     text: str
@@ -20,11 +20,11 @@ class Place:
     address: tuple[str, int]
 
     @property
-    def loopback(self) -> bool:
+    def is_loopback(self) -> bool:
         return ipaddress.ip_address(self.address[0]).is_loopback
 
 
-def resolve(rendezvous: str) -> Place:
+def resolve_endpoint(rendezvous: str) -> Endpoint:
     """Resolve HOST:PORT; a node's own name resolves to an address that other nodes reach, if it has any.
 
     Raises:
@@ -43,9 +43,9 @@ def resolve(rendezvous: str) -> Place:
     given = str(address[0])
     if host == socket.gethostname() and ipaddress.ip_address(given).is_loopback:
         # Debian gives a machine's own name 127.0.1.1, where the others do not reach it.
-        given = next((way.address for way in default_ways()), given)
+        given = next((way.address for way in default_routes()), given)
         family = socket.AF_INET6 if ":" in given else socket.AF_INET
-    place = Place(rendezvous, family, (given, int(address[1])))
+    place = Endpoint(rendezvous, family, (given, int(address[1])))
     if ipaddress.ip_address(place.address[0]).is_unspecified:
         raise WanmaError(
             f"cluster.rendezvous: {rendezvous!r} is every machine's address",
@@ -55,37 +55,37 @@ def resolve(rendezvous: str) -> Place:
     return place
 
 
-def place_at(host: str, port: int) -> Place:
+def make_endpoint(host: str, port: int) -> Endpoint:
     """Return the endpoint of an address and a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     text = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
-    return Place(text, family, (host, port))
+    return Endpoint(text, family, (host, port))
 
 
-def listen_at(place: Place) -> socket.socket | None:
+def listen_at(endpoint: Endpoint) -> socket.socket | None:
     """Return a socket that listens; None if the address is another node's, or another process has it.
 
     Raises:
         WanmaError: the system forbids it.
     """
-    sock = socket.socket(place.family, socket.SOCK_STREAM)
+    sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(place.address)
+        sock.bind(endpoint.address)
         sock.listen(1024)
     except OSError as error:
         sock.close()
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise WanmaError(
-            f"cannot listen at {place.text}: {error.strerror or error}",
+            f"cannot listen at {endpoint.text}: {error.strerror or error}",
             "choose a free port above 1023 for cluster.rendezvous",
         ) from error
     sock.setblocking(False)
     return sock
 
 
-def listen_anywhere(address: str) -> socket.socket:
+def listen_on_free_port(address: str) -> socket.socket:
     """Return a socket that listens on a free port of `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

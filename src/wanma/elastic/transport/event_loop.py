@@ -24,7 +24,7 @@ class Timer:
         self.callback = None
 
 
-class Loop:
+class EventLoop:
     """Event loop: callbacks for readable and writable sockets, for points in time, and for signals."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Loop:
             timeout = None if until == float("inf") else max(0.0, until - time.monotonic())
             for key, events in self._selector.select(timeout):
                 # An earlier callback of this round may have closed a later one's socket.
-                if isinstance(key.fileobj, socket.socket) and self._watched(key.fileobj):
+                if isinstance(key.fileobj, socket.socket) and self._is_watched(key.fileobj):
                     key.data(events)
         return True
 
@@ -62,19 +62,19 @@ class Loop:
 
     def watch(self, sock: socket.socket, callback: Callable[[int], None], events: int) -> None:
         """Call `callback(events)` when the socket is ready; replaces an earlier watch of it."""
-        if self._watched(sock):
+        if self._is_watched(sock):
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
 
-    def forget(self, sock: socket.socket) -> None:
-        if self._watched(sock):
+    def unwatch(self, sock: socket.socket) -> None:
+        if self._is_watched(sock):
             self._selector.unregister(sock)
 
-    def _watched(self, sock: socket.socket) -> bool:
+    def _is_watched(self, sock: socket.socket) -> bool:
         return sock.fileno() >= 0 and sock in self._selector.get_map()
 
-    def catch(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
+    def handle_signals(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
         """Turn these signals into callbacks; in a thread other than the main one, do nothing.
 
         A SIGHUP that is ignored stays so: `nohup` asks for that.
@@ -109,6 +109,6 @@ class Loop:
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._old_wakeup)
             for sock in self._wakeup:
-                self.forget(sock)
+                self.unwatch(sock)
                 sock.close()
         self._selector.close()

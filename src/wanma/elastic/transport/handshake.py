@@ -9,25 +9,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from wanma.elastic.protocol.framing import line_keys, new_nonce, proof, proof_holds
-from wanma.elastic.protocol.messages import Answer, Attach, Attached, Challenge, Message, Refused, Welcome
+from wanma.elastic.protocol.framing import compute_proof, derive_signing_keys, new_nonce, verify_proof
+from wanma.elastic.protocol.messages import (
+    AuthenticationConfirmation,
+    AuthenticationResponse,
+    Challenge,
+    ChannelReply,
+    ChannelRequest,
+    Message,
+    Refusal,
+)
 from wanma.elastic.transport.connection import Connection
-from wanma.elastic.transport.endpoint import Place
-from wanma.elastic.transport.event_loop import Loop
+from wanma.elastic.transport.endpoint import Endpoint
+from wanma.elastic.transport.event_loop import EventLoop
 
-CONNECT_SECONDS = 5.0
-GREETING_SECONDS = 10.0
+CONNECT_TIMEOUT_SECONDS = 5.0
+HANDSHAKE_TIMEOUT_SECONDS = 10.0
 """Time, in seconds, that either side may take to prove itself."""
 
 
-MissKind = Literal["refused", "silent", "mute", "stranger", "denied"]
+ConnectionFailureKind = Literal["refused", "silent", "mute", "stranger", "denied"]
 
 
 @dataclass(frozen=True)
-class Miss:
+class ConnectionFailure:
     """Reason why a connection attempt failed."""
 
-    kind: MissKind
+    kind: ConnectionFailureKind
     """Kind of the failure.
 
     Refused: nothing listens there, so whatever did has ended. Silent: this says nothing about the other side.
@@ -38,129 +46,140 @@ class Miss:
     hint: str = ""
 
 
-class Dial:
+class ConnectionAttempt:
     """Connection attempt that calls back exactly once, unless cancelled: with a signed connection or a miss.
 
     Args:
         loop: event loop.
-        place: endpoint of the coordinator.
+        endpoint: endpoint of the coordinator.
         secret: shared secret of the run.
-        attach: returns the message to attach with, when it is due; other connections of the session are
-            closed by then.
-        on_open: gets the connection, this node's address on it, and the coordinator's answer.
-        on_miss: gets the reason of the failure.
+        make_channel_request: returns the message to attach with, when it is due; other connections of the
+            session are closed by then.
+        on_connected: gets the connection, this node's address on it, and the coordinator's answer.
+        on_failure: gets the reason of the failure.
         on_message: gets the messages of the connection, once it is attached.
         on_closed: gets the reason why the connection ended, once it was attached.
     """
 
     def __init__(
         self,
-        loop: Loop,
-        place: Place,
+        loop: EventLoop,
+        endpoint: Endpoint,
         secret: bytes,
         *,
-        attach: Callable[[], Attach],
-        on_open: Callable[[Connection, str, Attached], None],
-        on_miss: Callable[[Miss], None],
+        make_channel_request: Callable[[], ChannelRequest],
+        on_connected: Callable[[Connection, str, ChannelReply], None],
+        on_failure: Callable[[ConnectionFailure], None],
         on_message: Callable[[Message], None],
         on_closed: Callable[[str], None],
     ) -> None:
-        self._loop, self._place, self._secret = loop, place, secret
-        self._attach, self._on_open, self._on_miss = attach, on_open, on_miss
+        self._loop, self._endpoint, self._secret = loop, endpoint, secret
+        self._make_channel_request, self._on_connected, self._on_failure = (
+            make_channel_request,
+            on_connected,
+            on_failure,
+        )
         self._on_message, self._on_closed = on_message, on_closed
         self._connection: Connection | None = None
         self._challenge: Challenge | None = None
         self._nonce = new_nonce()
-        self._proved = self._open = self._over = False
-        self._timer = loop.call_later(CONNECT_SECONDS, lambda: self._miss("silent", "no answer"))
-        self._connecting: Connecting | None = Connecting(loop, place, self._connected)
+        self._is_authenticated = self._is_open = self._has_ended = False
+        self._timer = loop.call_later(CONNECT_TIMEOUT_SECONDS, lambda: self._fail("silent", "no answer"))
+        self._tcp_connect: TcpConnect | None = TcpConnect(loop, endpoint, self._handle_tcp_result)
 
     def cancel(self) -> None:
         """Cancel the attempt; after it has called back, do nothing."""
-        self._over = True
+        self._has_ended = True
         self._timer.cancel()
-        if self._connecting is not None:
-            self._connecting.cancel()
-        if self._connection is not None and not self._open:
+        if self._tcp_connect is not None:
+            self._tcp_connect.cancel()
+        if self._connection is not None and not self._is_open:
             self._connection.close()
 
-    def _connected(self, sock: socket.socket | None, miss: Miss | None) -> None:
-        self._connecting = None
+    def _handle_tcp_result(self, sock: socket.socket | None, failure: ConnectionFailure | None) -> None:
+        self._tcp_connect = None
         self._timer.cancel()
         if sock is None:
-            assert miss is not None
-            self._miss(miss.kind, miss.reason)
+            assert failure is not None
+            self._fail(failure.kind, failure.reason)
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._address = str(sock.getsockname()[0])
-        name = f"coordinator at {self._place.text}"
-        self._connection = Connection(self._loop, sock, name, self._take, self._closed)
-        if not self._over:
+        name = f"coordinator at {self._endpoint.text}"
+        self._connection = Connection(self._loop, sock, name, self._handle_message, self._handle_disconnect)
+        if not self._has_ended:
             self._timer = self._loop.call_later(
-                GREETING_SECONDS, lambda: self._miss("mute", "it does not greet")
+                HANDSHAKE_TIMEOUT_SECONDS, lambda: self._fail("mute", "it does not greet")
             )
 
-    def _take(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         assert self._connection is not None
-        if self._open:
+        if self._is_open:
             self._on_message(message)
             return
         match message:
             case Challenge() if self._challenge is None:
                 self._challenge = message
-                answer = proof(self._secret, "supervisor", message, self._nonce)
-                self._connection.send(Answer(self._nonce, answer))
-            case Welcome(given) if self._challenge is not None and not self._proved:
-                if not proof_holds(given, self._secret, "coordinator", self._challenge, self._nonce):
-                    self._miss("stranger", "it does not know the secret")
+                answer = compute_proof(self._secret, "supervisor", message, self._nonce)
+                self._connection.send(AuthenticationResponse(self._nonce, answer))
+            case AuthenticationConfirmation(given) if (
+                self._challenge is not None and not self._is_authenticated
+            ):
+                if not verify_proof(given, self._secret, "coordinator", self._challenge, self._nonce):
+                    self._fail("stranger", "it does not know the secret")
                     return
-                self._connection.framer.sign(*line_keys(self._secret, self._challenge, self._nonce))
-                self._proved = True
-                self._connection.send(self._attach())
-            case Attached() if self._proved:
-                self._open = self._over = True
+                self._connection.framer.enable_signing(
+                    *derive_signing_keys(self._secret, self._challenge, self._nonce)
+                )
+                self._is_authenticated = True
+                self._connection.send(self._make_channel_request())
+            case ChannelReply() if self._is_authenticated:
+                self._is_open = self._has_ended = True
                 self._timer.cancel()
-                self._on_open(self._connection, self._address, message)
-            case Refused(reason, hint):
-                self._miss("denied", reason, hint)
+                self._on_connected(self._connection, self._address, message)
+            case Refusal(reason, hint):
+                self._fail("denied", reason, hint)
             case _:
-                self._miss("stranger", f"it says {type(message).__name__} before it has proved itself")
+                self._fail("stranger", f"it says {type(message).__name__} before it has proved itself")
 
-    def _closed(self, reason: str) -> None:
-        if self._open:
+    def _handle_disconnect(self, reason: str) -> None:
+        if self._is_open:
             self._on_closed(reason)
         else:
             assert self._connection is not None
-            self._miss("stranger" if self._connection.nonsense else "silent", reason)
+            self._fail("stranger" if self._connection.has_protocol_error else "silent", reason)
 
-    def _miss(self, kind: MissKind, reason: str, hint: str = "") -> None:
-        if not self._over:
+    def _fail(self, kind: ConnectionFailureKind, reason: str, hint: str = "") -> None:
+        if not self._has_ended:
             self.cancel()
-            self._on_miss(Miss(kind, reason, hint))
+            self._on_failure(ConnectionFailure(kind, reason, hint))
 
 
-class Connecting:
+class TcpConnect:
     """TCP connection in progress; calls back once, unless cancelled."""
 
     def __init__(
-        self, loop: Loop, place: Place, on_end: Callable[[socket.socket | None, Miss | None], None]
+        self,
+        loop: EventLoop,
+        endpoint: Endpoint,
+        on_end: Callable[[socket.socket | None, ConnectionFailure | None], None],
     ) -> None:
         self._loop, self._on_end = loop, on_end
-        self._socket: socket.socket | None = socket.socket(place.family, socket.SOCK_STREAM)
+        self._socket: socket.socket | None = socket.socket(endpoint.family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        error = self._socket.connect_ex(place.address)
+        error = self._socket.connect_ex(endpoint.address)
         if error in (0, errno.EINPROGRESS):
-            loop.watch(self._socket, self._decided, selectors.EVENT_WRITE)
+            loop.watch(self._socket, self._handle_result, selectors.EVENT_WRITE)
         else:
             loop.call_later(0, lambda: self._end(error))
 
     def cancel(self) -> None:
         if self._socket is not None:
-            self._loop.forget(self._socket)
+            self._loop.unwatch(self._socket)
             self._socket.close()
             self._socket = None
 
-    def _decided(self, _events: int) -> None:
+    def _handle_result(self, _events: int) -> None:
         assert self._socket is not None
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not error and self._socket.getsockname() == self._socket.getpeername():
@@ -172,9 +191,9 @@ class Connecting:
             return
         if error:
             self.cancel()
-            kind: MissKind = "refused" if error == errno.ECONNREFUSED else "silent"
-            self._on_end(None, Miss(kind, f"error {error}"))
+            kind: ConnectionFailureKind = "refused" if error == errno.ECONNREFUSED else "silent"
+            self._on_end(None, ConnectionFailure(kind, f"error {error}"))
             return
         sock, self._socket = self._socket, None
-        self._loop.forget(sock)
+        self._loop.unwatch(sock)
         self._on_end(sock, None)

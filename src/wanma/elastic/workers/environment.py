@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from wanma.elastic.workers.malloc_reserve import NO_SMALL_CACHES
+from wanma.elastic.workers.malloc_reserve import DISABLE_SMALL_CACHES_TUNABLES
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import ClusterSection
 
-TUNED_ALLOCATOR = {
+TUNED_MALLOC_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
-    f":glibc.malloc.trim_threshold=17179869184:{NO_SMALL_CACHES}",
+    f":glibc.malloc.trim_threshold=17179869184:{DISABLE_SMALL_CACHES_TUNABLES}",
     "MKL_DISABLE_FAST_MM": "1",
 }
 """Allocator settings for ranks on CPUs: glibc (2.35 and later) keeps freed tensors, in huge pages.
@@ -25,7 +25,7 @@ torch's own THP_MEM_ALLOC_ENABLE gains as much time, but together with the thres
 holes: a rank grew to twice its memory within a hundred steps.
 """
 
-WAITING_THREADS = {"GOMP_SPINCOUNT": "1000"}
+OPENMP_SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Rounds that a thread of GNU OpenMP spins for its next work before it sleeps.
 
 It is libgomp's own value for more threads than cores; otherwise that is 300,000. With those, two threads on
@@ -35,7 +35,7 @@ work to do.
 _WAIT_POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
+def make_worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
     """Return the variables for the fork server and its workers.
 
     The allocator settings are for ranks that compute on the CPU: on a GPU host memory is staging space, and
@@ -43,6 +43,6 @@ def worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
     """
     threads = {"OMP_NUM_THREADS": str(plan.threads_per_rank)}
     if plan.threads_per_rank > 1 and not any(name in os.environ for name in _WAIT_POLICIES):
-        threads |= WAITING_THREADS
+        threads |= OPENMP_SPIN_ENVIRONMENT
     tuned = cluster.host_allocator == "tuned" and plan.device == "cpu"
-    return {**TUNED_ALLOCATOR, **threads} if tuned else threads
+    return {**TUNED_MALLOC_ENVIRONMENT, **threads} if tuned else threads

@@ -19,25 +19,25 @@ import subprocess
 import sys
 import traceback
 
-from wanma.elastic.protocol.framing import LINE_LIMIT, Framer, encode
+from wanma.elastic.protocol.framing import MAX_LINE_BYTES, Framer, encode
 from wanma.elastic.protocol.local_messages import (
-    Exited,
-    Fork,
-    KeepStore,
-    Prepare,
-    Ready,
-    Signal,
-    Spawn,
-    Started,
+    ExecArguments,
+    ForkCommand,
+    PreloadCommand,
+    PreloadReport,
+    ServeStoreCommand,
+    SignalCommand,
+    WorkerExitReport,
     WorkerSpec,
+    WorkerStartReport,
 )
 from wanma.elastic.protocol.messages import (
     Message,
 )
-from wanma.elastic.workers.linux_processes import die_with_parent, fork_obstacle
-from wanma.elastic.workers.malloc_reserve import set_small_places_aside
-from wanma.elastic.workers.signal_dispositions import in_child
-from wanma.elastic.workers.store_server import keep_store
+from wanma.elastic.workers.linux_processes import find_fork_hazard, kill_on_parent_exit
+from wanma.elastic.workers.malloc_reserve import reserve_small_blocks
+from wanma.elastic.workers.signal_dispositions import configure_child_process
+from wanma.elastic.workers.store_server import run_store_server
 from wanma.elastic.workers.worker_process import run_worker
 
 MAX_DESCRIPTORS = 8
@@ -50,7 +50,7 @@ class ForkServer:
         self._control = control
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
-        self._keeper: int | None = None
+        self._store_pid: int | None = None
         """Process that serves the newest generation's store."""
         self._wake_read, self._wake_write = os.pipe()
         for descriptor in (self._wake_read, self._wake_write):
@@ -69,17 +69,17 @@ class ForkServer:
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
                     self._reap(os.WNOHANG)
-                if self._control in ready and not self._packet():
+                if self._control in ready and not self._handle_packet():
                     break
         for rank in self._pids:
-            self._signal(rank, signal.SIGKILL, group=True)
-        self._end_keeper()
+            self._signal(rank, signal.SIGKILL, to_process_group=True)
+        self._kill_store_server()
         self._reap(0)
 
-    def _packet(self) -> bool:
+    def _handle_packet(self) -> bool:
         try:
             data, descriptors, _flags, _address = socket.recv_fds(
-                self._control, LINE_LIMIT, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                self._control, MAX_LINE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
             return False
@@ -87,22 +87,22 @@ class ForkServer:
             return False
         framer = Framer()
         framer.feed(data)
-        message = framer.next()
+        message = framer.read_message()
         match message:
-            case Prepare(modules, path):
-                self._prepare(modules, path)
-            case Fork(spec):
-                self._start(spec, descriptors)
-            case KeepStore():
-                self._keep(message, descriptors)
-            case Signal(rank, number, group):
+            case PreloadCommand(modules, path):
+                self._preload(modules, path)
+            case ForkCommand(spec):
+                self._start_worker(spec, descriptors)
+            case ServeStoreCommand():
+                self._start_store_server(message, descriptors)
+            case SignalCommand(rank, number, group):
                 self._signal(rank, number, group)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
-    def _prepare(self, modules: tuple[str, ...], path: tuple[str, ...]) -> None:
-        sys.path[:] = path
+    def _preload(self, modules: tuple[str, ...], sys_path: tuple[str, ...]) -> None:
+        sys.path[:] = sys_path
         notes = []
         gc.disable()  # imports make only long-lived objects
         for module in modules:
@@ -110,29 +110,29 @@ class ForkServer:
                 importlib.import_module(module)
             except Exception:
                 notes.append(f"{module} could not be imported beforehand:\n{traceback.format_exc()}")
-        set_small_places_aside(os.environ.get("GLIBC_TUNABLES", ""))
+        reserve_small_blocks(os.environ.get("GLIBC_TUNABLES", ""))
         gc.freeze()  # collections in the workers leave the shared pages alone, so they stay shared
         gc.enable()
-        self._send(Ready(tuple(notes)))
+        self._send(PreloadReport(tuple(notes)))
 
-    def _start(self, spec: WorkerSpec, descriptors: list[int]) -> None:
-        obstacle = fork_obstacle({self._control.fileno(), *descriptors})
-        pid = self._spawn(spec, descriptors) if obstacle else self._fork(spec, descriptors)
+    def _start_worker(self, spec: WorkerSpec, descriptors: list[int]) -> None:
+        obstacle = find_fork_hazard({self._control.fileno(), *descriptors})
+        pid = self._exec_worker(spec, descriptors) if obstacle else self._fork_worker(spec, descriptors)
         self._pids[spec.rank], self._ranks[pid] = pid, spec.rank
-        self._send(Started(spec.rank, pid, obstacle))
+        self._send(WorkerStartReport(spec.rank, pid, obstacle))
 
-    def _fork(self, spec: WorkerSpec, descriptors: list[int]) -> int:
-        pid = self._child()
+    def _fork_worker(self, spec: WorkerSpec, descriptors: list[int]) -> int:
+        pid = self._fork_child()
         if pid == 0:
             run_worker(spec, descriptors, "forked")  # never returns
         return pid
 
-    def _child(self) -> int:
+    def _fork_child(self) -> int:
         """Fork; in the child, which gets 0, close everything of the server."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            in_child(parent)
+            configure_child_process(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._selector.close()
@@ -141,30 +141,30 @@ class ForkServer:
             os.close(self._wake_write)
         return pid
 
-    def _keep(self, order: KeepStore, descriptors: list[int]) -> None:
+    def _start_store_server(self, command: ServeStoreCommand, descriptors: list[int]) -> None:
         """Start the process of a generation's store, and end that of the generation before."""
-        self._end_keeper()
-        if fork_obstacle({self._control.fileno(), *descriptors}):
+        self._kill_store_server()
+        if find_fork_hazard({self._control.fileno(), *descriptors}):
             module = "wanma.elastic.workers.store_server"
-            words = [str(word) for word in (os.getpid(), *descriptors, order.host, order.port)]
+            words = [str(word) for word in (os.getpid(), *descriptors, command.host, command.port)]
             process = subprocess.Popen([sys.executable, "-P", "-m", module, *words], pass_fds=descriptors)
             process.returncode = 0  # as for a rank
-            self._keeper = process.pid
-        elif (pid := self._child()) == 0:
-            keep_store(descriptors[0], order.host, order.port)  # never returns
+            self._store_pid = process.pid
+        elif (pid := self._fork_child()) == 0:
+            run_store_server(descriptors[0], command.host, command.port)  # never returns
         else:
-            self._keeper = pid
+            self._store_pid = pid
 
-    def _end_keeper(self) -> None:
+    def _kill_store_server(self) -> None:
         """Kill the store's process; it is reaped with the ranks', or by the kernel when this process ends."""
-        if self._keeper is not None:
+        if self._store_pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._keeper, signal.SIGKILL)
-            self._keeper = None
+                os.kill(self._store_pid, signal.SIGKILL)
+            self._store_pid = None
 
-    def _spawn(self, spec: WorkerSpec, descriptors: list[int]) -> int:
+    def _exec_worker(self, spec: WorkerSpec, descriptors: list[int]) -> int:
         order = os.memfd_create("wanma-order", os.MFD_CLOEXEC)
-        os.pwrite(order, encode(Spawn(spec, tuple(descriptors), tuple(sys.path))), 0)
+        os.pwrite(order, encode(ExecArguments(spec, tuple(descriptors), tuple(sys.path))), 0)
         command = [
             sys.executable,
             "-P",
@@ -178,11 +178,11 @@ class ForkServer:
         process.returncode = 0  # reaped here, by pid: not by subprocess
         return process.pid
 
-    def _signal(self, rank: int, number: int, group: bool) -> None:
+    def _signal(self, rank: int, number: int, to_process_group: bool) -> None:
         if (pid := self._pids.get(rank)) is None:
             return
         try:
-            if group:
+            if to_process_group:
                 os.killpg(pid, number)
             else:
                 os.kill(pid, number)
@@ -201,12 +201,12 @@ class ForkServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            if pid == self._keeper:
-                self._keeper = None
+            if pid == self._store_pid:
+                self._store_pid = None
             rank = self._ranks.pop(pid, None)
             if rank is not None:
                 del self._pids[rank]
-                self._send(Exited(rank, os.waitstatus_to_exitcode(status)))
+                self._send(WorkerExitReport(rank, os.waitstatus_to_exitcode(status)))
 
     def _send(self, message: Message) -> None:
         # After the supervisor's end, the next read notices it and ends the workers.
@@ -216,7 +216,7 @@ class ForkServer:
 
 def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent)
+    kill_on_parent_exit(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     ForkServer(socket.socket(fileno=descriptor)).serve()

@@ -14,21 +14,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wanma.elastic.failure import killed_hint, signal_name
-from wanma.elastic.protocol.framing import LINE_LIMIT, Framer, encode
-from wanma.elastic.protocol.local_messages import Fork, Prepare
+from wanma.elastic.failure import explain_sigkill, signal_name
+from wanma.elastic.protocol.framing import MAX_LINE_BYTES, Framer, encode
+from wanma.elastic.protocol.local_messages import ForkCommand, PreloadCommand
 from wanma.elastic.protocol.messages import (
     Message,
 )
-from wanma.elastic.protocol.shared_secret import VARIABLE
+from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 from wanma.elastic.workers.linux_processes import require_linux
-from wanma.hardware.discovery.resource_limits import memory_kills
+from wanma.hardware.discovery.resource_limits import count_oom_kills
 
-END_SECONDS = 10.0
+SHUTDOWN_TIMEOUT_SECONDS = 10.0
 """Time, in seconds, that the fork server may take to end its workers before the kernel does it."""
 
 
-class Node:
+class ForkServerHandle:
     """Fork server of this node.
 
     `Node.start` returns at once; the other process imports while the command continues. Call it from a thread
@@ -38,17 +38,19 @@ class Node:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, output: int) -> None:
         self.control = control
         self._process, self._output = process, output
-        self._forked = self._closed = False
-        self._kills = memory_kills()
+        self._has_forked = self._closed = False
+        self._oom_kills_at_start = count_oom_kills()
 
     @classmethod
-    def start(cls, preload: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None) -> Node:
-        """Start the fork server, which imports `preload`.
+    def start(
+        cls, preload_modules: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None
+    ) -> ForkServerHandle:
+        """Start the fork server, which imports `preload_modules`.
 
         Args:
-            preload: modules to import.
+            preload_modules: modules to import.
             environment: added to this process's; variables that must be set before a process starts
-                (`environment.worker_environment`) belong here.
+                (`environment.make_worker_environment`) belong here.
 
         Raises:
             WanmaError: this is not Linux.
@@ -58,7 +60,7 @@ class Node:
         output = os.memfd_create("wanma-fork-server-output", os.MFD_CLOEXEC)
         # numpy's OpenBLAS starts its threads at import, and a process with threads must not fork.
         inherited = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **(environment or {})}
-        inherited.pop(VARIABLE, None)
+        inherited.pop(SECRET_VARIABLE, None)
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -77,14 +79,14 @@ class Node:
         )
         theirs.close()
         node = cls(process, mine, output)
-        node.send(Prepare(tuple(preload), tuple(sys.path)))
+        node.send(PreloadCommand(tuple(preload_modules), tuple(sys.path)))
         return node
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send one packet; `receive` notices a fork server that has ended, a closed one gets nothing."""
         if self._closed:
             return
-        self._forked = self._forked or isinstance(message, Fork)
+        self._has_forked = self._has_forked or isinstance(message, ForkCommand)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.control, [encode(message)], descriptors)
 
@@ -95,7 +97,7 @@ class Node:
             EOFError: the fork server has ended.
         """
         try:
-            packet = self.control.recv(LINE_LIMIT, socket.MSG_DONTWAIT)
+            packet = self.control.recv(MAX_LINE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except ConnectionResetError:
@@ -104,22 +106,22 @@ class Node:
             raise EOFError
         framer = Framer()
         framer.feed(packet)
-        return framer.next()
+        return framer.read_message()
 
-    def last_words(self) -> tuple[str, str]:
+    def describe_exit(self) -> tuple[str, str]:
         """Return the end of the fork server with the end of its output, and a hint."""
         code = self._process.wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         size = os.fstat(self._output).st_size
         printed = os.pread(self._output, 4096, max(0, size - 4096)).decode(errors="replace").strip()
-        hint = self.killed_hint() if -code == signal.SIGKILL else ""
+        hint = self.explain_sigkill() if -code == signal.SIGKILL else ""
         return f"{how}\n{printed}" if printed else how, hint
 
-    def killed_hint(self) -> str:
+    def explain_sigkill(self) -> str:
         """Return the hint for a process of this node that was killed by SIGKILL."""
-        return killed_hint(self._kills)
+        return explain_sigkill(self._oom_kills_at_start)
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> ForkServerHandle:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -131,10 +133,10 @@ class Node:
             return
         self._closed = True
         self.control.close()
-        if not self._forked:
+        if not self._has_forked:
             self._process.kill()  # without children yet, and perhaps busy importing
         try:
-            self._process.wait(END_SECONDS)
+            self._process.wait(SHUTDOWN_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -36,7 +36,7 @@ def require_linux() -> None:
         )
 
 
-def die_with_parent(parent: int) -> None:
+def kill_on_parent_exit(parent: int) -> None:
     """Ask the kernel to SIGKILL this process when `parent` ends; exit at once if it already has."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -45,7 +45,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def be_called(*names: str) -> None:
+def set_process_name(*names: str) -> None:
     """Name this process by the first of `names` that is short enough, or else the last.
 
     `ps -e`, `top` and `pgrep` list it: the ranks of a run have one and the same command line.
@@ -63,7 +63,7 @@ def process_state(pid: int) -> str:
     return _STATES.get(status.rpartition(")")[2].split()[0], "")
 
 
-def fork_obstacle(own_sockets: Collection[int]) -> str:
+def find_fork_hazard(own_sockets: Collection[int]) -> str:
     """Return the reason why this process must not be forked now; empty if it may be.
 
     A forked child has only the thread that forked: locks held by others stay locked, thread pools have no

@@ -13,37 +13,38 @@ from __future__ import annotations
 
 import ctypes
 
-NO_SMALL_CACHES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+DISABLE_SMALL_CACHES_TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 """Settings for GLIBC_TUNABLES by which freed blocks join their free neighbours at once."""
 
-SMALL_BYTES = range(24, 105, 16)
+SMALL_BLOCK_BYTES = range(24, 105, 16)
 """Sizes to request, in bytes, for which glibc gives 32, 48 and so on to 112: all sizes of slivers."""
-PIECES = 5000
+BLOCKS_PER_SIZE = 5000
 """Number of blocks of each size, much more than a rank makes between two tensors; 3 MiB in all."""
-_APART_BYTES = 24
+_SEPARATOR_BYTES = 24
 """Smallest block, in bytes, that keeps two free blocks from becoming one."""
 
 
-def set_small_places_aside(tunables: str) -> int:
+def reserve_small_blocks(tunables: str) -> int:
     """Reserve free blocks of every small size, each between two used ones; once, before any tensor is made.
 
     Args:
-        tunables: GLIBC_TUNABLES of this process. Without `NO_SMALL_CACHES` in it, nothing is done.
+        tunables: GLIBC_TUNABLES of this process. Without `DISABLE_SMALL_CACHES_TUNABLES` in it, nothing is
+            done.
 
     Returns:
         Number of reserved blocks.
     """
-    if NO_SMALL_CACHES not in tunables:
+    if DISABLE_SMALL_CACHES_TUNABLES not in tunables:
         return 0
     library = ctypes.CDLL(None)
     allocate, free = library.malloc, library.free
     allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
     free.argtypes, free.restype = [ctypes.c_void_p], None
     places = []
-    for size in SMALL_BYTES:
-        for _ in range(PIECES):
+    for size in SMALL_BLOCK_BYTES:
+        for _ in range(BLOCKS_PER_SIZE):
             places.append(allocate(size))
-            allocate(_APART_BYTES)
+            allocate(_SEPARATOR_BYTES)
     for place in places:
         free(place)
     return len(places)

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from wanma.job.run.worker import OUTSIDE
+from wanma.job.run.worker import OUTSIDE_SESSION_PHASE
 
 _HEAD_BYTES = 64
 _SLOT_BYTES = 192
@@ -28,52 +28,52 @@ _WORK = struct.Struct("<QqddQ")
 """Layout of a rank's work time: steps, group, seconds of data loading and of computation, steps again."""
 _WORK_OFFSET = 128
 """Offset of the work time in a slot."""
-_UNTIL = struct.Struct("<d")
-_UNTIL_OFFSET = 8
+_KILL_DEADLINE = struct.Struct("<d")
+_KILL_DEADLINE_OFFSET = 8
 """Offset, in the head, of the deadline for ranks that stop; the value 0 means none."""
 _NO_STEP = -1
 _PHASE_BYTES = 48
 
 
 @dataclass(frozen=True)
-class Position:
+class RankProgress:
     """Last report of one rank."""
 
-    calls: int
+    report_count: int
     """Number of reports so far; 0: none yet, and then the other fields mean nothing."""
     step: int
-    step_changes: int
+    step_change_count: int
     """Number of reports whose step differed from that of the report before."""
-    done: int | None
+    last_finished_step: int | None
     """Newest step that this process finished; None: none yet."""
-    done_seconds: float
-    """Time at which it finished, as `seconds`; 0: never."""
-    leaving: bool
+    finished_at: float
+    """Time at which it finished, as `reported_at`; 0: never."""
+    is_draining: bool
     """True if all ranks have agreed to stop: the rank saves, and ends."""
     phase: str
-    seconds: float
+    reported_at: float
     """Time of the report on this node's monotonic clock."""
     main_thread: int
     """Identity of the thread that reported."""
 
     @property
-    def is_outside(self) -> bool:
+    def is_outside_session(self) -> bool:
         """True if the rank has no session open: it never reported, or has closed its session."""
-        return self.calls == 0 or self.phase == OUTSIDE
+        return self.report_count == 0 or self.phase == OUTSIDE_SESSION_PHASE
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkTime:
     """Work time of one rank since its process began, without waits for other ranks."""
 
     steps: int
-    group: int
+    peer_group: int
     """Number of the rank's peer group: ranks of the same group have equal work."""
     data_seconds: float
     compute_seconds: float
 
 
-class Board:
+class ProgressBoard:
     """Progress board; made by the supervisor, opened by each worker from the inherited descriptor."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
@@ -81,37 +81,37 @@ class Board:
         self._memory = mmap.mmap(descriptor, _HEAD_BYTES + ranks * _SLOT_BYTES)
 
     @classmethod
-    def create(cls, ranks: int) -> Board:
+    def create(cls, ranks: int) -> ProgressBoard:
         descriptor = os.memfd_create("wanma-board", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _HEAD_BYTES + ranks * _SLOT_BYTES)
         return cls(descriptor, ranks)
 
-    def request_stop(self, until: float | None = None) -> None:
+    def request_drain(self, kill_deadline: float | None = None) -> None:
         """Request an orderly stop of the ranks.
 
         Args:
-            until: deadline for the ranks, on the monotonic clock.
+            kill_deadline: deadline for the ranks, on the monotonic clock.
         """
-        _UNTIL.pack_into(self._memory, _UNTIL_OFFSET, until or 0.0)
+        _KILL_DEADLINE.pack_into(self._memory, _KILL_DEADLINE_OFFSET, kill_deadline or 0.0)
         self._memory[0] = 1
 
-    def stop_requested(self) -> bool:
+    def is_drain_requested(self) -> bool:
         return self._memory[0] == 1
 
-    def request_pause(self) -> None:
+    def request_suspend(self) -> None:
         self._memory[1] = 1
 
-    def pause_requested(self) -> bool:
+    def is_suspend_requested(self) -> bool:
         return self._memory[1] == 1
 
-    def stop_until(self) -> float | None:
-        """Return the deadline for the ranks, as in `request_stop`; None: there is none."""
-        return float(_UNTIL.unpack_from(self._memory, _UNTIL_OFFSET)[0]) or None
+    def kill_deadline(self) -> float | None:
+        """Return the deadline for the ranks, as in `request_drain`; None: there is none."""
+        return float(_KILL_DEADLINE.unpack_from(self._memory, _KILL_DEADLINE_OFFSET)[0]) or None
 
-    def writer(self, local_rank: int) -> BoardWriter:
-        return BoardWriter(self._memory, _HEAD_BYTES + local_rank * _SLOT_BYTES)
+    def writer(self, local_rank: int) -> ProgressWriter:
+        return ProgressWriter(self._memory, _HEAD_BYTES + local_rank * _SLOT_BYTES)
 
-    def read(self, local_rank: int) -> Position:
+    def read_progress(self, local_rank: int) -> RankProgress:
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES
         for _ in range(100):
             calls, step, changes, done, done_at, at, thread, leaving, phase, check = _SLOT.unpack_from(
@@ -121,23 +121,23 @@ class Board:
                 break
         name = phase.rstrip(b"\0").decode(errors="ignore")
         finished = done if calls and done != _NO_STEP else None
-        return Position(calls, step, changes, finished, done_at / 1e9, leaving, name, at / 1e9, thread)
+        return RankProgress(calls, step, changes, finished, done_at / 1e9, leaving, name, at / 1e9, thread)
 
-    def work(self, local_rank: int) -> Work:
+    def read_work_time(self, local_rank: int) -> WorkTime:
         """Return the work time of a rank so far."""
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES + _WORK_OFFSET
         for _ in range(100):
             steps, group, data_seconds, compute_seconds, check = _WORK.unpack_from(self._memory, offset)
             if steps == check:
                 break
-        return Work(steps, group, data_seconds, compute_seconds)
+        return WorkTime(steps, group, data_seconds, compute_seconds)
 
     def close(self) -> None:
         self._memory.close()
         os.close(self.descriptor)
 
 
-class BoardWriter:
+class ProgressWriter:
     """Writer of one rank's slot on the board."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
@@ -146,11 +146,11 @@ class BoardWriter:
         self._step: int | None = None
         self._done = _NO_STEP
         self._done_at = 0
-        self._leaving = False
+        self._is_draining = False
         self._steps = 0
         self._data_seconds = self._compute_seconds = 0.0
 
-    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
         """Add the time of a step to the rank's work time."""
         self._steps += 1
         self._data_seconds += data_seconds
@@ -159,21 +159,21 @@ class BoardWriter:
             self._memory,
             self._offset + _WORK_OFFSET,
             self._steps,
-            group,
+            peer_group,
             self._data_seconds,
             self._compute_seconds,
             self._steps,
         )
 
-    def step_done(self, step: int) -> None:
+    def report_finished_step(self, step: int) -> None:
         self._done, self._done_at = step, time.monotonic_ns()
-        self.write(step, "step done")
+        self.report_progress(step, "step done")
 
-    def leave(self, step: int) -> None:
-        self._leaving = True
-        self.write(step, "stopping")
+    def report_drain(self, step: int) -> None:
+        self._is_draining = True
+        self.report_progress(step, "stopping")
 
-    def write(self, step: int, phase: str) -> None:
+    def report_progress(self, step: int, phase: str) -> None:
         self._calls += 1
         if step != self._step:
             self._changes += self._step is not None
@@ -188,7 +188,7 @@ class BoardWriter:
             self._done_at,
             time.monotonic_ns(),
             threading.get_ident(),
-            self._leaving,
+            self._is_draining,
             phase.encode()[:_PHASE_BYTES],
             self._calls,
         )

@@ -1,7 +1,7 @@
 """Process that serves a generation's rendezvous store when all ranks run a user's script.
 
 The store outlives each of them, as torchrun's does, and no rank imports torch before its script does. Forked
-by the fork server (`keep_store`), or started by exec when a fork would be unsafe (`python -m ... PARENT
+by the fork server (`run_store_server`), or started by exec when a fork would be unsafe (`python -m ... PARENT
 DESCRIPTOR HOST PORT`).
 """
 
@@ -13,14 +13,14 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from wanma.elastic.workers.linux_processes import be_called
-from wanma.elastic.workers.signal_dispositions import in_child
+from wanma.elastic.workers.linux_processes import set_process_name
+from wanma.elastic.workers.signal_dispositions import configure_child_process
 
 
-def keep_store(listener: int, host: str, port: int) -> NoReturn:
+def run_store_server(listener: int, host: str, port: int) -> NoReturn:
     """Serve until the fork server ends this process."""
     try:
-        be_called("wanma store")
+        set_process_name("wanma store")
         store = serve_store(listener, host, port)
         while store is not None:
             signal.pause()
@@ -39,8 +39,8 @@ def serve_store(listener: int, host: str, port: int) -> Any:
 def main() -> None:
     """Serve a store in a process started by exec."""
     parent, listener, host, port = sys.argv[1:]
-    in_child(int(parent))
-    keep_store(int(listener), host, int(port))
+    configure_child_process(int(parent))
+    run_store_server(int(listener), host, int(port))
 
 
 if __name__ == "__main__":

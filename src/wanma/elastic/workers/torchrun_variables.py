@@ -9,14 +9,14 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+_REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def set_variables(
-    environment: MutableMapping[str, str], worker: Worker, run_id: str, most_restarts: int
+def set_torchrun_variables(
+    environment: MutableMapping[str, str], worker: WorkerContext, run_id: str, max_restarts: int
 ) -> None:
     """Set the variables of a worker for its script, as torchrun does.
 
@@ -27,7 +27,7 @@ def set_variables(
         environment: variables to write to.
         worker: rank that runs the script.
         run_id: the same for all ranks and all their starts.
-        most_restarts: most restarts of the ranks.
+        max_restarts: most restarts of the ranks.
     """
     rank, world_size = str(worker.rank), str(worker.world_size)
     restarts = worker.restart.attempt if worker.restart is not None else 0
@@ -39,12 +39,12 @@ def set_variables(
         ROLE_NAME="default",
         WORLD_SIZE=world_size,
         LOCAL_WORLD_SIZE=str(worker.local_world_size),
-        GROUP_WORLD_SIZE=str(len(worker.ranks_by_node) or 1),
+        GROUP_WORLD_SIZE=str(len(worker.local_world_sizes) or 1),
         ROLE_WORLD_SIZE=world_size,
         MASTER_ADDR=worker.store_host,
         MASTER_PORT=str(worker.store_port),
         TORCHELASTIC_RESTART_COUNT=str(restarts),
-        TORCHELASTIC_MAX_RESTARTS=str(most_restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
         TORCHELASTIC_RUN_ID=run_id,
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
@@ -52,7 +52,7 @@ def set_variables(
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchrunProcess:
     """Rank of a process among those that another launcher has started, and their store."""
 
     rank: int
@@ -64,28 +64,28 @@ class Place:
     store_port: int
     serves_store: bool
     """True if rank 0 serves the store, because the launcher does not."""
-    restarts: int
+    restart_count: int
 
     @property
-    def ranks_by_node(self) -> tuple[int, ...]:
+    def local_world_sizes(self) -> tuple[int, ...]:
         """Number of ranks of each node; torchrun starts equally many on all."""
         return (self.local_world_size,) * (self.world_size // self.local_world_size)
 
     @property
-    def command(self) -> str:
+    def wanma_command(self) -> str:
         """Command of wanma that starts as many ranks on as many nodes."""
-        nodes = len(self.ranks_by_node)
+        nodes = len(self.local_world_sizes)
         return f"wanma launch --ranks {self.local_world_size}" + (f" --nodes {nodes}" if nodes > 1 else "")
 
 
-def place_among(environment: Mapping[str, str] = os.environ) -> Place | None:
+def read_torchrun_variables(environment: Mapping[str, str] = os.environ) -> TorchrunProcess | None:
     """Read this process's rank from torchrun's variables; None: no such launcher, or a single process."""
-    if any(not environment.get(name) for name in _PLACE):
+    if any(not environment.get(name) for name in _REQUIRED_VARIABLES):
         return None
-    rank, world_size, local_rank = (int(environment[name]) for name in _PLACE[:3])
+    rank, world_size, local_rank = (int(environment[name]) for name in _REQUIRED_VARIABLES[:3])
     if world_size == 1:
         return None
-    return Place(
+    return TorchrunProcess(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -93,6 +93,6 @@ def place_among(environment: Mapping[str, str] = os.environ) -> Place | None:
         node_rank=int(environment.get("GROUP_RANK") or 0),
         store_host=environment["MASTER_ADDR"],
         store_port=int(environment["MASTER_PORT"]),
-        serves_store=rank == 0 and environment.get(AGENT_STORE) != "True",
-        restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        serves_store=rank == 0 and environment.get(AGENT_STORE_VARIABLE) != "True",
+        restart_count=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
     )

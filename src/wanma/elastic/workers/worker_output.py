@@ -14,66 +14,66 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wanma.elastic.protocol.local_messages import WorkerSpec
-from wanma.elastic.transport.event_loop import Loop, Timer
+from wanma.elastic.transport.event_loop import EventLoop, Timer
 from wanma.job.run.worker import Event
 
-OUTPUT = "output"
+OUTPUT_EVENT = "output"
 """Kind of the event that carries a line of a rank: `rank` and `text`."""
-PERIOD_SECONDS = 0.1
-LINGER_SECONDS = 10.0
+POLL_SECONDS = 0.1
+PARTIAL_LINE_SECONDS = 10.0
 """Time, in seconds, after which a line without an end, such as a progress bar, is shown as it is."""
 CHUNK_BYTES = 1 << 20
-LINE_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 16
 """Most bytes of a line; a longer one is split."""
-_BORN = re.compile(r"--- \d{4}-\d\d-\d\d [\d:]+ rank \d+ of .* ---$")
-_OURS = re.compile(
+_START_LINE = re.compile(r"--- \d{4}-\d\d-\d\d [\d:]+ rank \d+ of .* ---$")
+_WANMA_LINE = re.compile(
     r"step \d+/\d+  loss .*  peak memory \d+ bytes$|collectives of \d+ ranks go over shared memory$"
 )
 """Lines that wanma itself adds to a rank's log: the console has them in its own words."""
 
 
-def born_line(spec: WorkerSpec, born: str) -> str:
+def start_line(spec: WorkerSpec, start_method: str) -> str:
     """Return the line with which a rank's log begins anew.
 
     Args:
         spec: configuration of the worker.
-        born: 'forked' or 'spawned'.
+        start_method: 'forked' or 'spawned'.
     """
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
         f"--- {now} rank {spec.rank} of {spec.world_size} on node {spec.node_rank} ({socket.gethostname()}), "
-        f"generation {spec.generation}, process {os.getpid()}, {born} ---"
+        f"generation {spec.generation}, process {os.getpid()}, {start_method} ---"
     )
 
 
-def ending_line(rank: int) -> str:
+def exception_line(rank: int) -> str:
     """Return the line before the traceback of a rank's end: the log keeps it, and a failure shows it once."""
     return f"--- rank {rank} ends by an exception ---"
 
 
-class Output:
+class OutputReader:
     """Reader of the output of one generation's ranks on this node.
 
     Args:
         logs: log file by rank.
         loop: event loop.
-        on_event: gets an event of kind `OUTPUT` for each line.
+        on_event: gets an event of kind `OUTPUT_EVENT` for each line.
     """
 
     def __init__(
-        self, logs: Sequence[tuple[int, Path]], loop: Loop, on_event: Callable[[Event], object]
+        self, logs: Sequence[tuple[int, Path]], loop: EventLoop, on_event: Callable[[Event], object]
     ) -> None:
-        self._tails = [_Tail(rank, path) for rank, path in logs]
+        self._readers = [_LogReader(rank, path) for rank, path in logs]
         self._loop, self._on_event = loop, on_event
         self._timer: Timer | None = None
         self._read()
 
     def flush(self) -> None:
         """Pass on all whole lines that there are now; a rank may go on to write more."""
-        for tail in self._tails:
-            for _ in range(tail.chunks()):
+        for tail in self._readers:
+            for _ in range(tail.count_chunks()):
                 tail.read()
-                self._tell(tail, tail.lines())
+                self._send_lines(tail, tail.lines())
 
     def close(self) -> None:
         """Pass on the rest and close the logs; a second call does nothing."""
@@ -82,24 +82,24 @@ class Output:
         self._timer.cancel()
         self._timer = None
         self.flush()
-        for tail in self._tails:
-            self._tell(tail, tail.rest())
+        for tail in self._readers:
+            self._send_lines(tail, tail.partial_line())
             tail.close()
 
     def _read(self) -> None:
-        for tail in self._tails:
+        for tail in self._readers:
             tail.read()
-            self._tell(tail, tail.lines())
-            if tail.lingers(time.monotonic()):
-                self._tell(tail, tail.rest())
-        self._timer = self._loop.call_later(PERIOD_SECONDS, self._read)
+            self._send_lines(tail, tail.lines())
+            if tail.is_partial_line_due(time.monotonic()):
+                self._send_lines(tail, tail.partial_line())
+        self._timer = self._loop.call_later(POLL_SECONDS, self._read)
 
-    def _tell(self, tail: _Tail, lines: Sequence[str]) -> None:
+    def _send_lines(self, reader: _LogReader, lines: Sequence[str]) -> None:
         for line in lines:
-            self._on_event({"kind": OUTPUT, "rank": tail.rank, "text": line})
+            self._on_event({"kind": OUTPUT_EVENT, "rank": reader.rank, "text": line})
 
 
-class _Tail:
+class _LogReader:
     """Reader of one log, from its present end."""
 
     def __init__(self, rank: int, path: Path) -> None:
@@ -111,10 +111,10 @@ class _Tail:
         self._since = time.monotonic()
         """Time at which the pending line began, or was shown last."""
         self._shown = b""
-        self._ended = False
+        self._is_after_exception = False
         """True if the traceback of the rank's end follows."""
 
-    def chunks(self) -> int:
+    def count_chunks(self) -> int:
         """Return the number of calls of `read` that cover the present content."""
         left = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
         return -(-left // CHUNK_BYTES)
@@ -129,14 +129,14 @@ class _Tail:
     def lines(self) -> list[str]:
         """Return the whole lines that were read, without wanma's own marks."""
         *whole, self._pending = self._pending.split(b"\n")
-        if len(self._pending) > LINE_BYTES:
+        if len(self._pending) > MAX_LINE_BYTES:
             whole.append(self._pending)
             self._pending = b""
         if whole:
             self._since, self._shown = time.monotonic(), b""
         return [text for line in whole if (text := self._text(line)) is not None]
 
-    def rest(self) -> list[str]:
+    def partial_line(self) -> list[str]:
         """Return the unfinished line, unless it was shown before."""
         self._since = time.monotonic()
         if self._pending == self._shown:
@@ -145,8 +145,8 @@ class _Tail:
         text = self._text(self._pending)
         return [text] if text else []
 
-    def lingers(self, now: float) -> bool:
-        return bool(self._pending) and now - self._since > LINGER_SECONDS
+    def is_partial_line_due(self, now: float) -> bool:
+        return bool(self._pending) and now - self._since > PARTIAL_LINE_SECONDS
 
     def close(self) -> None:
         os.close(self._file)
@@ -154,11 +154,11 @@ class _Tail:
     def _text(self, line: bytes) -> str | None:
         """Return the text that a terminal would show of a line; None: nothing of it is the script's."""
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-        if _BORN.match(text):
-            self._ended = False
+        if _START_LINE.match(text):
+            self._is_after_exception = False
             return None
-        if self._ended or _OURS.match(text):
+        if self._is_after_exception or _WANMA_LINE.match(text):
             return None
-        before, mark, _ = text.partition(ending_line(self.rank))
-        self._ended = bool(mark)
+        before, mark, _ = text.partition(exception_line(self.rank))
+        self._is_after_exception = bool(mark)
         return before if before or not mark else None

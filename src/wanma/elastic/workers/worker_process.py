@@ -19,40 +19,40 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from wanma.elastic.failure import Failure, failure_of_exception
+from wanma.elastic.failure import Failure, failure_from_exception
 from wanma.elastic.protocol.framing import Framer, decode
-from wanma.elastic.protocol.local_messages import Happened, Spawn, WorkerSpec
+from wanma.elastic.protocol.local_messages import EventReport, ExecArguments, WorkerSpec
 from wanma.elastic.protocol.messages import (
-    Failed,
-    Finished,
-    Inspect,
+    CompletionReport,
+    FailureReport,
     Message,
-    Paused,
+    RankStatusRequest,
+    SuspendReport,
 )
-from wanma.elastic.workers.flight_recorder import RECORDED, whereabouts
-from wanma.elastic.workers.linux_processes import be_called
-from wanma.elastic.workers.progress_board import Board, BoardWriter
-from wanma.elastic.workers.signal_dispositions import in_child
+from wanma.elastic.workers.flight_recorder import FLIGHT_RECORDER_ENTRIES, read_collective_state
+from wanma.elastic.workers.linux_processes import set_process_name
+from wanma.elastic.workers.progress_board import ProgressBoard, ProgressWriter
+from wanma.elastic.workers.signal_dispositions import configure_child_process
 from wanma.elastic.workers.store_server import serve_store
-from wanma.elastic.workers.worker_output import born_line, ending_line
+from wanma.elastic.workers.worker_output import exception_line, start_line
 from wanma.job.file.import_path import import_object
-from wanma.job.run.generation_claims import Fence
+from wanma.job.run.generation_claims import GenerationFence
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Event, Images, Worker
+from wanma.job.run.worker import Event, MemoryFilePaths, WorkerContext
 
 
-def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
+def run_worker(spec: WorkerSpec, descriptors: list[int], start_method: str) -> NoReturn:
     """Run one rank to its end; the exit code is 0 only if the entry function returned."""
     try:
-        channel = Channel(socket.socket(fileno=descriptors[0]), spec.generation)
-        code = _run(spec, descriptors[1:], born, channel)
+        channel = SupervisorChannel(socket.socket(fileno=descriptors[0]), spec.generation)
+        code = _run(spec, descriptors[1:], start_method, channel)
     except BaseException:
         traceback.print_exc()
         code = 1
     os._exit(code)
 
 
-class Channel:
+class SupervisorChannel:
     """Worker's channel to its supervisor: blocking, safe from any thread."""
 
     def __init__(self, sock: socket.socket, generation: int) -> None:
@@ -66,51 +66,51 @@ class Channel:
         with self._lock:
             self._socket.sendall(line)
 
-    def answer(self) -> None:
-        """Answer every `Inspect` until the supervisor closes the channel; runs in a thread of its own."""
+    def serve_status_requests(self) -> None:
+        """Answer every `RankStatusRequest` until the supervisor closes the channel; called in a thread."""
         while data := self._socket.recv(1 << 16):
             self._framer.feed(data)
-            while (message := self._framer.next()) is not None:
-                if isinstance(message, Inspect):
-                    self.send(whereabouts())
+            while (message := self._framer.read_message()) is not None:
+                if isinstance(message, RankStatusRequest):
+                    self.send(read_collective_state())
 
 
-class Supervised:
-    """Implementation of `Control` for a supervised rank: progress board and channel."""
+class WorkerSupervisorClient:
+    """Implementation of `SupervisorClient` for a supervised rank: progress board and channel."""
 
-    def __init__(self, channel: Channel, board: Board, writer: BoardWriter) -> None:
+    def __init__(self, channel: SupervisorChannel, board: ProgressBoard, writer: ProgressWriter) -> None:
         self._channel = channel
-        self.progress = writer.write
-        self.step_done = writer.step_done
-        self.worked = writer.worked
-        self.stop_requested = board.stop_requested
-        self.pause_requested = board.pause_requested
-        self.stop_until = board.stop_until
-        self.leaving = writer.leave
+        self.report_progress = writer.report_progress
+        self.report_finished_step = writer.report_finished_step
+        self.report_work_time = writer.report_work_time
+        self.is_drain_requested = board.is_drain_requested
+        self.is_suspend_requested = board.is_suspend_requested
+        self.kill_deadline = board.kill_deadline
+        self.report_drain = writer.report_drain
 
-    def event(self, event: Event) -> None:
-        self._channel.send(Happened(event))
+    def send_event(self, event: Event) -> None:
+        self._channel.send(EventReport(event))
 
-    def pausing(self) -> None:
-        self._channel.send(Paused())
+    def report_suspend(self) -> None:
+        self._channel.send(SuspendReport())
 
 
-def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) -> int:
+def _run(spec: WorkerSpec, descriptors: list[int], start_method: str, channel: SupervisorChannel) -> int:
     board_descriptor, payload, stacks, *listener = descriptors
-    log = RunDirectory(Path(spec.run_directory)).log(spec.rank)
+    log = RunDirectory(Path(spec.run_directory)).rank_log(spec.rank)
     failure: Failure | None = None
     try:
         _redirect(log)
-        be_called(f"wanma rank {spec.rank}", f"rank {spec.rank}")
-        print(born_line(spec, born), flush=True)
+        set_process_name(f"wanma rank {spec.rank}", f"rank {spec.rank}")
+        print(start_line(spec, start_method), flush=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-        _settle(spec)
-        board = Board(board_descriptor, spec.local_world_size)
-        control = Supervised(channel, board, board.writer(spec.local_rank))
-        threading.Thread(target=channel.answer, daemon=True, name="wanma-inspect").start()
+        _configure_process(spec)
+        board = ProgressBoard(board_descriptor, spec.local_world_size)
+        control = WorkerSupervisorClient(channel, board, board.writer(spec.local_rank))
+        threading.Thread(target=channel.serve_status_requests, daemon=True, name="wanma-inspect").start()
         store = serve_store(listener[0], spec.store_host, spec.store_port) if listener else None
         entry = import_object(spec.entry, "entry")
-        worker = Worker(
+        worker = WorkerContext(
             rank=spec.rank,
             local_rank=spec.local_rank,
             world_size=spec.world_size,
@@ -121,11 +121,11 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
             store_host=spec.store_host,
             store_port=spec.store_port,
             store=store,
-            control=control,
-            images=_images(spec),
+            supervisor_client=control,
+            memory_files=_memory_files(spec),
             restart=spec.restart,
-            ranks_by_node=spec.ranks_by_node,
-            fence=Fence(Path(spec.run_directory), spec.generation) if spec.claimed else None,
+            local_world_sizes=spec.local_world_sizes,
+            fence=GenerationFence(Path(spec.run_directory), spec.generation) if spec.has_claim else None,
         )
         entry(worker, os.pread(payload, os.fstat(payload).st_size, 0))
     except SystemExit as leave:
@@ -134,7 +134,7 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
     except BaseException as error:
         failure = _failure(spec, error, log)
     if failure is not None:
-        channel.send(Failed(failure))
+        channel.send(FailureReport(failure))
         sys.stdout.flush()
         return 1
     # As an interpreter does at its end: wait for threads, call registered functions, flush.
@@ -142,27 +142,27 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    channel.send(Finished())
+    channel.send(CompletionReport())
     return 0
 
 
-def _images(spec: WorkerSpec) -> Images | None:
-    if not spec.images:
+def _memory_files(spec: WorkerSpec) -> MemoryFilePaths | None:
+    if not spec.memory_file_paths:
         return None
-    one, other = spec.images
-    found = {int(rank): paths for rank, paths in spec.found.items()}
-    guests = {int(rank): paths for rank, paths in spec.guests.items()}
-    return Images((one, other), found, spec.restore_step, guests)
+    one, other = spec.memory_file_paths
+    found = {int(rank): paths for rank, paths in spec.restore_paths.items()}
+    guests = {int(rank): paths for rank, paths in spec.backup_paths.items()}
+    return MemoryFilePaths((one, other), found, spec.restore_step, guests)
 
 
 def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
-    error = error.with_traceback(_below_us(error.__traceback__))
-    print(ending_line(spec.rank), flush=True)
+    error = error.with_traceback(_strip_own_frames(error.__traceback__))
+    print(exception_line(spec.rank), flush=True)
     traceback.print_exception(error)
-    return failure_of_exception(error, spec.rank, spec.node_rank, socket.gethostname(), str(log))
+    return failure_from_exception(error, spec.rank, spec.node_rank, socket.gethostname(), str(log))
 
 
-def _below_us(trace: TracebackType | None) -> TracebackType | None:
+def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the frames below the entry function of a script, or of other code that runs here."""
     ours = (__file__, "/wanma/api/launch/script_worker.py", "<frozen runpy>", "/runpy.py")
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(ours):
@@ -184,25 +184,25 @@ def _redirect(log: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def _settle(spec: WorkerSpec) -> None:
+def _configure_process(spec: WorkerSpec) -> None:
     """Set environment and threads, before the job's code runs and before any parallel region of torch."""
     os.environ.update(spec.environment)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_ENTRIES)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(spec.threads)
+        torch.set_num_threads(spec.threads_per_rank)
 
 
 def main() -> None:
     """Run a worker started by exec."""
     order, parent = int(sys.argv[1]), int(sys.argv[2])
-    in_child(parent)
+    configure_child_process(parent)
     _, message = decode(os.pread(order, os.fstat(order).st_size, 0))
     os.close(order)
-    if not isinstance(message, Spawn):
+    if not isinstance(message, ExecArguments):
         raise SystemExit("the order is no Spawn message")
     for descriptor in message.descriptors:
         os.set_inheritable(descriptor, False)
-    sys.path[:] = message.path
+    sys.path[:] = message.sys_path
     run_worker(message.spec, list(message.descriptors), "spawned")
 
 

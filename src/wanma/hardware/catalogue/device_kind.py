@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from wanma.hardware.catalogue.efficiency import ATTAINED, Attained
-from wanma.job.cluster import Device, DeviceClass, Level
+from wanma.hardware.catalogue.efficiency import DEVICE_EFFICIENCIES, DeviceEfficiency
+from wanma.job.cluster import Device, DeviceClass, InterconnectLevel
 
 TERA = 1e12
 GIGABYTE = 10**9
 MICROSECOND = 1e-6
 
-NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 0.6e-6, 1.0e-6, 2.7e-6
+NVLINK_LATENCY_SECONDS, PCIE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 0.6e-6, 1.0e-6, 2.7e-6
 """Latency in seconds of one hop (ring algorithm, LL protocol) in NCCL's tuning model.
 
 Source: src/graph/tuning.cc, `hwLat`.
@@ -21,7 +21,7 @@ Source: src/graph/tuning.cc, `hwLat`.
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """Link that joins devices of one kind."""
 
     name: str
@@ -29,23 +29,23 @@ class Link:
     """Bandwidth per direction and device, in bytes per second."""
     latency_seconds: float
 
-    def level(self, size: int | None = None) -> Level:
-        return Level(self.name, self.bandwidth_bytes_per_second, self.latency_seconds, size)
+    def to_level(self, size: int | None = None) -> InterconnectLevel:
+        return InterconnectLevel(self.name, self.bandwidth_bytes_per_second, self.latency_seconds, size)
 
 
 @dataclass(frozen=True)
-class Server:
+class ReferenceServer:
     """Reference server: the one that a device kind is usually sold in; source of defaults."""
 
     source: str
     devices: int
     cores: int
     memory_bytes: int
-    nics: int
+    nic_count: int
     nic_bits_per_second: float
     power_watts: float | None = None
     """Power of the whole server at full load, in watts, as its maker states; None: unknown."""
-    linked: int = 1
+    servers_per_link_domain: int = 1
     """Servers whose devices share one device link (72 GPUs of an NVL72 sit in 18 servers)."""
 
 
@@ -55,7 +55,7 @@ class DeviceKind:
 
     name: str
     """Unique name in the catalogue, such as 'H100 SXM'."""
-    driver_name: str
+    driver_name_pattern: str
     """Regular expression that the whole name reported by the driver must match (case ignored)."""
     peak_flops_per_second: Mapping[str, float] = field(hash=False)
     """Dense peak in FLOP/s by precision; a precision without hardware support is absent.
@@ -70,18 +70,18 @@ class DeviceKind:
     kind: DeviceClass = "cuda"
     power_watts: float | None = None
     """Maximum power draw (TDP) in watts; None: not published."""
-    link: Link | None = None
-    host_link: Link | None = None
+    link: DeviceLink | None = None
+    host_link: DeviceLink | None = None
     """Link between an accelerator and its host; None: not published."""
-    server: Server | None = None
-    attained: Attained | None = None
+    server: ReferenceServer | None = None
+    efficiency: DeviceEfficiency | None = None
     """Sustained efficiency of a catalogued accelerator; None for a device that a cluster file describes."""
     cores: int = 0
     """Cores of a processor; 0 for an accelerator."""
     aliases: tuple[str, ...] = ()
     """Other names in use; spaces, dashes and case do not matter."""
 
-    def device(self) -> Device:
+    def to_device(self) -> Device:
         """Return the device as part of a cluster."""
         return Device(
             self.kind,
@@ -93,7 +93,7 @@ class DeviceKind:
             self.host_link.bandwidth_bytes_per_second if self.host_link else None,
         )
 
-    def processors(self, cores: int, memory_bytes: int) -> Device:
+    def to_processor(self, cores: int, memory_bytes: int) -> Device:
         """Return `cores` of this processor as one device, with proportional peak, bandwidth and power."""
         share = cores / self.cores
         peak = {precision: rate * share for precision, rate in self.peak_flops_per_second.items()}
@@ -108,39 +108,46 @@ class DeviceKind:
         )
 
 
-def link(name: str, gigabytes_per_second: float, seconds: float) -> Link:
+def make_link(name: str, gigabytes_per_second: float, latency_seconds: float) -> DeviceLink:
     """Return a link from its bandwidth in 10⁹ bytes per second and direction, and its latency in seconds."""
-    return Link(name, gigabytes_per_second * GIGABYTE, seconds)
+    return DeviceLink(name, gigabytes_per_second * GIGABYTE, latency_seconds)
 
 
-def server(
+def make_server(
     source: str,
     devices: int,
     cores: int,
     gigabytes: int,
     nics: tuple[int, float],
-    watts: float | None = None,
-    linked: int = 1,
-) -> Server:
+    power_watts: float | None = None,
+    servers_per_link_domain: int = 1,
+) -> ReferenceServer:
     """Return a reference server; `nics` is the number of network cards and the Gbit/s of each."""
     number, gigabits = nics
-    return Server(
-        source, devices, cores, gigabytes * GIGABYTE, number, gigabits * GIGABYTE, watts, linked=linked
+    return ReferenceServer(
+        source,
+        devices,
+        cores,
+        gigabytes * GIGABYTE,
+        number,
+        gigabits * GIGABYTE,
+        power_watts,
+        servers_per_link_domain=servers_per_link_domain,
     )
 
 
-def accelerator(
+def make_accelerator(
     name: str,
-    driver_name: str,
+    driver_name_pattern: str,
     teraflops: Mapping[str, float],
     gigabytes: float,
     bandwidth: float,
     source: str,
     *,
-    watts: float | None,
-    joined: Link,
-    comes_in: Server,
-    host: Link | None = None,
+    power_watts: float | None,
+    device_link: DeviceLink,
+    reference_server: ReferenceServer,
+    host_link: DeviceLink | None = None,
     aliases: tuple[str, ...] = (),
     kind: DeviceClass = "cuda",
 ) -> DeviceKind:
@@ -150,36 +157,36 @@ def accelerator(
 
     Args:
         name: unique name in the catalogue.
-        driver_name: regular expression of the driver's name.
+        driver_name_pattern: regular expression of the driver's name.
         teraflops: dense peak in 10¹² FLOP/s by precision.
         gigabytes: memory in 10⁹ bytes.
         bandwidth: memory bandwidth in 10⁹ bytes per second.
         source: of the figures.
-        watts: maximum power draw; None: not published.
-        joined: link between devices.
-        comes_in: reference server.
-        host: link to the host, of devices that PCIe does not join.
+        power_watts: maximum power draw; None: not published.
+        device_link: link between devices.
+        reference_server: reference server.
+        host_link: link to the host, of devices that PCIe does not join.
         aliases: other names in use.
         kind: class of the device.
     """
     return DeviceKind(
         name=name,
-        driver_name=driver_name,
+        driver_name_pattern=driver_name_pattern,
         peak_flops_per_second=MappingProxyType({key: value * TERA for key, value in teraflops.items()}),
         memory_bytes=round(gigabytes * GIGABYTE),
         bandwidth_bytes_per_second=bandwidth * GIGABYTE,
         source=source,
         kind=kind,
-        power_watts=watts,
-        link=joined,
-        host_link=joined if joined in (PCIE_3, PCIE_4, PCIE_5) else host,
-        server=comes_in,
-        attained=ATTAINED[name],
+        power_watts=power_watts,
+        link=device_link,
+        host_link=device_link if device_link in (PCIE_3, PCIE_4, PCIE_5) else host_link,
+        server=reference_server,
+        efficiency=DEVICE_EFFICIENCIES[name],
         aliases=aliases,
     )
 
 
-PCIE_3 = link("PCIe 3", 15.75, PCIE_SECONDS)
-PCIE_4 = link("PCIe 4", 31.5, PCIE_SECONDS)
-PCIE_5 = link("PCIe 5", 63.0, PCIE_SECONDS)
+PCIE_3 = make_link("PCIe 3", 15.75, PCIE_LATENCY_SECONDS)
+PCIE_4 = make_link("PCIe 4", 31.5, PCIE_LATENCY_SECONDS)
+PCIE_5 = make_link("PCIe 5", 63.0, PCIE_LATENCY_SECONDS)
 """Links of sixteen lanes: 8, 16 and 32 GT/s with 128b/130b coding (PCI-SIG)."""

@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wanma.job.errors import UnfitError
+from wanma.job.errors import HealthCheckError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PERIOD = 16
-DEPTH = 16 * PERIOD
+PATTERN_PERIOD = 16
+INNER_SIZE = 16 * PATTERN_PERIOD
 """Inner size of the product: sums of -1, 0 and 1 stay within ±256, where bfloat16 is exact for integers."""
 _LEFT = (1, 0, -1, 1, 1, -1, 0, 1, -1, -1, 1, 0, 1, -1, 1, 1)
 _RIGHT = (-1, 1, 1, 0, 1, 1, -1, 0, 1, 1, 1, -1, 0, 1, -1, 1)
@@ -27,19 +27,19 @@ _PATTERNS = (0x5555555555555555, -0x5555555555555556, 0, -1)
 
 
 @dataclass(frozen=True)
-class Extent:
+class CheckSize:
     """Size and duration of a check."""
 
     rows: int
-    """Rows and columns of the product; a multiple of `PERIOD`."""
-    rounds: int
+    """Rows and columns of the product; a multiple of `PATTERN_PERIOD`."""
+    min_rounds: int
     """Minimum number of products; more are computed until `seconds` have passed."""
-    seconds: float
+    min_seconds: float
     memory_bytes: int
 
 
-ON_CPU = Extent(rows=256, rounds=3, seconds=0.01, memory_bytes=4 << 20)
-ON_GPU = Extent(rows=4096, rounds=5, seconds=0.03, memory_bytes=256 << 20)
+CPU_CHECK_SIZE = CheckSize(rows=256, min_rounds=3, min_seconds=0.01, memory_bytes=4 << 20)
+GPU_CHECK_SIZE = CheckSize(rows=4096, min_rounds=5, min_seconds=0.03, memory_bytes=256 << 20)
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,36 @@ class DeviceHealth:
     """Duration of the whole check, in seconds."""
 
 
-def check_device(device: torch.device, extent: Extent | None = None) -> DeviceHealth:
+def check_device(device: torch.device, check_size: CheckSize | None = None) -> DeviceHealth:
     """Check a device's matrix product and memory, for some hundredths of a second.
 
     Raises:
-        UnfitError: a result is wrong; the message gives it and the expected one.
+        HealthCheckError: a result is wrong; the message gives it and the expected one.
     """
     import torch
 
-    extent = extent or (ON_GPU if device.type == "cuda" else ON_CPU)
+    check_size = check_size or (GPU_CHECK_SIZE if device.type == "cuda" else CPU_CHECK_SIZE)
     began = time.perf_counter()
     dtypes = (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,)
-    seconds = [_check_product(device, dtype, extent) for dtype in dtypes]
-    size = extent.memory_bytes
+    seconds = [_check_product(device, dtype, check_size) for dtype in dtypes]
+    size = check_size.memory_bytes
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     _check_memory(device, size)
     return DeviceHealth(
-        str(device), 2 * DEPTH * extent.rows**2 / seconds[-1], size, time.perf_counter() - began
+        str(device), 2 * INNER_SIZE * check_size.rows**2 / seconds[-1], size, time.perf_counter() - began
     )
 
 
-def factors(rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def build_factors(rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Build the two integer factors of the product, of shapes `(rows, DEPTH)` and `(DEPTH, rows)`."""
     import torch
 
-    i, k = torch.arange(rows, device=device)[:, None], torch.arange(DEPTH, device=device)[None, :]
-    left = torch.tensor(_LEFT, device=device, dtype=dtype)[(3 * i + 5 * k) % PERIOD]
-    right = torch.tensor(_RIGHT, device=device, dtype=dtype)[(7 * k + 11 * i) % PERIOD].t().contiguous()
+    i, k = torch.arange(rows, device=device)[:, None], torch.arange(INNER_SIZE, device=device)[None, :]
+    left = torch.tensor(_LEFT, device=device, dtype=dtype)[(3 * i + 5 * k) % PATTERN_PERIOD]
+    right = (
+        torch.tensor(_RIGHT, device=device, dtype=dtype)[(7 * k + 11 * i) % PATTERN_PERIOD].t().contiguous()
+    )
     return left, right
 
 
@@ -92,38 +94,41 @@ def expected_product(rows: int) -> Tensor:
 
     period = [
         [
-            DEPTH
-            // PERIOD
-            * sum(_LEFT[(3 * i + 5 * k) % PERIOD] * _RIGHT[(7 * k + 11 * j) % PERIOD] for k in range(PERIOD))
-            for j in range(PERIOD)
+            INNER_SIZE
+            // PATTERN_PERIOD
+            * sum(
+                _LEFT[(3 * i + 5 * k) % PATTERN_PERIOD] * _RIGHT[(7 * k + 11 * j) % PATTERN_PERIOD]
+                for k in range(PATTERN_PERIOD)
+            )
+            for j in range(PATTERN_PERIOD)
         ]
-        for i in range(PERIOD)
+        for i in range(PATTERN_PERIOD)
     ]
-    return torch.tensor(period).repeat(rows // PERIOD, rows // PERIOD)
+    return torch.tensor(period).repeat(rows // PATTERN_PERIOD, rows // PATTERN_PERIOD)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def multiply(left: Tensor, right: Tensor) -> Tensor:
     """Multiply two matrices on the device: the operation that is checked."""
     return left @ right
 
 
-def _check_product(device: torch.device, dtype: torch.dtype, extent: Extent) -> float:
+def _check_product(device: torch.device, dtype: torch.dtype, check_size: CheckSize) -> float:
     """Check products of `dtype`; return the seconds of the fastest round."""
     import torch
 
-    left, right = factors(extent.rows, device, dtype)
-    expected = expected_product(extent.rows).to(device, dtype)
+    left, right = build_factors(check_size.rows, device, dtype)
+    expected = expected_product(check_size.rows).to(device, dtype)
     quickest, began, number = float("inf"), time.perf_counter(), 0
-    while number < extent.rounds or time.perf_counter() - began < extent.seconds:
+    while number < check_size.min_rounds or time.perf_counter() - began < check_size.min_seconds:
         number += 1
         round_began = time.perf_counter()
-        found = product(left, right)
+        found = multiply(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         quickest = min(quickest, time.perf_counter() - round_began)
         if not torch.equal(found, expected):
             what = f"a product of two {dtype} matrices that is known came out wrong in round {number}"
-            raise _unfit(device, what, found, expected)
+            raise _health_check_error(device, what, found, expected)
     return quickest
 
 
@@ -135,30 +140,33 @@ def _check_memory(device: torch.device, size: int) -> None:
         block.fill_(pattern)
         if not bool((block == pattern).all()):
             what = f"memory does not hold the pattern {pattern & (1 << 64) - 1:#018x}"
-            raise _unfit(device, what, block, torch.full_like(block, pattern))
+            raise _health_check_error(device, what, block, torch.full_like(block, pattern))
     addresses = torch.arange(len(block), device=device)  # shows a wrong address line
     block.copy_(addresses)
     if not torch.equal(block, addresses):
-        raise _unfit(device, "memory does not hold what was written to it", block, addresses)
+        raise _health_check_error(device, "memory does not hold what was written to it", block, addresses)
 
 
-def _unfit(device: torch.device, what: str, found: Tensor, expected: Tensor) -> UnfitError:
-    wrong = (found != expected).nonzero()
+def _health_check_error(
+    device: torch.device, problem: str, actual: Tensor, expected: Tensor
+) -> HealthCheckError:
+    wrong = (actual != expected).nonzero()
     if not len(wrong):
-        return UnfitError(f"{device}: {what}; looked at again it is right", _HINT)
+        return HealthCheckError(f"{device}: {problem}; looked at again it is right", _EXCLUDE_NODE_HINT)
     at: list[int] = wrong[0].tolist()
-    got, right = _number(found, at), _number(expected, at)
-    return UnfitError(
-        f"{device}: {what}: {len(wrong):,} of {found.numel():,} numbers, first at {at}: {got}, not {right}",
-        _HINT,
+    got, right = _element(actual, at), _element(expected, at)
+    return HealthCheckError(
+        f"{device}: {problem}: {len(wrong):,} of {actual.numel():,} numbers, first at {at}: {got}, not "
+        f"{right}",
+        _EXCLUDE_NODE_HINT,
     )
 
 
-def _number(tensor: Tensor, at: list[int]) -> Any:
-    return tensor[tuple(at)].item()
+def _element(tensor: Tensor, index: list[int]) -> Any:
+    return tensor[tuple(index)].item()
 
 
-_HINT = (
+_EXCLUDE_NODE_HINT = (
     "this machine should not take part: its processor, memory or driver errs; run the same command on "
     "another, or set cluster.health_check = 'never' to go on nevertheless"
 )

@@ -21,23 +21,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from wanma.hardware.checks.probes import disk_write_seconds, loopback_gloo
-from wanma.hardware.discovery.cpu_peak import measure_cpu_peak, peak_file
-from wanma.hardware.discovery.network_interfaces import VARIABLES, Way, default_ways, interfaces
-from wanma.hardware.discovery.node import discover, list_gpus
+from wanma.hardware.checks.probes import measure_disk_write_seconds, probe_gloo_loopback
+from wanma.hardware.discovery.cpu_peak import cpu_peak_file, measure_cpu_peak
+from wanma.hardware.discovery.network_interfaces import (
+    INTERFACE_VARIABLES,
+    NetworkRoute,
+    default_routes,
+    list_interfaces,
+)
+from wanma.hardware.discovery.node import discover_node, list_gpus
 from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores, usable_memory_bytes
-from wanma.hardware.native.cpp_compiler import cpp_compiler
-from wanma.hardware.native.native_library import COLLECTIVES, built
+from wanma.hardware.native.cpp_compiler import find_cpp_compiler
+from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, build_library
 from wanma.job.cluster import Device
 from wanma.job.errors import WanmaError
 
-PROVEN_TORCH = ((2, 11), (2, 13))
+TESTED_TORCH_VERSIONS = ((2, 11), (2, 13))
 """First and last torch release that the parity tests ran on."""
-NO_TORCH = "torch is not installed"
-INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"
-SMALL_SHARED_MEMORY_BYTES = 2**30
-SMALL_DISK_BYTES = 10 * 2**30
-SLOW_DISK_BYTES_PER_SECOND = 100 * 10**6
+NO_TORCH_MESSAGE = "torch is not installed"
+INSTALL_TORCH_HINT = "pip install 'torch>=2.11,<2.14'"
+MIN_SHARED_MEMORY_BYTES = 2**30
+MIN_FREE_DISK_BYTES = 10 * 2**30
+MIN_DISK_BYTES_PER_SECOND = 100 * 10**6
 WRITE_PROBE_BYTES = 32 * 2**20
 
 EXTRAS = {
@@ -49,94 +54,94 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Line of the doctor's report."""
 
     name: str
     status: Literal["ok", "warn", "missing"]
     text: str
-    advice: str = ""
+    remedy: str = ""
     """Remedy; empty: none is needed."""
 
 
-def examine(runs: Path = Path("runs")) -> list[Finding]:
+def run_checks(runs_folder: Path = Path("runs")) -> list[CheckResult]:
     """Run every check; takes a few seconds, most of it importing torch.
 
     Args:
-        runs: the folder where runs would go; it need not exist.
+        runs_folder: the folder where runs would go; it need not exist.
     """
-    checks: tuple[Callable[[], Finding | list[Finding]], ...] = (
-        _python,
-        _torch,
-        _gpus,
-        _cores,
-        _cpu_peak,
-        _memory,
-        _compiler,
-        _backends,
-        _shared_collectives,
-        _network,
-        _loopback,
-        lambda: _disk(runs),
-        _shared_memory,
-        _allocator,
-        _extras,
+    checks: tuple[Callable[[], CheckResult | list[CheckResult]], ...] = (
+        _check_python,
+        _check_torch,
+        _check_gpus,
+        _check_cores,
+        _check_cpu_peak,
+        _check_memory,
+        _check_compiler,
+        _check_backends,
+        _check_shared_memory_collectives,
+        _check_network,
+        _check_gloo_loopback,
+        lambda: _check_disk(runs_folder),
+        _check_shared_memory,
+        _check_allocator,
+        _check_extras,
     )
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for check in checks:
         found = check()
         findings.extend(found if isinstance(found, list) else [found])
     return findings
 
 
-def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()}, {sys.executable}")
+def _check_python() -> CheckResult:
+    return CheckResult("python", "ok", f"{platform.python_version()}, {sys.executable}")
 
 
-def _torch() -> Finding:
+def _check_torch() -> CheckResult:
     try:
         import torch
     except ImportError as error:
-        return Finding("torch", "missing", f"cannot be imported: {error}", INSTALL_TORCH)
+        return CheckResult("torch", "missing", f"cannot be imported: {error}", INSTALL_TORCH_HINT)
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    first, last = PROVEN_TORCH
+    first, last = TESTED_TORCH_VERSIONS
     proven = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
     if not first <= (major, minor) <= last:
-        return Finding(
+        return CheckResult(
             "torch",
             "warn",
             f"{torch.__version__}, outside the proven range {proven}",
-            INSTALL_TORCH,
+            INSTALL_TORCH_HINT,
         )
-    return Finding("torch", "ok", f"{torch.__version__} (proven: {proven})")
+    return CheckResult("torch", "ok", f"{torch.__version__} (proven: {proven})")
 
 
-def _gpus() -> list[Finding]:
+def _check_gpus() -> list[CheckResult]:
     try:
-        devices = discover().nodes[0].devices
+        devices = discover_node().nodes[0].devices
         hidden = len(list_gpus()) - len(devices)
     except WanmaError as error:
-        return [Finding("GPUs", "warn", error.message, error.hint)]
-    findings = [_gpu(index, device) for index, device in enumerate(devices)]
+        return [CheckResult("GPUs", "warn", error.message, error.hint)]
+    findings = [_check_gpu(index, device) for index, device in enumerate(devices)]
     if hidden > 0:
         text = f"{hidden} hidden by CUDA_VISIBLE_DEVICES"
-        findings.append(Finding("GPUs", "warn", text, "unset it to use them all"))
+        findings.append(CheckResult("GPUs", "warn", text, "unset it to use them all"))
     if not findings:
-        return [Finding("GPUs", "ok", "none: runs use the CPU with Gloo")]
-    return [*findings, *_torch_sees(len(devices))]
+        return [CheckResult("GPUs", "ok", "none: runs use the CPU with Gloo")]
+    return [*findings, *_check_torch_gpus(len(devices))]
 
 
-def _gpu(index: int, device: Device) -> Finding:
+def _check_gpu(index: int, device: Device) -> CheckResult:
     text = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB"
     peak = device.peak_flops_per_second
     if not peak:
         advice = "not in the catalogue, so runs cannot state its MFU"
-        return Finding(f"GPU {index}", "warn", text, advice)
+        return CheckResult(f"GPU {index}", "warn", text, advice)
     best = "bf16" if "bf16" in peak else "fp16"
-    return Finding(f"GPU {index}", "ok", f"{text}, {peak[best] / 1e12:,.0f} TFLOP/s {best}")
+    return CheckResult(f"GPU {index}", "ok", f"{text}, {peak[best] / 1e12:,.0f} TFLOP/s {best}")
 
 
-def _torch_sees(count: int) -> list[Finding]:
+def _check_torch_gpus(count: int) -> list[CheckResult]:
     """Check that torch sees every GPU: a torch not built for the driver is the commonest mistake."""
     if importlib.util.find_spec("torch") is None:
         return []
@@ -148,11 +153,13 @@ def _torch_sees(count: int) -> list[Finding]:
     built = torch.version.cuda or "no CUDA"
     advice = "install a torch built for this driver: https://pytorch.org/get-started/locally"
     return [
-        Finding("torch and GPUs", "warn", f"torch (built for {built}) sees {seen} of {count} GPUs", advice)
+        CheckResult(
+            "torch and GPUs", "warn", f"torch (built for {built}) sees {seen} of {count} GPUs", advice
+        )
     ]
 
 
-def _cores() -> Finding:
+def _check_cores() -> CheckResult:
     usable, present = usable_cores(), os.cpu_count() or 1
     text = f"{usable} usable, {cpu_model()}"
     if usable < present:
@@ -160,99 +167,109 @@ def _cores() -> Finding:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None and threads.isdigit() and int(threads) > usable:
         advice = f"unset OMP_NUM_THREADS={threads}: more threads than cores slow every step"
-        return Finding("cores", "warn", text, advice)
-    return Finding("cores", "ok", text)
+        return CheckResult("cores", "warn", text, advice)
+    return CheckResult("cores", "ok", text)
 
 
-def _cpu_peak() -> Finding:
+def _check_cpu_peak() -> CheckResult:
     """Measure the CPU peak for every equal share of the cores, so that runs on it can state their MFU."""
     if importlib.util.find_spec("torch") is None:
-        return Finding("CPU peak", "missing", NO_TORCH, INSTALL_TORCH)
+        return CheckResult("CPU peak", "missing", NO_TORCH_MESSAGE, INSTALL_TORCH_HINT)
     cores = usable_cores()
     try:
         for threads in range(1, cores + 1):
             if cores % threads == 0:
                 peak = measure_cpu_peak(threads)
     except WanmaError as error:
-        return Finding("CPU peak", "warn", error.message, error.hint)
+        return CheckResult("CPU peak", "warn", error.message, error.hint)
     rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peak.items())
-    return Finding("CPU peak", "ok", f"{rates} GFLOP/s on {cores} threads; kept in {peak_file()}")
+    return CheckResult("CPU peak", "ok", f"{rates} GFLOP/s on {cores} threads; kept in {cpu_peak_file()}")
 
 
-def _memory() -> Finding:
-    return Finding("memory", "ok", f"{usable_memory_bytes() / 2**30:.1f} GiB usable")
+def _check_memory() -> CheckResult:
+    return CheckResult("memory", "ok", f"{usable_memory_bytes() / 2**30:.1f} GiB usable")
 
 
-def _compiler() -> Finding:
-    found = cpp_compiler()
+def _check_compiler() -> CheckResult:
+    found = find_cpp_compiler()
     if found is None:
         advice = (
             "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU, and "
             "collectives go through Gloo"
         )
-        return Finding("C++ compiler", "missing", "none found", advice)
-    return Finding("C++ compiler", "ok", found)
+        return CheckResult("C++ compiler", "missing", "none found", advice)
+    return CheckResult("C++ compiler", "ok", found)
 
 
-def _shared_collectives() -> Finding:
+def _check_shared_memory_collectives() -> CheckResult:
     """Check that ranks of this node can share memory; compile the library for it if necessary."""
     name = "collectives on one machine"
-    compiler = cpp_compiler()
+    compiler = find_cpp_compiler()
     if compiler is None:
-        return Finding(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
+        return CheckResult(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
     try:
-        built(COLLECTIVES, compiler)
+        build_library(COLLECTIVES_SOURCE, compiler)
     except WanmaError as error:
-        return Finding(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
+        return CheckResult(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         advice = "it takes Linux 5.3 or later"
-        return Finding(name, "warn", "Gloo, over TCP: this system has no files in memory", advice)
-    return Finding(name, "ok", "shared memory (parallel.collectives)")
+        return CheckResult(name, "warn", "Gloo, over TCP: this system has no files in memory", advice)
+    return CheckResult(name, "ok", "shared memory (parallel.collectives)")
 
 
-def _backends() -> Finding:
+def _check_backends() -> CheckResult:
     if importlib.util.find_spec("torch") is None:
-        return Finding("collectives", "missing", NO_TORCH, INSTALL_TORCH)
+        return CheckResult("collectives", "missing", NO_TORCH_MESSAGE, INSTALL_TORCH_HINT)
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
         text = "this torch was built without Gloo, which every run needs"
-        return Finding("collectives", "missing", text, INSTALL_TORCH)
-    return Finding("collectives", "ok", f"Gloo yes, NCCL {'yes' if dist.is_nccl_available() else 'no'}")
+        return CheckResult("collectives", "missing", text, INSTALL_TORCH_HINT)
+    return CheckResult("collectives", "ok", f"Gloo yes, NCCL {'yes' if dist.is_nccl_available() else 'no'}")
 
 
-def _network() -> list[Finding]:
+def _check_network() -> list[CheckResult]:
     """Check the interfaces, the default route, and the environment variables that override it."""
-    known = interfaces()
+    known = list_interfaces()
     usable = [one for one in known if one.is_up and one.addresses]
     if not usable:
         advice = "bring up the loopback: ip link set lo up"
-        return [Finding("network", "missing", "no interface is up", advice)]
-    found = [Finding("network", "ok", ", ".join(f"{one.name} {' '.join(one.addresses)}" for one in usable))]
-    if ways := default_ways(known):
+        return [CheckResult("network", "missing", "no interface is up", advice)]
+    found = [
+        CheckResult("network", "ok", ", ".join(f"{one.name} {' '.join(one.addresses)}" for one in usable))
+    ]
+    if ways := default_routes(known):
         text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
-        found.append(Finding("several machines", "ok", text, "cluster.network_interface names another one"))
-    return [*found, *_network_variables({one.name for one in known}, os.environ), *_own_name(ways)]
+        found.append(
+            CheckResult("several machines", "ok", text, "cluster.network_interface names another one")
+        )
+    return [
+        *found,
+        *_check_network_variables({one.name for one in known}, os.environ),
+        *_check_hostname_address(ways),
+    ]
 
 
-def _network_variables(known: Collection[str], environment: Mapping[str, str]) -> list[Finding]:
+def _check_network_variables(
+    interface_names: Collection[str], environment: Mapping[str, str]
+) -> list[CheckResult]:
     """Check that interfaces named in the environment exist: they take precedence over wanma's choice."""
     found = []
-    for name in VARIABLES:
+    for name in INTERFACE_VARIABLES:
         given = environment.get(name, "")
         # NCCL's values are prefixes of names, or exact after '=', or excluded after '^'.
         names = (
             [] if given.startswith("^") else [word.strip() for word in given.lstrip("=").split(",") if word]
         )
-        missing = [one for one in names if not any(other.startswith(one) for other in known)]
+        missing = [one for one in names if not any(other.startswith(one) for other in interface_names)]
         if missing:
-            advice = f"unset {name}, or name one of: {', '.join(sorted(known))}"
+            advice = f"unset {name}, or name one of: {', '.join(sorted(interface_names))}"
             text = f"{name}={given}, and there is no {' or '.join(missing)} here"
-            found.append(Finding("several machines", "warn", text, advice))
+            found.append(CheckResult("several machines", "warn", text, advice))
     return found
 
 
-def _own_name(ways: Sequence[Way]) -> list[Finding]:
+def _check_hostname_address(routes: Sequence[NetworkRoute]) -> list[CheckResult]:
     """Check the address of this node's own name: Debian gives it one that other nodes cannot reach."""
     name = socket.gethostname()
     try:
@@ -261,78 +278,80 @@ def _own_name(ways: Sequence[Way]) -> list[Finding]:
         return []  # a name without an address misleads nobody
     if not ipaddress.ip_address(address).is_loopback:
         return []
-    if not ways:
+    if not routes:
         advice = "give cluster.rendezvous as an address rather than by this machine's name"
         text = f"{name} is {address} here, where other machines do not reach it"
-        return [Finding("host name", "ok", text, advice)]
+        return [CheckResult("host name", "ok", text, advice)]
     text = f"{name} is {address} here, where others do not reach it: as cluster.rendezvous it means "
-    return [Finding("host name", "ok", text + ways[0].address)]
+    return [CheckResult("host name", "ok", text + routes[0].address)]
 
 
-def _loopback() -> Finding:
+def _check_gloo_loopback() -> CheckResult:
     if importlib.util.find_spec("torch") is None:
-        return Finding("Gloo on loopback", "missing", NO_TORCH, INSTALL_TORCH)
-    problem = loopback_gloo()
+        return CheckResult("Gloo on loopback", "missing", NO_TORCH_MESSAGE, INSTALL_TORCH_HINT)
+    problem = probe_gloo_loopback()
     if problem:
         advice = (
             "check that 127.0.0.1 is up and that no firewall blocks it; "
             "name one with cluster.network_interface"
         )
-        return Finding("Gloo on loopback", "warn", problem, advice)
-    return Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
+        return CheckResult("Gloo on loopback", "warn", problem, advice)
+    return CheckResult("Gloo on loopback", "ok", "two ranks reduced a tensor")
 
 
-def _disk(runs: Path) -> Finding:
+def _check_disk(runs: Path) -> CheckResult:
     folder = runs.absolute()
     while not folder.is_dir():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     try:
-        rate = WRITE_PROBE_BYTES / disk_write_seconds(folder, WRITE_PROBE_BYTES)
+        rate = WRITE_PROBE_BYTES / measure_disk_write_seconds(folder, WRITE_PROBE_BYTES)
     except OSError as error:
         reason = f"cannot write to {folder}: {error.strerror or error}"
-        return Finding("disk", "warn", reason, "choose another place with --run-dir DIR or observe.runs")
+        return CheckResult("disk", "warn", reason, "choose another place with --run-dir DIR or observe.runs")
     text = f"{free / 2**30:.0f} GiB free, writes {rate / 1e6:,.0f} MB/s in {folder}"
-    if free < SMALL_DISK_BYTES:
-        return Finding("disk", "warn", text, "free some space, or lower checkpoint.keep")
-    if rate < SLOW_DISK_BYTES_PER_SECOND:
-        return Finding("disk", "warn", text, "checkpoints will be slow here; put runs on a faster disk")
-    return Finding("disk", "ok", text)
+    if free < MIN_FREE_DISK_BYTES:
+        return CheckResult("disk", "warn", text, "free some space, or lower checkpoint.keep")
+    if rate < MIN_DISK_BYTES_PER_SECOND:
+        return CheckResult("disk", "warn", text, "checkpoints will be slow here; put runs on a faster disk")
+    return CheckResult("disk", "ok", text)
 
 
-def _shared_memory() -> Finding:
+def _check_shared_memory() -> CheckResult:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Finding(
+        return CheckResult(
             "shared memory", "missing", "there is no /dev/shm", "mount one: mount -t tmpfs tmpfs /dev/shm"
         )
     usage = shutil.disk_usage(folder)
     text = f"/dev/shm {usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
-    if usage.total < SMALL_SHARED_MEMORY_BYTES:
-        return Finding("shared memory", "warn", text, "in Docker: --shm-size=8g or --ipc=host")
-    return Finding("shared memory", "ok", text)
+    if usage.total < MIN_SHARED_MEMORY_BYTES:
+        return CheckResult("shared memory", "warn", text, "in Docker: --shm-size=8g or --ipc=host")
+    return CheckResult("shared memory", "ok", text)
 
 
-def _allocator() -> Finding:
+def _check_allocator() -> CheckResult:
     preloaded = os.environ.get("LD_PRELOAD", "")
     for name in ("jemalloc", "tcmalloc", "mimalloc"):
         if name in preloaded:
-            return Finding("allocator", "ok", f"{name} (LD_PRELOAD)")
+            return CheckResult("allocator", "ok", f"{name} (LD_PRELOAD)")
     library, version = platform.libc_ver()
     if library != "glibc":
         advice = "cluster.host_allocator = 'tuned' only knows glibc; set it to 'system'"
-        return Finding("allocator", "warn", library or "unknown C library", advice)
-    return Finding("allocator", "ok", f"glibc {version}; workers run with cluster.host_allocator's settings")
+        return CheckResult("allocator", "warn", library or "unknown C library", advice)
+    return CheckResult(
+        "allocator", "ok", f"glibc {version}; workers run with cluster.host_allocator's settings"
+    )
 
 
-def _extras() -> list[Finding]:
+def _check_extras() -> list[CheckResult]:
     findings = []
     for extra, (module, purpose) in EXTRAS.items():
         if importlib.util.find_spec(module) is None:
             advice = f"pip install 'wanma[{extra}]'"
-            findings.append(Finding(f"extra: {extra}", "missing", f"for {purpose}", advice))
+            findings.append(CheckResult(f"extra: {extra}", "missing", f"for {purpose}", advice))
         else:
-            findings.append(Finding(f"extra: {extra}", "ok", f"{_version(module)}, for {purpose}"))
+            findings.append(CheckResult(f"extra: {extra}", "ok", f"{_version(module)}, for {purpose}"))
     return findings
 
 

@@ -10,10 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-GLOO_SECONDS = 20
+GLOO_TIMEOUT_SECONDS = 20
 
 
-def loopback_gloo() -> str:
+def probe_gloo_loopback() -> str:
     """Reduce one tensor between two Gloo ranks over 127.0.0.1; return the error, empty on success.
 
     The ranks are two threads of this process, because process groups as objects need no global state.
@@ -23,7 +23,7 @@ def loopback_gloo() -> str:
 
     dist: Any = torch.distributed  # its process group classes are untyped
     store = dist.HashStore()
-    timeout = timedelta(seconds=GLOO_SECONDS)
+    timeout = timedelta(seconds=GLOO_TIMEOUT_SECONDS)
     sums: dict[int, float] = {}
     problems: dict[int, str] = {}
 
@@ -43,15 +43,15 @@ def loopback_gloo() -> str:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * GLOO_SECONDS)
+        thread.join(2 * GLOO_TIMEOUT_SECONDS)
     if problems:
         return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(problems.items()))
     if any(thread.is_alive() for thread in threads):
-        return f"no answer within {2 * GLOO_SECONDS} s"
+        return f"no answer within {2 * GLOO_TIMEOUT_SECONDS} s"
     return "" if sums == {0: 3.0, 1: 3.0} else f"wrong sums: {sums}"
 
 
-def disk_write_seconds(folder: Path, size: int) -> float:
+def measure_disk_write_seconds(folder: Path, size: int) -> float:
     """Return the seconds to write `size` bytes to a new file in `folder` and force them to the disk.
 
     Raises:

@@ -1,28 +1,33 @@
-"""Export of a cluster as a cluster file for editing: `load_cluster` of it returns an equal cluster."""
+"""Export of a cluster as a cluster file for editing: `load_cluster_file` of it returns an equal cluster."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from wanma.hardware.catalogue.device_kind import GIGABYTE, TERA, DeviceKind
-from wanma.hardware.catalogue.lookup import find_named
-from wanma.hardware.cluster_file.node_builder import inside, machines, network, read_cards
+from wanma.hardware.catalogue.lookup import find_by_name
+from wanma.hardware.cluster_file.node_builder import (
+    build_node_group,
+    inter_node_levels,
+    intra_node_levels,
+    parse_nics,
+)
 from wanma.hardware.cluster_file.schema import NO_NETWORK
-from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.job.errors import WanmaError
 from wanma.job.file.serialization import toml_value
 
 Keys = dict[str, Any]
 
 
-def to_toml(cluster: Cluster) -> str:
+def export_cluster(cluster: Cluster) -> str:
     """Return the text of a cluster file, with every figure except the catalogue's and their defaults.
 
     Raises:
         WanmaError: a node has devices of several kinds, or different devices share a name: cluster files
             cannot express that.
     """
-    own = _own_devices(cluster)
+    own = _custom_devices(cluster)
     # TOML forbids control characters in comments.
     title = "".join(letter if letter.isprintable() else " " for letter in str(cluster))
     blocks = [f"# {title}\n"]
@@ -36,16 +41,16 @@ def to_toml(cluster: Cluster) -> str:
     return "\n".join(blocks)
 
 
-def _own_devices(cluster: Cluster) -> dict[str, Keys]:
+def _custom_devices(cluster: Cluster) -> dict[str, Keys]:
     """Return the `[[devices]]` keys, by name, of devices that differ from the catalogue's."""
     figures: dict[str, Keys] = {}
     as_in_catalogue: dict[str, bool] = {}
     for node in cluster.nodes:
-        for device, cores in [(_only_device(node), None), (node.cpu, node.cores)]:
+        for device, cores in [(_require_one_device_kind(node), None), (node.cpu, node.cores)]:
             if device is None:
                 continue
             found = _figures(device, cores)
-            same = _is_catalogued(device, node)
+            same = _matches_catalogue(device, node)
             name = device.name
             # A processor of the catalogue has as many cores as its node.
             if as_in_catalogue.setdefault(name, same) != same or (
@@ -59,7 +64,7 @@ def _own_devices(cluster: Cluster) -> dict[str, Keys]:
     return figures
 
 
-def _only_device(node: Node) -> Device | None:
+def _require_one_device_kind(node: NodeGroup) -> Device | None:
     kinds = set(node.devices)
     if len(kinds) > 1:
         names = ", ".join(sorted(device.name for device in kinds))
@@ -70,29 +75,29 @@ def _only_device(node: Node) -> Device | None:
     return next(iter(kinds), None)
 
 
-def _is_catalogued(device: Device, node: Node) -> bool:
+def _matches_catalogue(device: Device, node: NodeGroup) -> bool:
     """Return True if the name alone determines every figure of `device`."""
-    kind = find_named(device.name)
+    kind = find_by_name(device.name)
     if kind is None or (kind.kind == "cpu") != (device.kind == "cpu"):
         return False
     if kind.kind == "cpu":
-        return kind.processors(node.cores, node.memory_bytes) == device
-    usual = machines(kind, devices=len(node.devices), cards=None)
+        return kind.to_processor(node.cores, node.memory_bytes) == device
+    usual = build_node_group(kind, devices=len(node.devices), nics=None)
     # A file cannot remove a default that the catalogue gives.
     taken = [
         what
         for what in ("inside", "network", "power_watts")
         if getattr(usual, what) and not getattr(node, what)
     ]
-    return kind.device() == device and not taken
+    return kind.to_device() == device and not taken
 
 
-def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
+def _node(node: NodeGroup, custom_devices: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
     """Return the keys of one `[[nodes]]` table, and its levels where they differ from the defaults."""
-    device = _only_device(node)
+    device = _require_one_device_kind(node)
     kind: DeviceKind | None = None
-    if device is not None and device.name not in own:
-        kind = find_named(device.name)
+    if device is not None and device.name not in custom_devices:
+        kind = find_by_name(device.name)
     cards = node.network_text.replace(" × ", "x") if node.network else ""
     keys = {
         "name": node.name,
@@ -110,9 +115,9 @@ def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
         "hosts": list(node.hosts) or None,
     }
     levels = []
-    if node.inside != (inside(kind) if kind else ()):
+    if node.inside != (intra_node_levels(kind) if kind else ()):
         levels += [{**_level(level), "inside": True} for level in node.inside]
-    if node.network != network(read_cards(cards) if cards else None, len(node.devices) or 1, kind):
+    if node.network != inter_node_levels(parse_nics(cards) if cards else None, len(node.devices) or 1, kind):
         levels += [_level(level) for level in node.network]
     return keys, levels
 
@@ -136,7 +141,7 @@ def _gigabytes(bytes_per_second: float | None) -> float | None:
     return None if bytes_per_second is None else bytes_per_second / GIGABYTE
 
 
-def _level(level: Level) -> Keys:
+def _level(level: InterconnectLevel) -> Keys:
     return {
         "name": level.name,
         "size": level.size,

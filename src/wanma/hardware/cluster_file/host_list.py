@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from wanma.hardware.cluster_file.node_builder import MOST_NODES
+from wanma.hardware.cluster_file.node_builder import MAX_NODES
 
 _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\](.*)")
 
 
-def expand_hosts(text: str) -> Iterator[str]:
+def expand_host_list(text: str) -> Iterator[str]:
     """Expand a host list as Slurm writes it: 'node[01-03,7]' → node01, node02, node03, node7.
 
     Raises:
-        ValueError: brackets without numbers, or more than `MOST_NODES` names.
+        ValueError: brackets without numbers, or more than `MAX_NODES` names.
     """
     match = _BRACKETS.fullmatch(text)
     if match is None:
@@ -23,11 +23,11 @@ def expand_hosts(text: str) -> Iterator[str]:
         yield text
         return
     before, numbers, after = match.groups()
-    rests = list(expand_hosts(after)) if after else [""]
+    rests = list(expand_host_list(after)) if after else [""]
     for part in numbers.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()) or not 0 <= int(last) - int(first) < MOST_NODES:
+        if not (first.isdecimal() and last.isdecimal()) or not 0 <= int(last) - int(first) < MAX_NODES:
             raise ValueError(f"'{text}': '{part}' is no number, and no range such as '01-08'")
         for number in range(int(first), int(last) + 1):
             for rest in rests:

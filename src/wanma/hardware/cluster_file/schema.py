@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from wanma.hardware.cluster_file.node_builder import MOST_CORES, MOST_DEVICES, MOST_NODES
+from wanma.hardware.cluster_file.node_builder import MAX_CORES, MAX_DEVICES, MAX_NODES
 from wanma.job.errors import did_you_mean
 from wanma.job.sections.base import Section
 
@@ -20,7 +20,7 @@ class LevelSection(Section):
     name: str = Field(description="'NVLink', 'rail', 'rack', 'spine'")
     inside: bool = Field(False, description="between the devices of one node, not between nodes")
     size: int | None = Field(
-        None, ge=2, le=MOST_NODES, description="devices (inside) or nodes that it joins; default: all"
+        None, ge=2, le=MAX_NODES, description="devices (inside) or nodes that it joins; default: all"
     )
     gb_per_second: float | None = Field(
         None, gt=0, le=1e5, description="10⁹ bytes per second, device and direction; default: the cards'"
@@ -31,18 +31,18 @@ class LevelSection(Section):
 class NodesSection(Section):
     """Group of `count` equal nodes."""
 
-    count: int = Field(1, ge=1, le=MOST_NODES, description="machines")
+    count: int = Field(1, ge=1, le=MAX_NODES, description="machines")
     device: str | None = Field(
         None, description="accelerator: a name of the catalogue or of [[devices]]; default: none"
     )
     devices: int | None = Field(
-        None, ge=1, le=MOST_DEVICES, description="of them in one node; default: as in its usual server"
+        None, ge=1, le=MAX_DEVICES, description="of them in one node; default: as in its usual server"
     )
     network: str | None = Field(
         None, description="cards of one node and Gbit/s of each, '4x100G'; 'none': unknown; default: as usual"
     )
     cpu: str | None = Field(None, description="processor: a name of the catalogue or of [[devices]]")
-    cores: int | None = Field(None, ge=1, le=MOST_CORES, description="of one node; default: as usual")
+    cores: int | None = Field(None, ge=1, le=MAX_CORES, description="of one node; default: as usual")
     memory_gb: float | None = Field(
         None, ge=0.001, le=1e6, description="of one node's host, 10⁹ bytes; default: as usual"
     )
@@ -77,7 +77,7 @@ class DeviceSection(Section):
     )
     gb_per_second: float | None = Field(None, gt=0, le=1e6, description="of its memory, 10⁹ bytes per second")
     power_watts: float | None = Field(None, gt=0, le=1e5, description="the most it draws")
-    cores: int | None = Field(None, ge=1, le=MOST_CORES, description="cpu: what the figures are of")
+    cores: int | None = Field(None, ge=1, le=MAX_CORES, description="cpu: what the figures are of")
     host_gb_per_second: float | None = Field(
         None, gt=0, le=1e5, description="to its host's memory and back, 10⁹ bytes per second and direction"
     )
@@ -103,7 +103,7 @@ class DeviceSection(Section):
         return value
 
 
-class BetweenSection(Section):
+class InterGroupSection(Section):
     """Link between nodes of different kinds, where it is not simply the slower of the two."""
 
     name: str = Field("between", description="what to call it")
@@ -118,4 +118,4 @@ class ClusterFile(Section):
 
     nodes: list[NodesSection] = Field(min_length=1)
     devices: list[DeviceSection] = Field(default_factory=list)
-    between: BetweenSection = Field(default_factory=BetweenSection)
+    between: InterGroupSection = Field(default_factory=InterGroupSection)

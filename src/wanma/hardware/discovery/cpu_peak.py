@@ -1,7 +1,7 @@
 """Peak rate of this CPU in matrix products, measured once and stored, so that runs can state MFU.
 
 No datasheet gives the rate of a rented slice of a processor, so `measure_cpu_peak` measures it and
-writes it below the user's cache folder; `stored_cpu_peak` reads it back without torch.
+writes it below the user's cache folder; `read_cpu_peak` reads it back without torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from wanma.job.run.run_directory import write_json
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 PROBE_SECONDS = 0.15
 """Duration of the measurement per precision, in seconds."""
-SIZE = 1024
+MATRIX_SIZE = 1024
 """Rows and columns of the probed matrices: large enough to exceed the caches."""
-SLOW_SIZE = 256
-"""Rows and columns for precisions that this CPU only emulates: a product of `SIZE` would take seconds."""
+SLOW_MATRIX_SIZE = 256
+"""Rows and columns for precisions that this CPU only emulates: one of `MATRIX_SIZE` takes seconds."""
 
 
 def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> dict[str, float]:
@@ -32,7 +32,7 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
 
     Args:
         threads: threads of one process; default: all usable cores.
-        path: the file that stores the result; default: `peak_file()`.
+        path: the file that stores the result; default: `cpu_peak_file()`.
 
     Returns:
         FLOP/s by precision: the fastest of many products, now or in an earlier measurement. It is a
@@ -43,12 +43,12 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
     """
     import torch
 
-    path = path or peak_file()
+    path = path or cpu_peak_file()
     threads = threads or usable_cores()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        seen = {precision: _probe(precision) for precision in PRECISIONS}
+        seen = {precision: _measure_precision(precision) for precision in PRECISIONS}
     finally:
         torch.set_num_threads(before)
     stored = _read(path)
@@ -66,18 +66,18 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
     return peak
 
 
-def stored_cpu_peak(threads: int, path: Path | None = None) -> dict[str, float]:
+def read_cpu_peak(threads: int, path: Path | None = None) -> dict[str, float]:
     """Return the FLOP/s by precision measured earlier on this CPU with `threads` threads; empty: never."""
-    return _read(path or peak_file()).get(_key(threads), {})
+    return _read(path or cpu_peak_file()).get(_key(threads), {})
 
 
-def peak_file(environment: Mapping[str, str] = os.environ) -> Path:
+def cpu_peak_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the file of measured peaks: `wanma/cpu-peak.json` in the user's cache folder."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "cpu-peak.json"
 
 
-def _probe(precision: str) -> float:
+def _measure_precision(precision: str) -> float:
     import torch
 
     dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,12 +88,12 @@ def _probe(precision: str) -> float:
         torch.mm(operands[size], operands[size], out=results[size])
         return time.perf_counter() - start
 
-    operands = {size: torch.randn(size, size).to(dtype) for size in (SLOW_SIZE, SIZE)}
-    results = {size: torch.empty(size, size, dtype=dtype) for size in (SLOW_SIZE, SIZE)}
+    operands = {size: torch.randn(size, size).to(dtype) for size in (SLOW_MATRIX_SIZE, MATRIX_SIZE)}
+    results = {size: torch.empty(size, size, dtype=dtype) for size in (SLOW_MATRIX_SIZE, MATRIX_SIZE)}
     with torch.inference_mode():
-        seconds(SLOW_SIZE)  # the first product of a precision also builds its kernel
-        emulated = seconds(SLOW_SIZE) * (SIZE / SLOW_SIZE) ** 3 > PROBE_SECONDS
-        size = SLOW_SIZE if emulated else SIZE
+        seconds(SLOW_MATRIX_SIZE)  # the first product of a precision also builds its kernel
+        emulated = seconds(SLOW_MATRIX_SIZE) * (MATRIX_SIZE / SLOW_MATRIX_SIZE) ** 3 > PROBE_SECONDS
+        size = SLOW_MATRIX_SIZE if emulated else MATRIX_SIZE
         deadline = time.perf_counter() + PROBE_SECONDS
         best = seconds(size)
         while time.perf_counter() < deadline:

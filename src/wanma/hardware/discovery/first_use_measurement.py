@@ -12,42 +12,47 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from wanma.hardware.discovery.cpu_peak import peak_file, stored_cpu_peak
+from wanma.hardware.discovery.cpu_peak import cpu_peak_file, read_cpu_peak
 from wanma.job.cluster import Cluster
 
-SWITCH = "WANMA_MEASURE_CPU"
+MEASURE_CPU_VARIABLE = "WANMA_MEASURE_CPU"
 """Environment variable; `0` turns the measurement off."""
-_LONGEST_SECONDS = 60
+_TIMEOUT_SECONDS = 60
 _PROGRAM = "from wanma.hardware.discovery.cpu_peak import measure_cpu_peak; measure_cpu_peak()"
 
 
-def with_measured_processor(
-    found: Cluster,
-    tell: Callable[[str], None] | None = None,
+def with_measured_cpu_peak(
+    cluster: Cluster,
+    report: Callable[[str], None] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Cluster:
     """Return this node with the peak rates of an uncatalogued processor measured: about two seconds, once.
 
-    Nodes with accelerators are returned unchanged, and so is this one if the measurement fails; `tell` gets
+    Nodes with accelerators are returned unchanged, and so is this one if the measurement fails; `report` gets
     the reason.
 
     Args:
-        found: the discovered cluster of this one node.
-        tell: receiver of a sentence on the measurement; default: standard error.
-        environment: the environment variables, with `SWITCH`.
+        cluster: the discovered cluster of this one node.
+        report: receiver of a sentence on the measurement; default: standard error.
+        environment: the environment variables, with `MEASURE_CPU_VARIABLE`.
     """
-    (node,) = found.nodes
+    (node,) = cluster.nodes
     cpu = node.cpu
-    if node.devices or cpu is None or cpu.peak_flops_per_second or environment.get(SWITCH) == "0":
-        return found
-    tell = tell or (lambda text: print(text, file=sys.stderr, flush=True))
+    if (
+        node.devices
+        or cpu is None
+        or cpu.peak_flops_per_second
+        or environment.get(MEASURE_CPU_VARIABLE) == "0"
+    ):
+        return cluster
+    report = report or (lambda text: print(text, file=sys.stderr, flush=True))
     began = time.perf_counter()
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
             capture_output=True,
             text=True,
-            timeout=_LONGEST_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
         # The last line that is not indented names the error; a way out may follow it.
@@ -55,13 +60,13 @@ def with_measured_processor(
         failure = said[-1] if said and done.returncode else "nothing was kept"
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
-    measured = {key: float(round(rate)) for key, rate in stored_cpu_peak(node.cores).items()}
+    measured = {key: float(round(rate)) for key, rate in read_cpu_peak(node.cores).items()}
     if not measured:
-        tell(f"the rates of {cpu.name} are not in the catalogue, and could not be measured: {failure}")
-        return found
+        report(f"the rates of {cpu.name} are not in the catalogue, and could not be measured: {failure}")
+        return cluster
     rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in measured.items())
-    tell(
+    report(
         f"the rates of {cpu.name} are not in the catalogue: measured once, in "
-        f"{time.perf_counter() - began:.1f} s: {rates} GFLOP/s; kept in {peak_file()}"
+        f"{time.perf_counter() - began:.1f} s: {rates} GFLOP/s; kept in {cpu_peak_file()}"
     )
     return Cluster((replace(node, cpu=replace(cpu, peak_flops_per_second=measured)),))

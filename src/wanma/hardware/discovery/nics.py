@@ -6,25 +6,25 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from wanma.hardware.cluster_file.node_builder import MOST_CARDS, MOST_GIGABITS, Cards
+from wanma.hardware.cluster_file.node_builder import MAX_NIC_GIGABITS, MAX_NICS, Nics
 from wanma.hardware.discovery.resource_limits import ROOT
 
 
-def network_cards(root: Path = ROOT) -> Cards | None:
+def detect_nics(root: Path = ROOT) -> Nics | None:
     """Return the fastest cards that are up, since a run uses those; None: no card reports its speed.
 
     Args:
         root: root of the file system that holds `sys`.
     """
-    rates = list(_remote_memory(root)) or list(_ethernet(root))
-    plausible = [rate for rate in rates if 0 < rate <= MOST_GIGABITS * 1e9]
+    rates = list(_rdma_speeds(root)) or list(_ethernet_speeds(root))
+    plausible = [rate for rate in rates if 0 < rate <= MAX_NIC_GIGABITS * 1e9]
     if not plausible:
         return None
     fastest = max(plausible)
-    return Cards(min(plausible.count(fastest), MOST_CARDS), fastest)
+    return Nics(min(plausible.count(fastest), MAX_NICS), fastest)
 
 
-def _remote_memory(root: Path) -> Iterator[float]:
+def _rdma_speeds(root: Path) -> Iterator[float]:
     """Yield the bits per second of every active InfiniBand or RoCE port: '200 Gb/sec (4X HDR)'."""
     for port in root.glob("sys/class/infiniband/*/ports/*"):
         rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
@@ -32,7 +32,7 @@ def _remote_memory(root: Path) -> Iterator[float]:
             yield float(rate[1]) * 1e9
 
 
-def _ethernet(root: Path) -> Iterator[float]:
+def _ethernet_speeds(root: Path) -> Iterator[float]:
     """Yield the bits per second of every physical Ethernet card that is up; bridges have no device."""
     for interface in root.glob("sys/class/net/*"):
         speed = _read(interface / "speed").strip()  # megabits; -1 when unknown, unreadable when down

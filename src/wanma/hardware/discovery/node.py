@@ -13,20 +13,20 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from wanma.hardware.catalogue.lookup import find_device
-from wanma.hardware.cluster_file.node_builder import inside, network
-from wanma.hardware.discovery.cpu_peak import stored_cpu_peak
-from wanma.hardware.discovery.nics import network_cards
+from wanma.hardware.catalogue.lookup import find_by_driver_name
+from wanma.hardware.cluster_file.node_builder import inter_node_levels, intra_node_levels
+from wanma.hardware.discovery.cpu_peak import read_cpu_peak
+from wanma.hardware.discovery.nics import detect_nics
 from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores, usable_memory_bytes
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import WanmaError
 
 MEBIBYTE = 2**20
-NVIDIA_SMI_SECONDS = 30
+NVIDIA_SMI_TIMEOUT_SECONDS = 30
 """Timeout of `nvidia-smi`: without persistence mode the driver is loaded on demand, seconds per GPU."""
 
 
-def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
+def discover_node(environment: Mapping[str, str] = os.environ) -> Cluster:
     """Return this node as a cluster of one; its devices are the GPUs that a process here would see.
 
     Args:
@@ -37,47 +37,47 @@ def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
     """
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     hidden = setting is not None and setting.strip() in ("", "-1")
-    gpus = [] if hidden else visible(list_gpus(), setting)
+    gpus = [] if hidden else select_visible(list_gpus(), setting)
     devices = tuple(gpu.device for gpu in gpus)
     cores, memory_bytes = usable_cores(), usable_memory_bytes()
-    kinds = {find_device(device.name) for device in devices}
+    kinds = {find_by_driver_name(device.name) for device in devices}
     kind = kinds.pop() if len(kinds) == 1 else None
-    cards = network_cards()
-    node = Node(
+    cards = detect_nics()
+    node = NodeGroup(
         name=socket.gethostname(),
         cores=cores,
         memory_bytes=memory_bytes,
         devices=devices,
-        inside=inside(kind) if kind else (),
-        network=network(cards, len(devices) or 1, kind),
-        nics=cards.number if cards else 0,
+        inside=intra_node_levels(kind) if kind else (),
+        network=inter_node_levels(cards, len(devices) or 1, kind),
+        nics=cards.count if cards else 0,
         nic_bytes_per_second=cards.bytes_per_second if cards else None,
-        cpu=_processors(cores, memory_bytes),
+        cpu=_cpu_device(cores, memory_bytes),
     )
     return Cluster(nodes=(node,))
 
 
-def _processors(cores: int, memory_bytes: int) -> Device:
+def _cpu_device(cores: int, memory_bytes: int) -> Device:
     """Return the usable share of this node's processors as a device, with measured rates if there are any."""
     name = cpu_model()
-    kind = find_device(name)
-    known = kind.processors(cores, memory_bytes) if kind and kind.cores else None
+    kind = find_by_driver_name(name)
+    known = kind.to_processor(cores, memory_bytes) if kind and kind.cores else None
     # Whole numbers survive being written to a cluster file.
-    measured = {key: float(round(rate)) for key, rate in stored_cpu_peak(cores).items()}
+    measured = {key: float(round(rate)) for key, rate in read_cpu_peak(cores).items()}
     if known is not None:
         return replace(known, peak_flops_per_second=measured or known.peak_flops_per_second)
     return Device("cpu", name, memory_bytes, measured)
 
 
 @dataclass(frozen=True)
-class Gpu:
+class DiscoveredGpu:
     """GPU with the UUID by which `CUDA_VISIBLE_DEVICES` may name it."""
 
     uuid: str
     device: Device
 
 
-def list_gpus() -> list[Gpu]:
+def list_gpus() -> list[DiscoveredGpu]:
     """List every GPU of the node, in the driver's order."""
     try:
         import pynvml
@@ -97,16 +97,16 @@ def list_gpus() -> list[Gpu]:
         pynvml.nvmlShutdown()
 
 
-def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
+def select_visible(gpus: list[DiscoveredGpu], cuda_visible_devices: str | None) -> list[DiscoveredGpu]:
     """Return the GPUs that `CUDA_VISIBLE_DEVICES=setting` leaves, in its order.
 
     As in CUDA: unset means all, entries are numbers or beginnings of UUIDs, and the first entry that
     names no GPU ends the list.
     """
-    if setting is None:
+    if cuda_visible_devices is None:
         return gpus
-    chosen: list[Gpu] = []
-    for entry in (part.strip() for part in setting.split(",")):
+    chosen: list[DiscoveredGpu] = []
+    for entry in (part.strip() for part in cuda_visible_devices.split(",")):
         if entry.isdigit():
             found = gpus[int(entry) : int(entry) + 1]
         else:
@@ -117,27 +117,27 @@ def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
     return chosen
 
 
-def _gpu_from_nvml(pynvml, index: int) -> Gpu:  # type: ignore[no-untyped-def]  # an untyped module
+def _gpu_from_nvml(pynvml, index: int) -> DiscoveredGpu:  # type: ignore[no-untyped-def]  # an untyped module
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     name, uuid = _text(pynvml.nvmlDeviceGetName(handle)), _text(pynvml.nvmlDeviceGetUUID(handle))
     try:
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     except pynvml.NVMLError_NotSupported:  # one memory for CPU and GPU
         memory_bytes = usable_memory_bytes()
-    return Gpu(uuid, _device(name, memory_bytes))
+    return DiscoveredGpu(uuid, _device(name, memory_bytes))
 
 
-def _gpus_from_nvidia_smi() -> list[Gpu]:
+def _gpus_from_nvidia_smi() -> list[DiscoveredGpu]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
     query = [command, "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False
+            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _driver_error(f"no answer within {NVIDIA_SMI_SECONDS} s") from error
+        raise _driver_error(f"no answer within {NVIDIA_SMI_TIMEOUT_SECONDS} s") from error
     said = (answer.stdout + answer.stderr).strip()
     if "No devices were found" in said or "couldn't communicate with the NVIDIA driver" in said:
         return []  # the tool came with an image or a package; there is no GPU or no driver below it
@@ -148,15 +148,15 @@ def _gpus_from_nvidia_smi() -> list[Gpu]:
         uuid, name, mebibytes = (field.strip() for field in line.split(","))
         shared = not mebibytes.isdigit()  # "[N/A]": one memory for CPU and GPU
         memory_bytes = usable_memory_bytes() if shared else int(mebibytes) * MEBIBYTE
-        gpus.append(Gpu(uuid, _device(name, memory_bytes)))
+        gpus.append(DiscoveredGpu(uuid, _device(name, memory_bytes)))
     return gpus
 
 
 def _device(name: str, memory_bytes: int) -> Device:
-    kind = find_device(name)
+    kind = find_by_driver_name(name)
     if kind is None:
         return Device("cuda", name, memory_bytes, {})
-    return replace(kind.device(), name=name, memory_bytes=memory_bytes)
+    return replace(kind.to_device(), name=name, memory_bytes=memory_bytes)
 
 
 def _driver_error(reason: str) -> WanmaError:

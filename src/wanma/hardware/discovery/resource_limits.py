@@ -18,23 +18,25 @@ def usable_cores(root: Path = ROOT) -> int:
     A quota is rounded down: with one thread more than the quota pays for, all threads are throttled.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for folder in _groups(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
+    quotas = [quota for folder in _cgroup_folders(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
     return max(1, min([cores, *(int(quota) for quota in quotas)]))
 
 
 def usable_memory_bytes(root: Path = ROOT) -> int:
     """Return the bytes of host memory this process may use: the node's, cut by the tightest cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [limit for folder in _groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
+    limits = [
+        limit for folder in _cgroup_folders(root, "memory") if (limit := _memory_limit(folder)) is not None
+    ]
     return min([total, *limits])
 
 
-def memory_kills(root: Path = ROOT) -> int | None:
+def count_oom_kills(root: Path = ROOT) -> int | None:
     """Return the number of kills by the kernel's out-of-memory killer so far; None: not reported.
 
     Counted in this process's control group, or, where that has no count, on the whole node.
     """
-    for folder in _groups(root, "memory"):
+    for folder in _cgroup_folders(root, "memory"):
         for name in ("memory.events", "memory.oom_control"):
             if (count := _oom_kills(folder / name)) is not None:
                 return count
@@ -50,7 +52,7 @@ def cpu_model(root: Path = ROOT) -> str:
     return os.uname().machine
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the control-group folders that bind this process, its own first, then its ancestors.
 
     Inside a container the path that the kernel names may not exist below the mount; then the mount

@@ -1,6 +1,7 @@
 """Topology address of this node, by which nodes near each other get neighbouring ranks.
 
-    position_of(job.cluster, os.environ)   # Position('rack-3/switch-1', 'cluster.topology_address')
+    resolve_topology_address(job.cluster, os.environ)   # Position('rack-3/switch-1',
+    'cluster.topology_address')
 
 A path of names, outermost first, from the first source that has one: the user (`cluster.topology_address`),
 the cluster file (the order of `hosts`), or the launcher (Slurm's SLURM_TOPOLOGY_ADDR, with its topology
@@ -19,7 +20,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.sections.job import ClusterSection
 
-SLURM = "SLURM_TOPOLOGY_ADDR"
+SLURM_TOPOLOGY_VARIABLE = "SLURM_TOPOLOGY_ADDR"
 """Slurm's variable: 's0.s4.node1', switches from the root to the node's own, and the node's name.
 
 Source: slurm's sbatch(1), "OUTPUT ENVIRONMENT VARIABLES".
@@ -27,53 +28,55 @@ Source: slurm's sbatch(1), "OUTPUT ENVIRONMENT VARIABLES".
 
 
 @dataclass(frozen=True)
-class Position:
+class TopologyAddress:
     """Topology address of one node, and its source."""
 
-    text: str
+    path: str
     """Path, outermost first, parts joined by '/' or '.'; empty: unknown."""
     source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.source})" if self.text else "unknown"
+        return f"{self.path} ({self.source})" if self.path else "unknown"
 
 
-def position_of(
+def resolve_topology_address(
     section: ClusterSection,
     environment: Mapping[str, str],
-    host: str = "",
+    hostname: str = "",
     cluster: Cluster | None = None,
-) -> Position:
+) -> TopologyAddress:
     """Return this node's topology address.
 
     Args:
         section: the job's `[cluster]`.
         environment: the environment variables.
-        host: this node's name; default: the system's.
+        hostname: this node's name; default: the system's.
         cluster: the cluster of `section.file`; default: it is read.
 
     Raises:
         JobError: the cluster file cannot be read, or lists hosts without this one.
     """
     if section.topology_address is not None:
-        return Position(section.topology_address, "cluster.topology_address")
+        return TopologyAddress(section.topology_address, "cluster.topology_address")
     if section.file is not None:
         cluster = cluster or read_cluster(section.file)
         if any(node.hosts for node in cluster.nodes):
-            return _among(cluster, host or socket.gethostname(), section.file)
-    if address := environment.get(SLURM, ""):
-        return Position(address, SLURM)
-    return Position("")
+            return _find_in_host_lists(cluster, hostname or socket.gethostname(), section.file)
+    if address := environment.get(SLURM_TOPOLOGY_VARIABLE, ""):
+        return TopologyAddress(address, SLURM_TOPOLOGY_VARIABLE)
+    return TopologyAddress("")
 
 
-def _among(cluster: Cluster, host: str, file: str) -> Position:
+def _find_in_host_lists(cluster: Cluster, hostname: str, file: str) -> TopologyAddress:
     """Return the address in a cluster file's hosts: index of the node group, and of the name within it."""
-    names = {host, host.partition(".")[0]}
+    names = {hostname, hostname.partition(".")[0]}
     for kind, node in enumerate(cluster.nodes):
         for number, name in enumerate(node.hosts):
             if name in names or name.partition(".")[0] in names:
-                return Position(f"{kind}/{number}", f"number {number + 1} of {node.name}'s hosts in {file}")
+                return TopologyAddress(
+                    f"{kind}/{number}", f"number {number + 1} of {node.name}'s hosts in {file}"
+                )
     raise JobError(
-        f"cluster.file lists hosts, and this machine, {host}, is none of them",
+        f"cluster.file lists hosts, and this machine, {hostname}, is none of them",
         "add it to hosts, or say where it is with cluster.topology_address",
     )

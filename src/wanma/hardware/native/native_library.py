@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from wanma.hardware.native.cpp_compiler import cpp_compiler
+from wanma.hardware.native.cpp_compiler import find_cpp_compiler
 from wanma.job.errors import WanmaError
 
-COLLECTIVES = Path(__file__).parents[2] / "collectives" / "shared_memory" / "native" / "group.cpp"
+COLLECTIVES_SOURCE = Path(__file__).parents[2] / "collectives" / "shared_memory" / "native" / "group.cpp"
 """Source of the collectives over shared memory."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+COMPILER_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 """Compiler flags; without contraction to fused multiply-add, results do not depend on the processor."""
-COMPILE_SECONDS = 120.0
+COMPILE_TIMEOUT_SECONDS = 120.0
 """Timeout in seconds; a compilation takes about four."""
-_SHOWN_CHARACTERS = 2000
+_MAX_ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class NativeLibrary:
     """Compiled library, or the reason why there is none."""
 
     path: Path | None
-    reason: str = ""
+    failure_reason: str = ""
 
 
-def compiled(source: Path) -> NativeLibrary:
-    """Compile `source` with this node's compiler, as `built`, and check that the library can be loaded."""
-    compiler = cpp_compiler()
+def build_and_check_library(source: Path) -> NativeLibrary:
+    """Compile `source` with this node's compiler, as `build_library`, and check that the library loads."""
+    compiler = find_cpp_compiler()
     if compiler is None:
         return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
     try:
-        path = built(source, compiler)
+        path = build_library(source, compiler)
         ctypes.CDLL(str(path))
     except WanmaError as error:
         return NativeLibrary(None, error.message)
@@ -48,7 +48,7 @@ def compiled(source: Path) -> NativeLibrary:
     return NativeLibrary(path)
 
 
-def built(source: Path, compiler: str, environment: Mapping[str, str] = os.environ) -> Path:
+def build_library(source: Path, compiler: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the shared library of `source` and of the headers beside it, compiled unless it is cached.
 
     It is stored in the user's cache folder under a hash of source, compiler and processor: nodes of several
@@ -87,23 +87,25 @@ def _compile(source: Path, compiler: str, library: Path) -> None:
         output = Path(scratch) / library.name
         try:
             subprocess.run(
-                [compiler, *FLAGS, str(source), "-o", str(output)],
+                [compiler, *COMPILER_FLAGS, str(source), "-o", str(output)],
                 check=True,
                 capture_output=True,
                 text=True,
                 stdin=subprocess.DEVNULL,
-                timeout=COMPILE_SECONDS,
+                timeout=COMPILE_TIMEOUT_SECONDS,
             )
         except subprocess.CalledProcessError as error:
-            said = error.stderr.strip()[:_SHOWN_CHARACTERS]
-            raise WanmaError(f"{compiler} does not compile {source.name}: {said}", _OTHER_COMPILER) from error
+            said = error.stderr.strip()[:_MAX_ERROR_CHARACTERS]
+            raise WanmaError(
+                f"{compiler} does not compile {source.name}: {said}", _OTHER_COMPILER_HINT
+            ) from error
         except subprocess.TimeoutExpired as error:
-            text = f"{compiler} has not compiled {source.name} within {COMPILE_SECONDS:.0f} s"
-            raise WanmaError(text, _OTHER_COMPILER) from error
+            text = f"{compiler} has not compiled {source.name} within {COMPILE_TIMEOUT_SECONDS:.0f} s"
+            raise WanmaError(text, _OTHER_COMPILER_HINT) from error
         output.rename(library)
 
 
-_OTHER_COMPILER = "install g++ 10 or later, or name another compiler with the environment's CXX"
+_OTHER_COMPILER_HINT = "install g++ 10 or later, or name another compiler with the environment's CXX"
 
 
 def _fingerprint(source: Path, compiler: str) -> str:
@@ -114,12 +116,12 @@ def _fingerprint(source: Path, compiler: str) -> str:
     # The compiler is identified by path, size and time: to ask for its version would start a process.
     program = Path(compiler).resolve()
     status = program.stat()
-    digest.update(f"{program} {status.st_size} {status.st_mtime_ns} {' '.join(FLAGS)}\0".encode())
-    digest.update(_processor().encode())
+    digest.update(f"{program} {status.st_size} {status.st_mtime_ns} {' '.join(COMPILER_FLAGS)}\0".encode())
+    digest.update(_processor_identity().encode())
     return digest.hexdigest()[:24]
 
 
-def _processor() -> str:
+def _processor_identity() -> str:
     """Return the lines of /proc/cpuinfo that determine `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

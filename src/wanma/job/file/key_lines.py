@@ -27,14 +27,14 @@ class Token:
     is_key: bool
 
 
-def toml_lines(text: str) -> dict[KeyPath, int]:
+def toml_key_lines(text: str) -> dict[KeyPath, int]:
     """Return the line (from 1) of every key, table and list element of valid TOML."""
-    return _Scanner(text).lines()
+    return _TomlScanner(text).lines()
 
 
 def toml_tokens(text: str) -> list[Token]:
     """Return the keys and text values of valid TOML in their order; line ends count as one character."""
-    scanner = _Scanner(text)
+    scanner = _TomlScanner(text)
     scanner.lines()
     return scanner.tokens
 
@@ -44,27 +44,27 @@ def yaml_tokens(node: Any) -> list[Token]:
     return list(_yaml_tokens(node, (), ()))
 
 
-def yaml_lines(node: Any) -> dict[KeyPath, int]:
+def yaml_key_lines(node: Any) -> dict[KeyPath, int]:
     """Return the line (from 1) of every key and list element of a composed YAML node (`yaml.compose`)."""
     found: dict[KeyPath, int] = {}
-    for path, line in _yaml_walk(node, (), ()):
+    for path, line in _walk_yaml(node, (), ()):
         found.setdefault(path, line)
     return found
 
 
-def _yaml_walk(node: Any, at: KeyPath, inside: tuple[int, ...]) -> Iterator[tuple[KeyPath, int]]:
-    if id(node) in inside:  # an anchor that holds itself
+def _walk_yaml(node: Any, parent: KeyPath, ancestor_ids: tuple[int, ...]) -> Iterator[tuple[KeyPath, int]]:
+    if id(node) in ancestor_ids:  # an anchor that holds itself
         return
-    inside = (*inside, id(node))
+    ancestor_ids = (*ancestor_ids, id(node))
     if node.id == "mapping":
         for key, value in node.value:
-            path = (*at, str(key.value))
+            path = (*parent, str(key.value))
             yield path, key.start_mark.line + 1
-            yield from _yaml_walk(value, path, inside)
+            yield from _walk_yaml(value, path, ancestor_ids)
     elif node.id == "sequence":
         for index, value in enumerate(node.value):
-            yield (*at, index), value.start_mark.line + 1
-            yield from _yaml_walk(value, (*at, index), inside)
+            yield (*parent, index), value.start_mark.line + 1
+            yield from _walk_yaml(value, (*parent, index), ancestor_ids)
 
 
 def _yaml_tokens(node: Any, at: KeyPath, inside: tuple[int, ...]) -> Iterator[Token]:
@@ -90,14 +90,14 @@ def _yaml_token(path: KeyPath, node: Any, *, is_key: bool) -> Token:
     return Token(path, start, stop, node.start_mark.line + 1, is_key)
 
 
-class _Scanner:
+class _TomlScanner:
     def __init__(self, text: str) -> None:
         self.text = text.replace("\r\n", "\n")
-        self.at = 0
+        self.offset = 0
         self.line = 1
-        self.found: dict[KeyPath, int] = {}
+        self.lines_by_key: dict[KeyPath, int] = {}
         self.tokens: list[Token] = []
-        self.elements: dict[KeyPath, int] = {}
+        self.element_indices: dict[KeyPath, int] = {}
         """Elements found so far in each array of tables."""
 
     def lines(self) -> dict[KeyPath, int]:
@@ -107,30 +107,30 @@ class _Scanner:
                 table = self._header()
             else:
                 self._pair(table)
-        return self.found
+        return self.lines_by_key
 
     def _header(self) -> KeyPath:
-        repeated = self.text.startswith("[[", self.at)
+        repeated = self.text.startswith("[[", self.offset)
         self._advance(2 if repeated else 1)
         keys = self._key("]")
         self._advance(2 if repeated else 1)
         path: KeyPath = ()
         for position, (key, start, stop) in enumerate(keys):
             path = (*path, key)
-            self._note(path)
+            self._record_line(path)
             self.tokens.append(Token(path, start, stop, self.line, is_key=True))
             if repeated and position == len(keys) - 1:
-                self.elements[path] = self.elements.get(path, -1) + 1
-            if path in self.elements:
-                path = (*path, self.elements[path])
-                self._note(path)
+                self.element_indices[path] = self.element_indices.get(path, -1) + 1
+            if path in self.element_indices:
+                path = (*path, self.element_indices[path])
+                self._record_line(path)
         return path
 
     def _pair(self, table: KeyPath) -> None:
         path = table
         for key, start, stop in self._key("="):
             path = (*path, key)
-            self._note(path)
+            self._record_line(path)
             self.tokens.append(Token(path, start, stop, self.line, is_key=True))
         self._advance(1)
         self._value(path)
@@ -140,14 +140,14 @@ class _Scanner:
         parts = []
         while True:
             self._skip_spaces()
-            start = self.at
+            start = self.offset
             if self._peek() in "\"'":
                 name = next(iter(tomllib.loads(f"{self._string()} = 0")))
             else:
                 while self._peek() not in f". \t{end}":
                     self._advance(1)
-                name = self.text[start : self.at]
-            parts.append((name, start, self.at))
+                name = self.text[start : self.offset]
+            parts.append((name, start, self.offset))
             self._skip_spaces()
             if self._peek() == end:
                 return parts
@@ -155,16 +155,16 @@ class _Scanner:
 
     def _value(self, path: KeyPath) -> None:
         self._skip_spaces()
-        first, start, line = self._peek(), self.at, self.line
+        first, start, line = self._peek(), self.offset, self.line
         if first in "\"'":
             self._string()
-            self.tokens.append(Token(path, start, self.at, line, is_key=False))
+            self.tokens.append(Token(path, start, self.offset, line, is_key=False))
         elif first == "[":
             self._array(path)
         elif first == "{":
             self._inline_table(path)
         else:
-            while self.at < len(self.text) and self._peek() not in ",]}#\n":
+            while self.offset < len(self.text) and self._peek() not in ",]}#\n":
                 self._advance(1)
 
     def _array(self, path: KeyPath) -> None:
@@ -174,7 +174,7 @@ class _Scanner:
             if self._peek() == ",":
                 self._advance(1)
                 continue
-            self._note((*path, index))
+            self._record_line((*path, index))
             self._value((*path, index))
             index += 1
         self._advance(1)
@@ -190,26 +190,26 @@ class _Scanner:
 
     def _string(self) -> str:
         """Skip one string; return it as written, quotes included."""
-        start = self.at
+        start = self.offset
         quote = self._peek()
-        mark = quote * 3 if self.text.startswith(quote * 3, self.at) else quote
+        mark = quote * 3 if self.text.startswith(quote * 3, self.offset) else quote
         self._advance(len(mark))
-        while not self.text.startswith(mark, self.at):
+        while not self.text.startswith(mark, self.offset):
             self._advance(2 if quote == '"' and self._peek() == "\\" else 1)
         self._advance(len(mark))
         while len(mark) == 3 and self._peek() == quote:  # a quote may touch the closing ones
             self._advance(1)
-        return self.text[start : self.at]
+        return self.text[start : self.offset]
 
-    def _note(self, path: KeyPath) -> None:
-        self.found.setdefault(path, self.line)
+    def _record_line(self, path: KeyPath) -> None:
+        self.lines_by_key.setdefault(path, self.line)
 
     def _peek(self) -> str:
-        return self.text[self.at : self.at + 1] or "\n"
+        return self.text[self.offset : self.offset + 1] or "\n"
 
     def _advance(self, count: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + count)
-        self.at += count
+        self.line += self.text.count("\n", self.offset, self.offset + count)
+        self.offset += count
 
     def _skip_spaces(self) -> None:
         while self._peek() in " \t":
@@ -217,10 +217,10 @@ class _Scanner:
 
     def _skip_blank(self) -> bool:
         """Skip spaces, line ends and comments; return False at the end of the text."""
-        while self.at < len(self.text):
+        while self.offset < len(self.text):
             if self._peek() == "#":
-                end = self.text.find("\n", self.at)
-                self._advance((end if end >= 0 else len(self.text)) - self.at)
+                end = self.text.find("\n", self.offset)
+                self._advance((end if end >= 0 else len(self.text)) - self.offset)
             elif self._peek() in " \t\n":
                 self._advance(1)
             else:

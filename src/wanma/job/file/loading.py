@@ -20,15 +20,21 @@ from pydantic import ValidationError
 
 from wanma.job.errors import JobError
 from wanma.job.file.key_lines import KeyPath
-from wanma.job.file.parser import read_tables
+from wanma.job.file.parser import parse_config_file
 from wanma.job.file.renamed_keys import KEYS, Renaming, dotted_name, renamings, with_new_names
-from wanma.job.file.schema import keys
-from wanma.job.file.validation import Mistake, Places, dotted, from_pydantic, refuse
+from wanma.job.file.schema import schema_keys
+from wanma.job.file.validation import (
+    KeySources,
+    ValidationIssue,
+    issues_from_pydantic,
+    key_path_text,
+    validation_error,
+)
 from wanma.job.sections.base import Section
 from wanma.job.sections.job import Job
-from wanma.job.sections.observe import why_no_name
+from wanma.job.sections.observe import invalid_run_name_reason
 
-_DEEPEST = 32
+_MAX_DEPTH = 32
 _OVERRIDE = re.compile(r"([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\s*=(.*)", re.DOTALL)
 
 
@@ -41,8 +47,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         JobError: the file cannot be read or parsed, or holds an invalid key or value.
     """
     path = Path(path)
-    tables, lines = read_tables(path)
-    return _named(_build(tables, overrides, Places(str(path), lines)), path)
+    tables, lines = parse_config_file(path)
+    return _named(_validate_job(tables, overrides, KeySources(str(path), lines)), path)
 
 
 def load_recorded_job(path: Path) -> Job:
@@ -52,14 +58,14 @@ def load_recorded_job(path: Path) -> Job:
         JobError: the file cannot be read or parsed, or holds an invalid key or value.
     """
     path = Path(path)
-    tables, lines = read_tables(path)
-    return _named(_build(with_new_names(tables), (), Places(str(path), lines)), path)
+    tables, lines = parse_config_file(path)
+    return _named(_validate_job(with_new_names(tables), (), KeySources(str(path), lines)), path)
 
 
 def _named(job: Job, path: Path) -> Job:
     """Return the job with the file's name, if it has no name of its own."""
     if job.observe.name is None:
-        if (wrong := why_no_name(path.stem)) is not None:
+        if (wrong := invalid_run_name_reason(path.stem)) is not None:
             raise JobError(
                 f"{path}: a run without observe.name takes the job file's name, which {wrong}",
                 "give it one: observe.name=NAME",
@@ -68,13 +74,15 @@ def _named(job: Job, path: Path) -> Job:
     return job
 
 
-def job_from(
-    value: Job | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), told_by: str | None = None
+def to_job(
+    value: Job | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    override_source: str | None = None,
 ) -> Job:
     """Build a `Job` from a value of the Python API: a job, nested mappings of its sections, or a path.
 
     Args:
-        told_by: source of the overrides as errors name it, if it is not the end of the command line.
+        override_source: source of the overrides as errors name it, if it is not the end of the command line.
 
     Raises:
         JobError: same causes as `load_job`.
@@ -90,7 +98,7 @@ def job_from(
             f"a job cannot be made from {type(value).__name__}",
             "give a Job, a mapping of sections such as {'model': {'preset': 'gpt-10m'}}, or a file's path",
         )
-    return _build(dict(value), overrides, Places(), told_by)
+    return _validate_job(dict(value), overrides, KeySources(), override_source)
 
 
 @dataclass(frozen=True)
@@ -119,50 +127,53 @@ def parse_override(text: str) -> Override:
     path, raw = tuple(match[1].split(".")), match[2].strip()
     if not raw:
         return Override(path, None, unset=True)
-    value = _literal(raw)
-    key = keys().get(".".join(part for part in path if not part.isdigit()))
-    if key is not None and key.text and not isinstance(value, str):
+    value = _parse_literal(raw)
+    key = schema_keys().get(".".join(part for part in path if not part.isdigit()))
+    if key is not None and key.is_text and not isinstance(value, str):
         value = raw  # a name such as 12 or 2026-01-01 stays text
     return Override(path, value)
 
 
-def _literal(raw: str) -> Any:
+def _parse_literal(raw: str) -> Any:
     try:
         value = tomllib.loads(f"value = {raw}")["value"] if "\n" not in raw else raw
     except (ValueError, RecursionError):  # ValueError: no TOML, or a number that is too long
         if raw.startswith("[") and raw.endswith("]") and not set(raw[1:-1]) & set("[]{}\"'"):
-            return [_literal(item.strip()) for item in raw[1:-1].split(",") if item.strip()]
+            return [_parse_literal(item.strip()) for item in raw[1:-1].split(",") if item.strip()]
         return raw
     return raw if isinstance(value, datetime.date | datetime.time) else value
 
 
-def _build(
-    tables: Mapping[str, Any], overrides: Sequence[str], places: Places, told_by: str | None = None
+def _validate_job(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    sources: KeySources,
+    override_source: str | None = None,
 ) -> Job:
-    mistakes: list[Mistake] = []
-    given = plain(tables, (), mistakes)
+    mistakes: list[ValidationIssue] = []
+    given = to_json_value(tables, (), mistakes)
     given = {section: value for section, value in given.items() if value is not None}  # YAML's bare `train:`
     if given.get("parallel") == "auto":
         given["parallel"] = {"auto": True}
     for number, text in enumerate(overrides, 1):
         override = parse_override(text)
-        place = told_by or f"override {number} on the command line"
-        _apply(given, override, place, places, mistakes)
+        place = override_source or f"override {number} on the command line"
+        _apply_override(given, override, place, sources, mistakes)
     if mistakes:
-        raise refuse([*mistakes, *_old_names(given, places)], places)
-    mistakes = _old_names(given, places)
+        raise validation_error([*mistakes, *_old_names(given, sources)], sources)
+    mistakes = _old_names(given, sources)
     given = with_new_names(given)
     try:
         # Strict mode through JSON accepts a list for a tuple, and still rejects true for 1.
         job = Job.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
-        raise refuse([*mistakes, *from_pydantic(error, given)], places) from None
+        raise validation_error([*mistakes, *issues_from_pydantic(error, given)], sources) from None
     if mistakes:
-        raise refuse(mistakes, places)
+        raise validation_error(mistakes, sources)
     return job
 
 
-def _old_names(given: dict[str, Any], places: Places) -> list[Mistake]:
+def _old_names(given: dict[str, Any], places: KeySources) -> list[ValidationIssue]:
     """Return a mistake for every old name; `places` then has their places under the new names, too."""
     found = renamings(given)
     found += [  # an override that unsets a key leaves nothing in the tables
@@ -173,14 +184,20 @@ def _old_names(given: dict[str, Any], places: Places) -> list[Mistake]:
     for one in found:
         places.add_name(one.path, one.new_path)
     upgrade = f"`wanma job --upgrade {places.file}` rewrites the file"
-    return [Mistake(one.path, str(one), upgrade if places.is_in_file(one.path) else "") for one in found]
+    return [
+        ValidationIssue(one.path, str(one), upgrade if places.is_in_file(one.path) else "") for one in found
+    ]
 
 
-def _apply(
-    given: dict[str, Any], override: Override, place: str, places: Places, mistakes: list[Mistake]
+def _apply_override(
+    tables: dict[str, Any],
+    override: Override,
+    source: str,
+    sources: KeySources,
+    issues: list[ValidationIssue],
 ) -> None:
-    """Write one override into the nested tables `given`."""
-    holder: Any = given
+    """Write one override into the nested tables `tables`."""
+    holder: Any = tables
     path: KeyPath = ()
     for part in override.path[:-1]:
         step: str | int = int(part) if isinstance(holder, list) and part.isdigit() else part
@@ -191,10 +208,10 @@ def _apply(
             holder = holder[step]
         else:
             break
-    value = plain(override.value, override.path, mistakes)
+    value = to_json_value(override.value, override.path, issues)
     last = override.path[-1]
     name: str | int = int(last) if isinstance(holder, list) and last.isdigit() else last
-    places.overrides[(*path, name)] = place
+    sources.overrides[(*path, name)] = source
     if isinstance(holder, dict):
         if override.unset:
             holder.pop(last, None)
@@ -206,52 +223,58 @@ def _apply(
     elif isinstance(holder, list) and isinstance(name, int) and name < len(holder) and not override.unset:
         holder[name] = value
     else:
-        mistakes.append(Mistake((*path, name), f"there is no {'.'.join(override.path)} to set"))
+        issues.append(ValidationIssue((*path, name), f"there is no {'.'.join(override.path)} to set"))
 
 
-def plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
-    """Return `value` at `path` as JSON types; add values without a JSON form to `mistakes`.
+def to_json_value(value: Any, path: KeyPath, issues: list[ValidationIssue]) -> Any:
+    """Return `value` at `path` as JSON types; add values without a JSON form to `issues`.
 
     File contents and Python values are converted alike.
     """
-    if len(path) > _DEEPEST:
-        mistakes.append(Mistake(path[:2], f"{dotted(path[:2])} is nested too deeply"))
+    if len(path) > _MAX_DEPTH:
+        issues.append(ValidationIssue(path[:2], f"{key_path_text(path[:2])} is nested too deeply"))
         return None
     match value:
         case Section():
-            return plain(value.model_dump(exclude_unset=True), path, mistakes)
+            return to_json_value(value.model_dump(exclude_unset=True), path, issues)
         case Mapping():
             if wrong := [name for name in value if not isinstance(name, str)]:
-                mistakes.append(
-                    Mistake(path, f'{dotted(path)}: the name {wrong[0]!r} must be text, "{wrong[0]}"')
+                issues.append(
+                    ValidationIssue(
+                        path, f'{key_path_text(path)}: the name {wrong[0]!r} must be text, "{wrong[0]}"'
+                    )
                 )
             return {
-                name: plain(item, (*path, name), mistakes)
+                name: to_json_value(item, (*path, name), issues)
                 for name, item in value.items()
                 if isinstance(name, str)
             }
         case list() | tuple():
-            return [plain(item, (*path, index), mistakes) for index, item in enumerate(value)]
+            return [to_json_value(item, (*path, index), issues) for index, item in enumerate(value)]
         case bool() | int() | float():
             return value
         case None:
             if len(path) > 2:
-                mistakes.append(Mistake(path, f"{dotted(path)} is null: leave the key out instead"))
+                issues.append(
+                    ValidationIssue(path, f"{key_path_text(path)} is null: leave the key out instead")
+                )
             return None
         case Path():
             return str(value)
         case datetime.date() | datetime.time():
             return value.isoformat()
-        case str() if _why_no_text(value) is None:
+        case str() if _invalid_text_reason(value) is None:
             return value
-    what = _why_no_text(value) if isinstance(value, str) else f"of type {type(value).__name__}"
-    mistakes.append(
-        Mistake(path, f"{dotted(path)} is {what}; use text, numbers, true or false, lists and tables")
+    what = _invalid_text_reason(value) if isinstance(value, str) else f"of type {type(value).__name__}"
+    issues.append(
+        ValidationIssue(
+            path, f"{key_path_text(path)} is {what}; use text, numbers, true or false, lists and tables"
+        )
     )
     return None
 
 
-def _why_no_text(text: str) -> str | None:
+def _invalid_text_reason(text: str) -> str | None:
     if "\0" in text:
         return "text with a NUL character, which no path and no name can have"
     try:

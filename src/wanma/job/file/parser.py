@@ -10,30 +10,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import JobError, missing_extra
-from wanma.job.file.key_lines import KeyPath, Token, toml_lines, toml_tokens, yaml_lines, yaml_tokens
+from wanma.job.errors import JobError, missing_extra_error
+from wanma.job.file.key_lines import KeyPath, Token, toml_key_lines, toml_tokens, yaml_key_lines, yaml_tokens
 
-_STARTER = "`wanma job --toml` prints one to start from"
+_TEMPLATE_HINT = "`wanma job --toml` prints one to start from"
 
 
-def read_tables(
-    path: Path, what: str = "job file", starter: str | None = None
+def parse_config_file(
+    path: Path, kind: str = "job file", missing_file_hint: str | None = None
 ) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Read the tables of a TOML or (.yaml, .yml) YAML file, and the line of each key.
 
     Args:
-        what: kind of file, as errors name it.
-        starter: hint for a missing file; default: the job files nearby.
+        kind: kind of file, as errors name it.
+        missing_file_hint: hint for a missing file; default: the job files nearby.
 
     Raises:
         JobError: the file cannot be read or is not valid; names the line, or similar files if it is absent.
     """
-    text = read_text(path, what, starter)
-    with _errors_named(path, what):
+    text = read_text(path, kind, missing_file_hint)
+    with _errors_named(path, kind):
         if _is_yaml(path):
-            tables, node = _yaml(path, text)
-            return tables, yaml_lines(node) if node is not None else {}
-        return _toml(path, text), toml_lines(text)
+            tables, node = _parse_yaml(path, text)
+            return tables, yaml_key_lines(node) if node is not None else {}
+        return _parse_toml(path, text), toml_key_lines(text)
 
 
 def parse_tokens(path: Path, text: str) -> tuple[dict[str, Any], list[Token]]:
@@ -44,9 +44,9 @@ def parse_tokens(path: Path, text: str) -> tuple[dict[str, Any], list[Token]]:
     """
     with _errors_named(path, "job file"):
         if _is_yaml(path):
-            tables, node = _yaml(path, text)
+            tables, node = _parse_yaml(path, text)
             return tables, yaml_tokens(node) if node is not None else []
-        return _toml(path, text), toml_tokens(text)
+        return _parse_toml(path, text), toml_tokens(text)
 
 
 @contextmanager
@@ -73,10 +73,12 @@ def read_text(path: Path, what: str = "job file", starter: str | None = None) ->
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise JobError(f"there is no {what} {path}.{_similar(path)}", _nearby(path, starter)) from None
+        raise JobError(
+            f"there is no {what} {path}.{_closest_name_hint(path)}", _nearby_files_hint(path, starter)
+        ) from None
     except IsADirectoryError:
         inside = path / "job.toml"
-        hint = f"did you mean {inside}?" if inside.is_file() else _nearby(inside, starter)
+        hint = f"did you mean {inside}?" if inside.is_file() else _nearby_files_hint(inside, starter)
         raise JobError(f"{path} is a folder, not a {what}", hint) from None
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not a {what}: byte {error.start} is not valid UTF-8 text") from None
@@ -84,7 +86,7 @@ def read_text(path: Path, what: str = "job file", starter: str | None = None) ->
         raise JobError(f"cannot read the {what} {path}: {error.strerror or error}") from error
 
 
-def _similar(path: Path) -> str:
+def _closest_name_hint(path: Path) -> str:
     """Return a hint with the closest name among the job files nearby, compared without the common suffix."""
     near = {file.stem: file for file in reversed(_job_files(path))}
     names = dict.fromkeys((path.stem, path.name))
@@ -92,12 +94,12 @@ def _similar(path: Path) -> str:
     return f" Did you mean '{near[close[0]]}'?" if close else ""
 
 
-def _nearby(path: Path, starter: str | None) -> str:
-    if starter is not None:
-        return starter
+def _nearby_files_hint(path: Path, missing_file_hint: str | None) -> str:
+    if missing_file_hint is not None:
+        return missing_file_hint
     files = _job_files(path)
     if not files:
-        return _STARTER
+        return _TEMPLATE_HINT
     more = f" and {len(files) - 8} more" if len(files) > 8 else ""
     return f"job files nearby: {', '.join(str(file) for file in files[:8])}{more}"
 
@@ -109,14 +111,14 @@ def _job_files(path: Path) -> list[Path]:
     return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml"]
 
 
-def _toml(path: Path, text: str) -> dict[str, Any]:
+def _parse_toml(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _syntax(path, text, str(error)) from None
+        raise _toml_syntax_error(path, text, str(error)) from None
 
 
-def _syntax(path: Path, text: str, message: str) -> JobError:
+def _toml_syntax_error(path: Path, text: str, message: str) -> JobError:
     at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
     lines = text.splitlines()
     line = int(at[1]) if at and at[1] else max(len(lines), 1)
@@ -133,12 +135,12 @@ def _syntax(path: Path, text: str, message: str) -> JobError:
     return JobError(f"{path}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}{shown}", hint)
 
 
-def _yaml(path: Path, text: str) -> tuple[dict[str, Any], Any]:
+def _parse_yaml(path: Path, text: str) -> tuple[dict[str, Any], Any]:
     """Return the tables of a YAML text, and its composed node; None if it is empty."""
     try:
         import yaml
     except ImportError:
-        raise missing_extra("pyyaml", "yaml", f"reading {path}") from None
+        raise missing_extra_error("pyyaml", "yaml", f"reading {path}") from None
 
     class Loader(yaml.SafeLoader):
         """YAML loader: safe, reads 1e-3 as a number (YAML 1.1 wants 1.0e-3), refuses a repeated key."""

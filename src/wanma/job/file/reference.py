@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 from wanma.job.file.renamed_keys import KEYS, VALUES
-from wanma.job.file.schema import Key, Table, tables
+from wanma.job.file.schema import KeySchema, TableSchema, schema_tables
 from wanma.job.file.serialization import toml_value
 
-STARTER = {"model.preset": "gpt-10m", "data.text": ["stdlib"]}
+TEMPLATE_VALUES = {"model.preset": "gpt-10m", "data.text": ["stdlib"]}
 """Keys that the starter file sets: enough to train on any machine that has Python."""
 
 
-def default_text(key: Key) -> str:
+def default_text(key: KeySchema) -> str:
     """Return the default as written in TOML; 'required' or 'unset' if there is none."""
-    if key.required:
+    if key.is_required:
         return "required"
     return "unset" if key.default is None else toml_value(key.default, key.path)
 
 
-def starter_toml() -> str:
+def template_toml() -> str:
     """Return a job file that runs as it is, with every other key commented out at its default."""
     blocks = [
         "# Every key of a job file. Those commented out show their default.\n"
         "# On the command line: wanma train FILE train.steps=500\n"
     ]
-    for table in tables():
-        lines = [f"# {table.help}", f"{'# ' if table.repeated else ''}{table.header}"]
-        lines += [_starter_line(key) for key in table.keys]
+    for table in schema_tables():
+        lines = [f"# {table.help}", f"{'# ' if table.is_repeated else ''}{table.header}"]
+        lines += [_template_line(key) for key in table.keys]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
 
-def _starter_line(key: Key) -> str:
-    if key.path in STARTER:
-        setting = f"{key.name} = {toml_value(STARTER[key.path])}"
+def _template_line(key: KeySchema) -> str:
+    if key.path in TEMPLATE_VALUES:
+        setting = f"{key.name} = {toml_value(TEMPLATE_VALUES[key.path])}"
     else:
-        known = not key.required and key.default is not None
+        known = not key.is_required and key.default is not None
         setting = f"# {key.name} = {default_text(key) if known else ''}".rstrip()
     return f"{setting:<36}  # {key.help} ({key.allowed.removeprefix('one of ')})"
 
 
-def markdown() -> str:
+def reference_markdown() -> str:
     """Return the text of `docs/job-file.md`."""
-    return _INTRODUCTION + "\n".join([*map(markdown_table, tables()), _renamed()])
+    return _INTRODUCTION + "\n".join([*map(markdown_table, schema_tables()), _renamed()])
 
 
-def markdown_table(table: Table) -> str:
+def markdown_table(table: TableSchema) -> str:
     """Return a table of keys as a chapter of the guide."""
     rows = [
         f"| `{key.name}` | {_cell(key.allowed)} | {_cell(f'`{default_text(key)}`')} | {_cell(key.help)} |"

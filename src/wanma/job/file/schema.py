@@ -28,7 +28,7 @@ _BOUNDS: tuple[tuple[type, str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Key:
+class KeySchema:
     """Schema of one key of the job file."""
 
     path: str
@@ -37,9 +37,9 @@ class Key:
     """Allowed values as text, to follow "must be": 'a number >= 0 and < 1'."""
     choices: tuple[str, ...]
     """Values of an enumeration, as written on the command line; empty for any other type."""
-    text: bool
+    is_text: bool
     """True if the value is one text, so that an override for it is never read as a number."""
-    required: bool
+    is_required: bool
     default: Any
     help: str
 
@@ -49,61 +49,61 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableSchema:
     """Schema of one table: a section `[train]`, or a repeated table `[[data.sources]]`."""
 
     path: str
-    repeated: bool
+    is_repeated: bool
     help: str
-    keys: tuple[Key, ...]
+    keys: tuple[KeySchema, ...]
 
     @property
     def header(self) -> str:
-        return f"[[{self.path}]]" if self.repeated else f"[{self.path}]"
+        return f"[[{self.path}]]" if self.is_repeated else f"[{self.path}]"
 
 
 @functools.cache
-def tables(root: type[Section] = Job) -> tuple[Table, ...]:
+def schema_tables(root: type[Section] = Job) -> tuple[TableSchema, ...]:
     """Return every table that `root` describes, in file order; a repeated table follows its section."""
     hints = get_type_hints(root)
     lists = {name: _repeated_section(hints[name]) for name in root.model_fields}
     return tuple(
         table
         for name, repeated in lists.items()
-        for table in _walk(name, repeated or hints[name], repeated=repeated is not None)
+        for table in _walk_sections(name, repeated or hints[name], is_repeated=repeated is not None)
     )
 
 
 @functools.cache
-def keys(root: type[Section] = Job) -> dict[str, Key]:
+def schema_keys(root: type[Section] = Job) -> dict[str, KeySchema]:
     """Return every key that `root` describes, by its dotted path."""
-    return {key.path: key for table in tables(root) for key in table.keys}
+    return {key.path: key for table in schema_tables(root) for key in table.keys}
 
 
-def _walk(path: str, section: type[Section], *, repeated: bool) -> Iterator[Table]:
+def _walk_sections(path: str, section: type[Section], *, is_repeated: bool) -> Iterator[TableSchema]:
     hints = get_type_hints(section)
     inner = {name: _repeated_section(hint) for name, hint in hints.items() if name in section.model_fields}
-    yield Table(
+    yield TableSchema(
         path=path,
-        repeated=repeated,
+        is_repeated=is_repeated,
         help=(section.__doc__ or "").strip(),
         keys=tuple(
-            _key(f"{path}.{name}", hints[name], field) for name, field in section.model_fields.items()
+            _key_schema(f"{path}.{name}", hints[name], field) for name, field in section.model_fields.items()
         ),
     )
     for name, below in inner.items():
         if below is not None:
-            yield from _walk(f"{path}.{name}", below, repeated=True)
+            yield from _walk_sections(f"{path}.{name}", below, is_repeated=True)
 
 
-def _key(path: str, hint: Any, field: FieldInfo) -> Key:
+def _key_schema(path: str, hint: Any, field: FieldInfo) -> KeySchema:
     bare = _without_none(hint)
-    return Key(
+    return KeySchema(
         path=path,
-        allowed=_allowed(bare, field),
+        allowed=_allowed_text(bare, field),
         choices=_choices(bare),
-        text=bare is str,
-        required=field.is_required(),
+        is_text=bare is str,
+        is_required=field.is_required(),
         default=None if field.is_required() else field.get_default(call_default_factory=True),
         help=field.description or "",
     )
@@ -135,30 +135,30 @@ def _choices(hint: Any) -> tuple[str, ...]:
     return tuple(str(value) for value in get_args(hint)) if get_origin(hint) is Literal else ()
 
 
-def _allowed(hint: Any, field: FieldInfo) -> str:
+def _allowed_text(hint: Any, field: FieldInfo) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(_choices(hint))
     if _union(hint):
-        return ", or ".join(_allowed(*_with_bounds(one)) for one in get_args(field.annotation))
+        return ", or ".join(_allowed_text(*_with_bounds(one)) for one in get_args(field.annotation))
     if _repeated_section(hint):
         return "a list of tables"
     if get_origin(hint) is list:
         few = " (at least one)" if any(isinstance(m, annotated_types.MinLen) for m in field.metadata) else ""
         inner, said = _with_bounds(get_args(field.annotation)[0])
-        each = re.sub(r"^a ((?:whole )?number)", r"\1s", _allowed(inner, said))
-        return f"a list of {_noun(inner) if get_origin(inner) is Literal else each}{few}"
+        each = re.sub(r"^a ((?:whole )?number)", r"\1s", _allowed_text(inner, said))
+        return f"a list of {_type_text(inner) if get_origin(inner) is Literal else each}{few}"
     bounds = [
-        f"{sign} {_number(getattr(m, name))}"
+        f"{sign} {_bound_text(getattr(m, name))}"
         for kind, name, sign in _BOUNDS
         for m in field.metadata
         if isinstance(m, kind)
     ]
-    noun = _noun(hint)
+    noun = _type_text(hint)
     article = "a " if noun in ("whole number", "number", "table") else ""
     return f"{article}{noun} {' and '.join(bounds)}".rstrip()
 
 
-def _number(bound: float) -> str:
+def _bound_text(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:,.12g}"
 
 
@@ -168,13 +168,13 @@ def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
     return field.annotation, field
 
 
-def _noun(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     if get_origin(hint) is Annotated:
-        return _noun(get_args(hint)[0])
+        return _type_text(get_args(hint)[0])
     if get_origin(hint) is tuple:
-        return f"[{', '.join(_noun(inner) for inner in get_args(hint))}]"
+        return f"[{', '.join(_type_text(inner) for inner in get_args(hint))}]"
     if get_origin(hint) is list:
-        return f"[{_noun(get_args(hint)[0])}, ...]"
+        return f"[{_type_text(get_args(hint)[0])}, ...]"
     if get_origin(hint) is dict:
         return "table"
     if get_origin(hint) is Literal:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanma.job.errors import JobError
-from wanma.job.file.schema import tables
+from wanma.job.file.schema import schema_tables
 from wanma.job.sections.job import Job
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def to_toml(job: Job) -> str:
+def job_to_toml(job: Job) -> str:
     """Return the complete job as TOML, defaults included; `load_job` of it gives an equal job.
 
     Unset keys are left out, and so are keys of `[parallel]` that `auto` leaves open: a size that is written
@@ -26,7 +26,7 @@ def to_toml(job: Job) -> str:
         JobError: a value in `arguments` has no TOML form.
     """
     blocks = []
-    for table in tables():
+    for table in schema_tables():
         section, _, inner = table.path.partition(".")
         values = getattr(job, section)
         for one in getattr(values, inner) if inner else [values]:
@@ -36,7 +36,7 @@ def to_toml(job: Job) -> str:
                 is_open = section == "parallel" and job.parallel.auto
                 if is_open and key.name not in one.model_fields_set:
                     continue
-                if value is None or (f"{table.path}.{key.name}" in _repeated() and value):
+                if value is None or (f"{table.path}.{key.name}" in _repeated_tables() and value):
                     continue
                 lines.append(f"{key.name} = {toml_value(value, key.path)}")
             blocks.append("\n".join(lines) + "\n")
@@ -73,10 +73,10 @@ def toml_value(value: Any, key: str = "") -> str:
 
 def job_hash(job: Job) -> str:
     """Return the hash of a job, 16 hexadecimal digits: equal for equal jobs on every machine."""
-    return _digest(job.model_dump(mode="json"))
+    return _hash_json(job.model_dump(mode="json"))
 
 
-def differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:
+def job_differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:
     """Return (key, value in `old`, value in `new`) of each key that differs, in the order of the job file."""
     return [
         (f"{section}.{key}", getattr(getattr(old, section), key), getattr(getattr(new, section), key))
@@ -86,11 +86,11 @@ def differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _repeated() -> set[str]:
-    return {table.path for table in tables() if table.repeated}
+def _repeated_tables() -> set[str]:
+    return {table.path for table in schema_tables() if table.is_repeated}
 
 
-def _digest(value: Any) -> str:
+def _hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

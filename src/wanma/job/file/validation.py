@@ -12,21 +12,21 @@ from pydantic import ValidationError
 
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.file.key_lines import KeyPath
-from wanma.job.file.schema import Table, keys, tables
+from wanma.job.file.schema import TableSchema, schema_keys, schema_tables
 from wanma.job.file.serialization import toml_value
 from wanma.job.sections.base import Section
 from wanma.job.sections.job import Job
 
 
 @dataclass
-class Places:
+class KeySources:
     """Source location of each key of a job: a line of a file, or an override."""
 
     file: str = ""
     lines: dict[KeyPath, int] = field(default_factory=dict)
     overrides: dict[KeyPath, str] = field(default_factory=dict)
 
-    def of(self, path: KeyPath) -> tuple[int, str]:
+    def locate(self, path: KeyPath) -> tuple[int, str]:
         """Return (sort key, place) of `path` or its nearest parent.
 
         A place is 'gpt.toml:7' or 'override 1 on the command line'.
@@ -34,14 +34,14 @@ class Places:
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 place = self.overrides[path[:length]]
-                return self._order(place), place
+                return self._sort_key(place), place
             if path[:length] in self.lines:
                 line = self.lines[path[:length]]
                 return line, f"{self.file}:{line}"
             if length == len(path):
                 below = [place for key, place in self.overrides.items() if key[:length] == path]
                 if below:
-                    return self._order(below[0]), below[0]
+                    return self._sort_key(below[0]), below[0]
         return 0, self.file
 
     def add_name(self, path: KeyPath, other: KeyPath) -> None:
@@ -55,13 +55,13 @@ class Places:
         """Return True if a line of the file gives `path`, and no override replaces it."""
         return path in self.lines and path not in self.overrides
 
-    def _order(self, override: str) -> int:
+    def _sort_key(self, override: str) -> int:
         """Return the sort key of an override: after every line of the file."""
         return 1_000_000_000 + list(self.overrides.values()).index(override)
 
 
 @dataclass(frozen=True)
-class Mistake:
+class ValidationIssue:
     """One validation error: key path, text, and hint."""
 
     path: KeyPath
@@ -69,30 +69,32 @@ class Mistake:
     hint: str = ""
 
 
-def refuse(
-    mistakes: Iterable[Mistake],
-    places: Places,
-    what: str = "the job",
+def validation_error(
+    issues: Iterable[ValidationIssue],
+    sources: KeySources,
+    subject: str = "the job",
     hint: str = "`wanma job` lists every key with what it allows",
 ) -> JobError:
     """Return all mistakes as one error, in the order of the file and then of the command line."""
     # A wrong element of a list is reported once, for the whole list.
-    told = sorted(dict.fromkeys(mistakes), key=lambda mistake: places.of(mistake.path)[0])
-    lines = [f"{place}: {m.text}" if (place := places.of(m.path)[1]) else m.text for m in told]
+    told = sorted(dict.fromkeys(issues), key=lambda mistake: sources.locate(mistake.path)[0])
+    lines = [f"{place}: {m.text}" if (place := sources.locate(m.path)[1]) else m.text for m in told]
     hints = list(dict.fromkeys(mistake.hint for mistake in told if mistake.hint))
     hint = "\n  ".join([*hints, hint])
     if len(lines) == 1:
         return JobError(lines[0], hint)
-    return JobError(f"{what} has {len(lines)} mistakes\n  " + "\n  ".join(lines), hint)
+    return JobError(f"{subject} has {len(lines)} mistakes\n  " + "\n  ".join(lines), hint)
 
 
-def from_pydantic(error: ValidationError, given: dict[str, Any], root: type[Section] = Job) -> list[Mistake]:
+def issues_from_pydantic(
+    error: ValidationError, given: dict[str, Any], root: type[Section] = Job
+) -> list[ValidationIssue]:
     """Return the mistakes that validation found in the tables `given` of a file that `root` describes."""
     found = error.errors(include_url=False)
-    return [_mistake(one["type"], one["loc"], one["msg"], given, root) for one in found]
+    return [_issue_from_pydantic(one["type"], one["loc"], one["msg"], given, root) for one in found]
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as the user would write it, cut to 60 characters."""
     try:
         text = "null" if value is None else toml_value(value)
@@ -101,7 +103,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def dotted(path: KeyPath) -> str:
+def key_path_text(path: KeyPath) -> str:
     """Return a key path as text, such as 'data.sources[0].weight'."""
     text = ""
     for part in path:
@@ -109,50 +111,56 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any], root: type[Section]) -> Mistake:
+def _issue_from_pydantic(
+    kind: str, path: KeyPath, message: str, given: dict[str, Any], root: type[Section]
+) -> ValidationIssue:
     if kind == "extra_forbidden":
-        return Mistake(path, _unknown(path, root))
+        return ValidationIssue(path, _unknown_key_text(path, root))
     if kind == "value_error":  # a rule between keys of one section
         message = message.removeprefix("Value error, ")
         hint = ""
         if "exactly one" in message or "only one" in message:
             hint = "an empty override unsets what the file gives, e.g. `model.preset=`"
-        return Mistake(_named(path, message, given), f"[{dotted(path)}] {message}", hint)
+        return ValidationIssue(_named_key(path, message, given), f"[{key_path_text(path)}] {message}", hint)
     names = tuple(part for part in path if isinstance(part, str))
-    table = _table(".".join(names), root)
+    table = _find_table(".".join(names), root)
     if table is not None:
-        return Mistake(path, _not_a_table(path, table, kind, given))
+        return ValidationIssue(path, _not_a_table_text(path, table, kind, given))
     depth = _depth(names, root)
-    key = keys(root)[".".join(names[:depth])]
+    key = schema_keys(root)[".".join(names[:depth])]
     path = path[: _key_length(path, depth)]
     if kind == "missing" and _value(given, path) is _ABSENT:
-        return Mistake(path, f"{dotted(path)} is missing ({key.help}): it must be {key.allowed}")
+        return ValidationIssue(
+            path, f"{key_path_text(path)} is missing ({key.help}): it must be {key.allowed}"
+        )
     value = _value(given, path)
     close = did_you_mean(str(value), key.choices) if isinstance(value, (str, bool)) else ""
     finite = ", and finite" if kind == "finite_number" else ""
-    return Mistake(path, f"{dotted(path)} = {shown(value)}: must be {key.allowed}{finite}.{close}")
+    return ValidationIssue(
+        path, f"{key_path_text(path)} = {value_text(value)}: must be {key.allowed}{finite}.{close}"
+    )
 
 
-def _named(path: KeyPath, message: str, given: dict[str, Any]) -> KeyPath:
+def _named_key(path: KeyPath, message: str, given: dict[str, Any]) -> KeyPath:
     """Return the path of the first key in `path` that `message` names and the job sets; else `path`."""
     named = ((*path, word) for word in re.findall(r"[a-z_]+", message))
     return next((key for key in named if _value(given, key) is not _ABSENT), path)
 
 
-def _unknown(path: KeyPath, root: type[Section]) -> str:
+def _unknown_key_text(path: KeyPath, root: type[Section]) -> str:
     *holder, name = path
     inside = ".".join(part for part in holder if isinstance(part, str))
     name = str(name)
     if not inside:
-        homes = [table.header for table in tables(root) if name in {key.name for key in table.keys}]
+        homes = [table.header for table in schema_tables(root) if name in {key.name for key in table.keys}]
         meant = did_you_mean(name, root.model_fields) or (f" It belongs in {homes[0]}." if homes else "")
         return f"unknown section '{name}'.{meant}" + (
             "" if meant else f" There are: {', '.join(root.model_fields)}."
         )
-    prefix = f"{dotted(tuple(holder))}."
-    table = _table(inside, root)
+    prefix = f"{key_path_text(tuple(holder))}."
+    table = _find_table(inside, root)
     here = difflib.get_close_matches(name, [key.name for key in table.keys] if table else [], n=1)
-    names = {key.name: key.path for key in reversed(keys(root).values())}
+    names = {key.name: key.path for key in reversed(schema_keys(root).values())}
     elsewhere = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     if name in root.model_fields:
         meant = f" [{name}] is a section of its own."
@@ -165,22 +173,23 @@ def _unknown(path: KeyPath, root: type[Section]) -> str:
     return f"unknown key '{prefix}{name}'.{meant}"
 
 
-def _not_a_table(path: KeyPath, table: Table, kind: str, given: dict[str, Any]) -> str:
+def _not_a_table_text(path: KeyPath, table: TableSchema, kind: str, given: dict[str, Any]) -> str:
     value = _value(given, path)
     if kind == "missing" or value is _ABSENT:
         example = ' with, for example, preset = "gpt-10m"' if table.path == "model" else ""
         return f"the job has no {table.header} section; add one{example}"
     auto = ' or "auto"' if table.path == "parallel" else ""
-    return f"{dotted(path)} = {shown(value)}: must be a table, {table.header} with its keys below it{auto}."
+    setting = f"{key_path_text(path)} = {value_text(value)}"
+    return f"{setting}: must be a table, {table.header} with its keys below it{auto}."
 
 
-def _table(path: str, root: type[Section]) -> Table | None:
-    return next((table for table in tables(root) if table.path == path), None)
+def _find_table(path: str, root: type[Section]) -> TableSchema | None:
+    return next((table for table in schema_tables(root) if table.path == path), None)
 
 
 def _depth(names: tuple[str, ...], root: type[Section]) -> int:
     """Return the number of leading `names` that form a key; the rest lies in a free table (`arguments`)."""
-    return next(depth for depth in range(len(names), 0, -1) if ".".join(names[:depth]) in keys(root))
+    return next(depth for depth in range(len(names), 0, -1) if ".".join(names[:depth]) in schema_keys(root))
 
 
 def _key_length(path: KeyPath, names: int) -> int:

@@ -12,7 +12,7 @@ from wanma.job.forecast.operators import Operator
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerWorkload:
     """Workload of `count` identical layers."""
 
     name: str
@@ -23,19 +23,19 @@ class Layer:
     """Forward FLOPs (multiply-adds × 2) of one layer for one sample; backward takes twice as many."""
     activation_elements_per_sample: float
     """Elements that one layer saves for backward, for one sample, without recompute."""
-    input_elements_per_sample: float | None = None
+    full_recompute_elements_per_sample: float | None = None
     """Saved elements under full recompute: the layer's inputs, for one sample; None when not counted."""
-    costly_elements_per_sample: float | None = None
+    selective_recompute_elements_per_sample: float | None = None
     """Elements that selective recompute saves beside the inputs, for one sample; None when not counted."""
     expert_parameters: int = 0
     """Parameters of routed experts, which `ep` distributes; part of `parameters`."""
-    idle_parameters: int = 0
+    inactive_expert_parameters: int = 0
     """Parameters of experts to which a token is not routed; part of `expert_parameters`."""
-    trained_parameters: float | None = None
+    trainable_parameters: float | None = None
     """Parameters that are trained by dense gradients, part of `parameters`; None: all.
 
     The mean over the `count` layers if they differ."""
-    unreached: int = 0
+    layers_without_backward: int = 0
     """Layers, of `count`, that backward does not reach: nothing in them or before them is trained."""
     is_block: bool = False
     """True if the layers are repeated blocks of the model, also if there is only one of its kind."""
@@ -45,28 +45,28 @@ class Layer:
     Decoders derive their operators from their dimensions; theirs are only those of adapters."""
 
     @property
-    def reached_share(self) -> float:
+    def backward_share(self) -> float:
         """Share of the layers that backward reaches, 0 .. 1."""
-        return 1 - self.unreached / self.count
+        return 1 - self.layers_without_backward / self.count
 
     @property
-    def trained_share(self) -> float:
+    def trainable_share(self) -> float:
         """Share of the parameters that are trained, 0 .. 1; 1 if the layer has none."""
-        if self.trained_parameters is None or not self.parameters:
+        if self.trainable_parameters is None or not self.parameters:
             return 1.0
-        return self.trained_parameters / self.parameters
+        return self.trainable_parameters / self.parameters
 
 
 @dataclass(frozen=True)
 class Workload:
     """Workload of a model, input of the cost model: parameters, FLOPs and saved elements by layer."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerWorkload, ...]
     tokens_per_sample: int
     """Targets of one sample: the sequence length of text, 1 for a labelled image."""
     output_elements_per_sample: float | None = None
     """Elements of one sample from which the loss is computed; None when not counted."""
-    samples_together: int = 1
+    coupled_samples: int = 1
     """Samples that a micro-batch must hold together for modules with batch statistics."""
     input_elements_per_sample: float | None = None
     """Input elements of one sample as it is loaded; None: its tokens."""
@@ -78,12 +78,12 @@ class Workload:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token uses: all except those of experts to which it is not routed."""
-        return self.parameters - sum(layer.count * layer.idle_parameters for layer in self.layers)
+        return self.parameters - sum(layer.count * layer.inactive_expert_parameters for layer in self.layers)
 
     @property
-    def trained_share(self) -> float:
+    def trainable_share(self) -> float:
         """Share of the parameters that are trained, 0 .. 1."""
-        trained = (layer.count * layer.parameters * layer.trained_share for layer in self.layers)
+        trained = (layer.count * layer.parameters * layer.trainable_share for layer in self.layers)
         return sum(trained) / max(self.parameters, 1)
 
     @property
@@ -94,7 +94,7 @@ class Workload:
         which frozen weights omit; layers before all trained ones have no backward.
         """
         return sum(
-            layer.count * layer.flops_per_sample * (1 + layer.reached_share + layer.trained_share)
+            layer.count * layer.flops_per_sample * (1 + layer.backward_share + layer.trainable_share)
             for layer in self.layers
         )
 
@@ -104,7 +104,7 @@ class Workload:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Workload:
         layers = tuple(
-            Layer(**{**layer, "operators": tuple(map(Operator.from_json, layer["operators"]))})
+            LayerWorkload(**{**layer, "operators": tuple(map(Operator.from_json, layer["operators"]))})
             for layer in value["layers"]
         )
         return cls(**{**value, "layers": layers})
@@ -137,7 +137,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class UsefulTime:
+class Goodput:
     """Forecast of goodput: share of a long run's time that advances training."""
 
     share: float
@@ -149,7 +149,7 @@ class UsefulTime:
     """Mean time lost to one failure: recovery, and work that is repeated."""
 
     @property
-    def failing_share(self) -> float:
+    def failure_share(self) -> float:
         return 1 - self.share - self.copying_share
 
 
@@ -163,7 +163,7 @@ class RunCost:
     """Energy at the wall; None when the nodes' power is unknown."""
     price: float | None = None
     """Price in the cluster file's currency; None if it gives no price."""
-    useful: UsefulTime | None = None
+    useful: Goodput | None = None
     """Goodput on which `seconds` is based; None: `seconds` assumes that nothing fails."""
 
 
@@ -183,7 +183,7 @@ MEMORY_KINDS = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class PipelineRank:
+class PipelineRankMemory:
     """Memory of one rank of a pipeline."""
 
     memory_bytes: int
@@ -219,7 +219,7 @@ class Forecast:
     model_flops_utilisation: float | None = None
     """Model FLOPs without recompute divided by the devices' peak in the plan's precision, 0 .. 1."""
     run: RunCost | None = None
-    pipeline_ranks: tuple[PipelineRank, ...] = ()
+    pipeline_ranks: tuple[PipelineRankMemory, ...] = ()
     """Memory of each rank of a pipeline, whose stages differ; empty if every rank holds as much as the
     fullest, and while a search compares plans."""
 

@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal[
+OperatorKind = Literal[
     "product", "convolution", "attention", "normalisation", "reduction", "elementwise", "gather", "lookup"
 ]
 """Kind of operator: the first three compute and carry their sizes; the others only stream through memory.
 
 A 'lookup' reads and writes rows of a table; a 'gather' moves single elements."""
 
-Phase = Literal["forward", "inputs", "weights"]
+OperatorPhase = Literal["forward", "inputs", "weights"]
 """Pass in which an operator runs; backward is split into gradients of inputs and of weights."""
 
-When = Literal["always", "eager", "compiled"]
+ExecutionMode = Literal["always", "eager", "compiled"]
 """Execution mode in which an operator runs; a compiler fuses streaming operators, so they come twice."""
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """Batched matrix product (m, k) × (k, n), `count` at once.
 
     A convolution is the product as which it is computed.
@@ -35,15 +35,15 @@ class Product:
     n: float
     k: float
     count: float = 1.0
-    grows: Literal["m", "n", "k", "count", "nothing"] = "nothing"
+    batch_dimension: Literal["m", "n", "k", "count", "nothing"] = "nothing"
     """Size that is given for one sample, and that grows in proportion to the samples."""
 
-    def sized(self, samples: float) -> Product:
+    def for_micro_batch(self, samples: float) -> Matmul:
         """Return the product for a micro-batch of `samples`."""
         sizes = {name: getattr(self, name) for name in ("m", "n", "k", "count")}
-        if self.grows != "nothing":
-            sizes[self.grows] *= samples
-        return Product(**sizes)
+        if self.batch_dimension != "nothing":
+            sizes[self.batch_dimension] *= samples
+        return Matmul(**sizes)
 
     @property
     def flops(self) -> float:
@@ -60,36 +60,36 @@ class Attention:
     keys: float
     heads: float
     kv_heads: float
-    head_width: float
-    value_width: float
-    causal: bool
+    head_dim: float
+    value_head_dim: float
+    is_causal: bool
 
     @property
     def flops(self) -> float:
         """FLOPs of the forward for one sample; a causal model needs half of the scores."""
-        pairs = self.sequences * self.heads * self.queries * self.keys * (0.5 if self.causal else 1.0)
-        return 2.0 * pairs * (self.head_width + self.value_width)
+        pairs = self.sequences * self.heads * self.queries * self.keys * (0.5 if self.is_causal else 1.0)
+        return 2.0 * pairs * (self.head_dim + self.value_head_dim)
 
 
 @dataclass(frozen=True)
 class Operator:
     """Kernels of one kind and size that a layer runs for one micro-batch."""
 
-    kind: Kind
-    phase: Phase
-    kernels: int = 1
+    kind: OperatorKind
+    phase: OperatorPhase
+    kernel_count: int = 1
     elements_per_sample: float = 0.0
     """Elements that all kernels together read and write, for one sample."""
-    elements_fixed: float = 0.0
+    fixed_elements: float = 0.0
     """Elements that do not depend on the samples: weights, and gradients of weights."""
-    product: Product | None = None
+    matmul: Matmul | None = None
     """Matrix product of one kernel."""
     attention: Attention | None = None
-    row_elements: float | None = None
+    embedding_row_elements: float | None = None
     """Elements of one row of a lookup, contiguous in memory."""
-    is_kept: bool = False
+    is_saved_by_selective_recompute: bool = False
     """True if selective recompute saves the result (`selective_recompute`)."""
-    when: When = "always"
+    execution_mode: ExecutionMode = "always"
 
     @property
     def flops_per_sample(self) -> float:
@@ -97,10 +97,10 @@ class Operator:
 
         Source: Dao et al. 2022, section 3.1.
         """
-        if self.product is not None:
-            return 0.0 if self.product.grows == "nothing" else self.kernels * self.product.flops
+        if self.matmul is not None:
+            return 0.0 if self.matmul.batch_dimension == "nothing" else self.kernel_count * self.matmul.flops
         if self.attention is not None:
-            return self.kernels * self.attention.flops * (1.0 if self.phase == "forward" else 2.5)
+            return self.kernel_count * self.attention.flops * (1.0 if self.phase == "forward" else 2.5)
         return 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -109,8 +109,8 @@ class Operator:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Operator:
         given = dict(value)
-        if given.get("product") is not None:
-            given["product"] = Product(**given["product"])
+        if given.get("matmul") is not None:
+            given["matmul"] = Matmul(**given["matmul"])
         if given.get("attention") is not None:
             given["attention"] = Attention(**given["attention"])
         return cls(**given)

@@ -6,7 +6,7 @@ from wanma.job.forecast.forecast import StepTime
 from wanma.job.plan.plan import Plan
 
 
-def phases_of(step: StepTime, plan: Plan) -> dict[str, float]:
+def forecast_phases(step: StepTime, plan: Plan) -> dict[str, float]:
     """Return the forecast seconds by phase of `phase_timer`, as far as a forecast knows them.
 
     Communication over `tp`, `cp` and `ep` is part of forward and backward, for the recorder as for the cost
@@ -14,7 +14,7 @@ def phases_of(step: StepTime, plan: Plan) -> dict[str, float]:
     with computation, and the ranks of a pipeline wait in it for each other.
     """
     inside = step.compute + step.tensor + step.context + step.expert + step.moving + step.bubble
-    apart = is_communication_apart(plan)
+    apart = separates_communication(plan)
     return {
         "forward_backward": inside if apart else inside + step.data,
         **({"communication": step.data} if apart else {}),
@@ -24,14 +24,14 @@ def phases_of(step: StepTime, plan: Plan) -> dict[str, float]:
     }
 
 
-def measured_phases(phases: dict[str, float], plan: Plan) -> dict[str, float]:
-    """Return the recorder's seconds, merged into the phases of `phases_of`; validation is left out."""
+def comparable_phases(phases: dict[str, float], plan: Plan) -> dict[str, float]:
+    """Return the recorder's seconds, merged into the phases of `forecast_phases`; validation is left out."""
     told = {name: seconds for name, seconds in phases.items() if name != "validation"}
-    if not is_communication_apart(plan):
+    if not separates_communication(plan):
         told["forward_backward"] = told.get("forward_backward", 0.0) + told.pop("communication", 0.0)
     return told
 
 
-def is_communication_apart(plan: Plan) -> bool:
+def separates_communication(plan: Plan) -> bool:
     """Return True if the recorder separates data-parallel communication from computation."""
     return plan.device == "cpu" and plan.pp == 1

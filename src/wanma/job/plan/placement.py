@@ -9,7 +9,7 @@ from wanma.job.sections.parallel import Recompute
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlacement:
     """Placement of one pipeline stage of a replica: `tp` devices of one node."""
 
     node: int
@@ -22,7 +22,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaPlacement:
     """Equal replicas of the model, with the placement of their stages.
 
     Replicas need nothing of each other between steps, so that replicas on unlike nodes may have stages,
@@ -30,7 +30,7 @@ class Replicas:
     """
 
     count: int
-    places: tuple[Place, ...]
+    places: tuple[StagePlacement, ...]
     """Placement of each stage, in the model's order."""
     micro_batch: int = 1
     """Maximum samples of a micro-batch, as in `Plan.micro_batch`."""
@@ -44,7 +44,7 @@ class Replicas:
             raise ValueError(f"a stage is some blocks on at least one device of a kind of machine: {self}")
 
     @property
-    def devices(self) -> int:
+    def device_count(self) -> int:
         """Devices of all replicas."""
         return self.count * sum(place.tp for place in self.places)
 
@@ -56,10 +56,10 @@ class Replicas:
             cuts.append((cuts[-1] if cuts else 0) + place.blocks)
         return tuple(cuts)
 
-    def devices_on(self, node: int) -> int:
+    def device_count_on(self, node_group: int) -> int:
         """Return the number of devices on one node group."""
-        return self.count * sum(place.tp for place in self.places if place.node == node)
+        return self.count * sum(place.tp for place in self.places if place.node == node_group)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Replicas:
-        return cls(**{**value, "places": tuple(Place(**place) for place in value["places"])})
+    def from_json(cls, value: dict[str, Any]) -> ReplicaPlacement:
+        return cls(**{**value, "places": tuple(StagePlacement(**place) for place in value["places"])})

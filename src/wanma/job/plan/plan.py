@@ -14,26 +14,33 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from wanma.job.file.renamed_keys import VALUES, with_new_names
-from wanma.job.plan.placement import Replicas
+from wanma.job.plan.placement import ReplicaPlacement
 from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Precision
-from wanma.job.sections.parallel import Compression, ContextKind, Offload, Recompute, Schedule, Shard
+from wanma.job.sections.parallel import (
+    Compression,
+    ContextParallelMethod,
+    Offload,
+    Recompute,
+    Schedule,
+    Shard,
+)
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh dimensions, outermost first: the one that communicates most stays on the fastest links."""
 
-UPDATED_TOGETHER = 1 << 23
+OPTIMIZER_CHUNK_PARAMETERS = 1 << 23
 """Parameters per chunk of an offloaded optimizer state that is on the device at once."""
 
-REDUCED_TOGETHER_BYTES = 25 << 20
+DEFAULT_BUCKET_BYTES = 25 << 20
 """Maximum bytes of unsharded gradients in one all-reduce, as in DDP.
 
 Many small messages cost more switches between ranks than the copy saves, and a single message would be a
 second copy of all gradients."""
-LEAST_TOGETHER_BYTES = 1 << 20
+MIN_BUCKET_BYTES = 1 << 20
 """Minimum bytes of unsharded gradients in one all-reduce."""
 
-_NO_COMPRESSIONS: frozenset[Compression] = frozenset()
+_NO_COMPRESSION_METHODS: frozenset[Compression] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Plan:
     shard: Shard = "none"
     sequence_parallel: bool = False
     """Sequence parallelism: activations between split matrices are sharded along the sequence over `tp`."""
-    cp_method: ContextKind = "ring"
+    cp_method: ContextParallelMethod = "ring"
     """Context-parallel method: the way in which attention sees the complete sequence over `cp`."""
     micro_batch: int = 1
     """Maximum samples in one forward pass of one data rank."""
@@ -82,7 +89,7 @@ class Plan:
     """Compression by parameter: (pattern of names, method); the first match replaces `compression`."""
     overlap: bool = True
     """Overlap of gradient reduction and parameter gathering with backward."""
-    bucket_bytes: int = REDUCED_TOGETHER_BYTES
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """Maximum bytes of gradients that replicas reduce in one message; a larger tensor is sent alone."""
     hierarchical: bool = False
     """Hierarchical all-reduce: within each node, then between nodes with one part per rank."""
@@ -92,7 +99,7 @@ class Plan:
     """Approximations that change the mathematics; empty for an exact plan."""
     batch_shares: tuple[int, ...] = ()
     """Integer weight of each data rank in the global batch; empty: as equal as possible."""
-    placement: tuple[Replicas, ...] = ()
+    placement: tuple[ReplicaPlacement, ...] = ()
     """Replica placement on heterogeneous nodes, in the order of the data ranks; empty for a regular mesh.
 
     With a placement, `pp` and `tp` are those of the deepest and widest replica, `dp_replicate` counts all
@@ -105,16 +112,19 @@ class Plan:
     links."""
 
     def __post_init__(self) -> None:
-        if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):
+        if self.batch_shares and (
+            len(self.batch_shares) != self.data_parallel_size or min(self.batch_shares) < 1
+        ):
             raise ValueError(
-                f"batch_shares needs one number of at least 1 for each of {self.data_ranks} data ranks, "
+                f"batch_shares needs one number of at least 1 for each of {self.data_parallel_size} data "
+                "ranks, "
                 f"and has {len(self.batch_shares)}"
             )
         if self.placement:
             pp = max(len(replicas.places) for replicas in self.placement)
             tp = max(place.tp for replicas in self.placement for place in replicas.places)
             count = sum(replicas.count for replicas in self.placement)
-            if (pp, count, 1, 1, tp, 1) != (*(getattr(self, axis) for axis in AXES), self.ep):
+            if (pp, count, 1, 1, tp, 1) != (*(getattr(self, axis) for axis in MESH_DIMS), self.ep):
                 raise ValueError(
                     f"placed replicas make pp = {pp}, dp_replicate = {count}, tp = {tp} and nothing else"
                 )
@@ -125,7 +135,7 @@ class Plan:
                 f"{self.synchronization.sites} sites cannot share dp_replicate = {self.dp_replicate} evenly"
             )
 
-    def but(self, **changes: Any) -> Plan:
+    def with_changes(self, **changes: Any) -> Plan:
         """Return a copy with changed fields, as `dataclasses.replace`, in a fraction of its time.
 
         Searches build plans by the ten thousand.
@@ -146,8 +156,8 @@ class Plan:
     @property
     def world_size(self) -> int:
         if self.placement:
-            return sum(replicas.devices for replicas in self.placement)
-        return math.prod(getattr(self, axis) for axis in AXES)
+            return sum(replicas.device_count for replicas in self.placement)
+        return math.prod(getattr(self, axis) for axis in MESH_DIMS)
 
     @property
     def sites(self) -> int:
@@ -155,84 +165,86 @@ class Plan:
         return 1 if self.synchronization is None else self.synchronization.sites
 
     @property
-    def site_ranks(self) -> int:
+    def ranks_per_site(self) -> int:
         """Ranks of one site; all ranks if there is one site."""
         return self.world_size // self.sites
 
     @property
-    def stage_ranks(self) -> int:
+    def ranks_per_pipeline_rank(self) -> int:
         """Ranks of one site that hold the stages of one pipeline rank: the stride between pipeline ranks."""
         return self.world_size // self.sites // self.pp
 
     @property
-    def data_ranks(self) -> int:
+    def data_parallel_size(self) -> int:
         """Data-parallel size: ranks that read different samples, over both data-parallel dimensions."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def shard_ranks(self) -> int:
+    def shard_group_size(self) -> int:
         """Ranks that share one copy of the state: those of `dp_shard`, and of `cp` too."""
         return 1 if self.shard == "none" else self.dp_shard * self.cp
 
     @property
-    def replicas(self) -> int:
+    def replicate_group_size(self) -> int:
         """Copies of each stage's state, within a site."""
-        return self.dp_replicate // self.sites * self.dp_shard * self.cp // self.shard_ranks
+        return self.dp_replicate // self.sites * self.dp_shard * self.cp // self.shard_group_size
 
     @property
-    def computes_with_state(self) -> bool:
+    def computes_on_master_weights(self) -> bool:
         """True if ranks compute on the tensors that the optimizer updates, neither gathered nor cast."""
         return (
             self.device == "cpu"
-            and self.shard_ranks == 1
+            and self.shard_group_size == 1
             and self.ep == 1
             and self.precision in ("fp32", "fp64")
             and self.offload_parameters == "none"
         )
 
     @property
-    def reshards(self) -> bool:
+    def reshards_after_forward(self) -> bool:
         """True if ranks gather parameters for each use of a block, and free them after it."""
         # A pipeline's schedule decides itself when a stage's parameters are gathered and freed.
         return (self.shard == "parameters" or self.offload_parameters != "none") and self.pp == 1
 
     @property
-    def compressions(self) -> frozenset[Compression]:
+    def compression_methods(self) -> frozenset[Compression]:
         """Compression methods of the gradients; empty if all are exchanged uncompressed."""
         if self.compression == "none" and not self.compression_groups:
-            return _NO_COMPRESSIONS
+            return _NO_COMPRESSION_METHODS
         methods = {self.compression, *(method for _, method in self.compression_groups)}
         return frozenset(methods - {"none"})
 
-    def compression_of(self, parameter: str) -> Compression:
+    def compression_for_parameter(self, parameter: str) -> Compression:
         """Return the compression method for the gradient of the parameter with this full name."""
         groups = (method for pattern, method in self.compression_groups if fnmatchcase(parameter, pattern))
         return next(groups, self.compression)
 
     @property
-    def expert_ranks(self) -> tuple[int, int]:
+    def expert_group_sizes(self) -> tuple[int, int]:
         """Sizes (replicate, shard) of the groups that hold the experts' state.
 
-        `ep` divides them out of `replicas` and `shard_ranks`, innermost data ranks first.
+        `ep` divides them out of `replicas` and `shard_group_size`, innermost data ranks first.
 
         Raises:
-            ValueError: `ep` divides neither; `allowed_ep` names the valid sizes.
+            ValueError: `ep` divides neither; `valid_ep_sizes` names the valid sizes.
         """
-        if self.ep not in self.allowed_ep():
-            raise ValueError(f"ep = {self.ep} does not divide the data ranks; possible: {self.allowed_ep()}")
-        if self.ep <= self.shard_ranks:
-            return self.replicas, self.shard_ranks // self.ep
-        return self.replicas * self.shard_ranks // self.ep, 1
+        if self.ep not in self.valid_ep_sizes():
+            raise ValueError(
+                f"ep = {self.ep} does not divide the data ranks; possible: {self.valid_ep_sizes()}"
+            )
+        if self.ep <= self.shard_group_size:
+            return self.replicate_group_size, self.shard_group_size // self.ep
+        return self.replicate_group_size * self.shard_group_size // self.ep, 1
 
-    def allowed_ep(self) -> list[int]:
+    def valid_ep_sizes(self) -> list[int]:
         """Return the sizes of `ep` that divide this plan's data-parallel dimensions."""
-        inner, outer = self.shard_ranks, self.replicas
+        inner, outer = self.shard_group_size, self.replicate_group_size
         within = [size for size in range(1, inner + 1) if inner % size == 0]
         beyond = [inner * size for size in range(2, outer + 1) if outer % size == 0]
         return within + beyond
 
     @property
-    def sequence_unit(self) -> int:
+    def sequence_length_multiple(self) -> int:
         """Number of tokens that must divide a sequence length.
 
         Each context rank of a ring holds two pieces, and under sequence parallelism `tp` splits its part
@@ -246,28 +258,32 @@ class Plan:
         """True if stages go down the ranks and up again, so that the first rank holds the last stage."""
         return self.schedule in ("zbv", "dualpipev")
 
-    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+    def stages_of_pipeline_rank(self, pp_rank: int) -> tuple[int, ...]:
         """Return the indices of the pipeline stages that `pp_rank` holds, in the model's order."""
         if self.is_v_shaped:
             return pp_rank, 2 * self.pp - 1 - pp_rank
-        return tuple(range(pp_rank, self.stages, self.pp))
+        return tuple(range(pp_rank, self.stage_count, self.pp))
 
-    def holds_loss(self, rank: int) -> bool:
+    def has_last_stage(self, rank: int) -> bool:
         """Return True if `rank` holds the last stage, where losses are computed."""
-        return self.stages - 1 in self.stages_of(self.coordinates(rank)["pp"])
+        return self.stage_count - 1 in self.stages_of_pipeline_rank(self.coordinates(rank)["pp"])
 
     @property
-    def stages(self) -> int:
+    def stage_count(self) -> int:
         """Pipeline stages of the complete model."""
         return self.pp * self.virtual_stages
 
-    def recomputed(self, blocks: int) -> list[int]:
+    def recomputed_blocks(self, block_count: int) -> list[int]:
         """Return the indices of a stage's recomputed blocks: at least the plan's share, spread evenly."""
-        count = 0 if self.recompute == "none" else math.ceil(round(blocks * self.recompute_share, 9))
-        return [index for index in range(blocks) if (index + 1) * count // blocks > index * count // blocks]
+        count = 0 if self.recompute == "none" else math.ceil(round(block_count * self.recompute_share, 9))
+        return [
+            index
+            for index in range(block_count)
+            if (index + 1) * count // block_count > index * count // block_count
+        ]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the position of `rank` in every dimension of `AXES`.
+        """Return the position of `rank` in every dimension of `MESH_DIMS`.
 
         Raises:
             ValueError: there is no such rank, or the plan has a placement and so no regular mesh.
@@ -277,80 +293,86 @@ class Plan:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} outside a world of {self.world_size}")
         replicas = self.dp_replicate // self.sites
-        site, rank = divmod(rank, self.site_ranks)
+        site, rank = divmod(rank, self.ranks_per_site)
         position: dict[str, int] = {}
-        for axis in reversed(AXES):
+        for axis in reversed(MESH_DIMS):
             size = replicas if axis == "dp_replicate" else getattr(self, axis)
             rank, position[axis] = divmod(rank, size)
         position["dp_replicate"] += site * replicas
-        return {axis: position[axis] for axis in AXES}
+        return {axis: position[axis] for axis in MESH_DIMS}
 
     def site_of(self, rank: int) -> int:
-        return rank // self.site_ranks
+        return rank // self.ranks_per_site
 
-    def stage_group(self, rank: int) -> list[int]:
+    def cross_site_stage_group(self, rank: int) -> list[int]:
         """Return the ranks of all sites that hold the same pipeline stages as `rank`."""
-        first = rank % self.site_ranks // self.stage_ranks * self.stage_ranks
+        first = rank % self.ranks_per_site // self.ranks_per_pipeline_rank * self.ranks_per_pipeline_rank
         return [
             start + place
-            for start in range(first, self.world_size, self.site_ranks)
-            for place in range(self.stage_ranks)
+            for start in range(first, self.world_size, self.ranks_per_site)
+            for place in range(self.ranks_per_pipeline_rank)
         ]
 
-    def data_rank(self, rank: int) -> int:
+    def data_parallel_rank(self, rank: int) -> int:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
-    def rows(self, global_batch: int, data_rank: int) -> range:
-        """Return the rows of the global batch of `data_rank`: contiguous, its share of them to within one."""
+    def batch_rows(self, global_batch: int, data_parallel_rank: int) -> range:
+        """Return the global batch's rows of a data-parallel rank: contiguous, its share to within one."""
         if self.batch_shares:
-            first = starts(self.batch_shares, global_batch)
-            return range(first[data_rank], first[data_rank + 1])
-        base, extra = divmod(global_batch, self.data_ranks)
-        start = data_rank * base + min(data_rank, extra)
-        return range(start, start + base + (data_rank < extra))
+            first = batch_share_offsets(self.batch_shares, global_batch)
+            return range(first[data_parallel_rank], first[data_parallel_rank + 1])
+        base, extra = divmod(global_batch, self.data_parallel_size)
+        start = data_parallel_rank * base + min(data_parallel_rank, extra)
+        return range(start, start + base + (data_parallel_rank < extra))
 
-    def sizes(self, global_batch: int) -> list[int]:
+    def rows_per_data_rank(self, global_batch: int) -> list[int]:
         """Return the number of rows of every data rank."""
         if self.batch_shares:
-            return [stop - start for start, stop in pairwise(starts(self.batch_shares, global_batch))]
-        base, extra = divmod(global_batch, self.data_ranks)
-        return [base + (rank < extra) for rank in range(self.data_ranks)]
+            return [
+                stop - start for start, stop in pairwise(batch_share_offsets(self.batch_shares, global_batch))
+            ]
+        base, extra = divmod(global_batch, self.data_parallel_size)
+        return [base + (rank < extra) for rank in range(self.data_parallel_size)]
 
-    def most_rows(self, global_batch: int) -> int:
+    def max_rows_per_data_rank(self, global_batch: int) -> int:
         """Return the maximum number of rows of one data rank."""
-        return max(self.sizes(global_batch)) if self.batch_shares else -(-global_batch // self.data_ranks)
+        return (
+            max(self.rows_per_data_rank(global_batch))
+            if self.batch_shares
+            else -(-global_batch // self.data_parallel_size)
+        )
 
     @property
-    def counts_apart(self) -> bool:
+    def has_uneven_micro_batch_counts(self) -> bool:
         """True if each data rank has as many micro-batches as its own rows need.
 
         Shares are then unequal, and data ranks do nothing together within a micro-batch.
         """
-        return bool(self.batch_shares) and why_equal_counts(self) is None
+        return bool(self.batch_shares) and uniform_count_reason(self) is None
 
-    def accumulation(self, global_batch: int) -> int:
+    def gradient_accumulation_steps(self, global_batch: int) -> int:
         """Return the micro-batches per step, of the data rank with the most if they differ (`counts`)."""
         if not self.placement:
-            return max(math.ceil(self.most_rows(global_batch) / self.micro_batch), 1)
-        return max(self.counts(global_batch))
+            return max(math.ceil(self.max_rows_per_data_rank(global_batch) / self.micro_batch), 1)
+        return max(self.micro_batch_counts(global_batch))
 
-    def counts(self, global_batch: int) -> list[int]:
+    def micro_batch_counts(self, global_batch: int) -> list[int]:
         """Return the number of micro-batches of every data rank in a step."""
-        if not (self.placement or self.counts_apart):
-            return [self.accumulation(global_batch)] * self.data_ranks
+        if not (self.placement or self.has_uneven_micro_batch_counts):
+            return [self.gradient_accumulation_steps(global_batch)] * self.data_parallel_size
         return [
             max(math.ceil(rows / self._micro_batch_of(rank)), 1)
-            for rank, rows in enumerate(self.sizes(global_batch))
+            for rank, rows in enumerate(self.rows_per_data_rank(global_batch))
         ]
 
-    def micro_batches(self, global_batch: int, data_rank: int) -> list[range]:
+    def micro_batches(self, global_batch: int, data_parallel_rank: int) -> list[range]:
         """Split the rows of a data rank into as many ranges as `counts` gives; the last ones may be empty."""
-        mine = self.rows(global_batch, data_rank)
-        if self.placement or self.counts_apart:
-            count = max(math.ceil(len(mine) / self._micro_batch_of(data_rank)), 1)
+        mine = self.batch_rows(global_batch, data_parallel_rank)
+        if self.placement or self.has_uneven_micro_batch_counts:
+            count = max(math.ceil(len(mine) / self._micro_batch_of(data_parallel_rank)), 1)
         else:
-            count = self.accumulation(global_batch)
+            count = self.gradient_accumulation_steps(global_batch)
         base, extra = divmod(len(mine), count)
         runs, start = [], mine.start
         for index in range(count):
@@ -359,15 +381,17 @@ class Plan:
             start = stop
         return runs
 
-    def _micro_batch_of(self, data_rank: int) -> int:
-        return self.replicas_of(data_rank).micro_batch if self.placement else self.micro_batch
+    def _micro_batch_of(self, data_parallel_rank: int) -> int:
+        return (
+            self.replica_placement_of(data_parallel_rank).micro_batch if self.placement else self.micro_batch
+        )
 
-    def replicas_of(self, data_rank: int) -> Replicas:
-        """Return the placement entry that contains `data_rank`."""
+    def replica_placement_of(self, data_parallel_rank: int) -> ReplicaPlacement:
+        """Return the placement entry that contains `data_parallel_rank`."""
         for replicas in self.placement:
-            if data_rank < replicas.count:
+            if data_parallel_rank < replicas.count:
                 return replicas
-            data_rank -= replicas.count
+            data_parallel_rank -= replicas.count
         raise ValueError("the plan has no such placed replica")
 
     def to_json(self) -> dict[str, Any]:
@@ -390,14 +414,16 @@ class Plan:
         if "compression_groups" in value:
             tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
         if "placement" in value:
-            tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
+            tuples["placement"] = tuple(
+                ReplicaPlacement.from_json(replicas) for replicas in value["placement"]
+            )
         if value.get("synchronization") is not None:
             tuples["synchronization"] = Synchronization.from_json(value["synchronization"])
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
         axes = " × ".join(
-            f"{axis} {getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1
+            f"{axis} {getattr(self, axis)}" for axis in (*MESH_DIMS, "ep") if getattr(self, axis) > 1
         )
         if self.placement:
             axes = " + ".join(
@@ -428,13 +454,13 @@ def _with_new_names(value: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def starts(shares: Sequence[int], global_batch: int) -> list[int]:
+def batch_share_offsets(batch_shares: Sequence[int], global_batch: int) -> list[int]:
     """Return the first row of every data rank, and the total number of rows."""
-    whole = sum(shares)
-    return [global_batch * before // whole for before in accumulate(shares, initial=0)]
+    whole = sum(batch_shares)
+    return [global_batch * before // whole for before in accumulate(batch_shares, initial=0)]
 
 
-def why_equal_counts(plan: Plan) -> str | None:
+def uniform_count_reason(plan: Plan) -> str | None:
     """Return the reason why all data ranks need equally many micro-batches; None if they may differ.
 
     Their sizes may differ in any case. If data ranks communicate once per step, a rank with a third of the
@@ -443,7 +469,7 @@ def why_equal_counts(plan: Plan) -> str | None:
     if plan.ep > 1:
         return "tokens visit the experts of other data ranks within every micro-batch (ep)"
     if plan.pp > 1:
-        if plan.virtual_stages > 1 and not plan.computes_with_state:
+        if plan.virtual_stages > 1 and not plan.computes_on_master_weights:
             return (
                 f"under schedule '{plan.schedule}' the stages of a rank are gathered and reduced in an order "
                 "that their number decides"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wanma.job.plan.plan import Plan
 
 
-def why_not_timed(plan: Plan) -> str | None:
+def rank_timing_obstacle(plan: Plan) -> str | None:
     """Return the reason why a rank's work cannot be told from waiting for data ranks; None if it can.
 
     A processor's clock runs while a rank waits, so the waiting is measured and subtracted. A GPU waits within

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanma.job.file.renamed_keys import VALUES
-from wanma.job.sections.parallel import OuterCompression, OuterPlace, SiteKind
+from wanma.job.sections.parallel import OuterCompression, OuterOffload, SyncMethod
 
 _BLOCK = re.compile(r"^(?:\w+\.)*?\d+(?=\.)")
 """Pattern of a block's path: 'layers.3' of 'layers.3.attention.query.weight'."""
@@ -39,7 +39,7 @@ _KEYS = {
 class Synchronization:
     """Synchronization between sites instead of a sum of gradients at every step."""
 
-    kind: SiteKind
+    kind: SyncMethod
     sites: int = 1
     every: int = 1
     """Steps between two synchronizations of a fragment (H of DiLoCo)."""
@@ -59,7 +59,7 @@ class Synchronization:
     """Steps by which delayed gradients are applied late."""
     compression: OuterCompression = "none"
     """Compression of the tensors exchanged between sites."""
-    offload: OuterPlace = "none"
+    offload: OuterOffload = "none"
     """Offload target of the outer weights and their momentum."""
 
     @classmethod
@@ -76,23 +76,23 @@ class Synchronization:
             raise ValueError(f"sites, steps between synchronisations and fragments are at least 1: {self}")
         if min(self.synchronous_steps, self.overlap_steps, self.staleness) < 0:
             raise ValueError(f"numbers of steps are not negative: {self}")
-        if self.is_local and self.fragments > self.every:
+        if self.has_local_weights and self.fragments > self.every:
             raise ValueError(f"{self.fragments} fragments in turn need as many steps, not {self.every}")
-        if self.is_local and self.overlap_steps >= self.every:
+        if self.has_local_weights and self.overlap_steps >= self.every:
             raise ValueError(
                 f"an exchange that takes {self.overlap_steps} of {self.every} steps meets the next"
             )
 
     @property
-    def is_local(self) -> bool:
+    def has_local_weights(self) -> bool:
         """True if sites have weights of their own between synchronizations."""
         return self.kind != "delayed"
 
-    def is_synchronous(self, step: int) -> bool:
+    def is_synchronous_step(self, step: int) -> bool:
         """Return True if all sites take `step`, counted from 1, together."""
-        return self.is_local and step <= self.synchronous_steps
+        return self.has_local_weights and step <= self.synchronous_steps
 
-    def due(self, step: int) -> list[int]:
+    def fragments_to_exchange(self, step: int) -> list[int]:
         """Return the fragments whose exchange begins after `step`, counted from 1.
 
         Each fragment is exchanged every so many steps, as far from the others as possible (Douillard et al.
@@ -104,7 +104,7 @@ class Synchronization:
         offsets = ((fragment, fragment * self.every // self.fragments) for fragment in range(self.fragments))
         return [fragment for fragment, offset in offsets if (since + offset) % self.every == 0]
 
-    def fragment_by_name(self, names: Iterable[str]) -> dict[str, int]:
+    def assign_fragments(self, names: Iterable[str]) -> dict[str, int]:
         """Return the fragment of each parameter: units in turn, so that a fragment has some of every depth.
 
         This is the strided pattern of Douillard et al. 2025, section 3.
@@ -125,7 +125,7 @@ class Synchronization:
     def __str__(self) -> str:
         """Return a text such as 'diloco between 2 sites every 100 steps'."""
         sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
-        if not self.is_local:
+        if not self.has_local_weights:
             late = f"{self.staleness} step" + ("" if self.staleness == 1 else "s")
             return f"gradients of {sites} {late} late"
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""

@@ -5,9 +5,9 @@
 
 The first line of a claim holds the rendezvous endpoint; another line closes it: a newer generation exists, or
 the run has ended. Lines are only appended, because a closing line may arrive before a slow writer's own one.
-Ranks check their own claim before they commit or record anything (`Fence`). Files are opened anew for every
-check, which is what network file systems keep consistent: a missing name may stay missing in their caches for
-a while. Times are never compared between nodes.
+Ranks check their own claim before they commit or record anything (`GenerationFence`). Files are opened anew
+for every check, which is what network file systems keep consistent: a missing name may stay missing in their
+caches for a while. Times are never compared between nodes.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class Claim:
     """Exit code of the run; None while it runs."""
 
 
-def make(run: Path, claim: Claim) -> bool:
+def create_claim(run: Path, claim: Claim) -> bool:
     """Claim a generation and close the older ones; return False if another coordinator has it.
 
     Raises:
         WanmaError: the run directory cannot be written to.
     """
-    path = _path(run, claim.generation)
+    path = _claim_path(run, claim.generation)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             _append(path, asdict(claim), os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             # A file server may process the request twice: then the claim is this coordinator's own.
-            there = read(run, claim.generation)
+            there = read_claim(run, claim.generation)
             if there is None or there.coordinator != claim.coordinator:
                 return False
-        for older in _still_open(run, claim.generation):
-            _append(_path(run, older), {"followed_by": claim.generation})
+        for older in _open_generations(run, claim.generation):
+            _append(_claim_path(run, older), {"followed_by": claim.generation})
     except OSError as error:
         raise WanmaError(
             f"cannot claim generation {claim.generation} of the run in {path}: {error.strerror or error}",
@@ -68,10 +68,10 @@ def make(run: Path, claim: Claim) -> bool:
     return True
 
 
-def read(run: Path, generation: int) -> Claim | None:
+def read_claim(run: Path, generation: int) -> Claim | None:
     """Return the claim of `generation`; None if this node's run directory has none."""
     try:
-        lines = _path(run, generation).read_bytes().splitlines()
+        lines = _claim_path(run, generation).read_bytes().splitlines()
     except FileNotFoundError:
         return None
     said: dict[str, Any] = {}
@@ -84,26 +84,26 @@ def read(run: Path, generation: int) -> Claim | None:
     )
 
 
-def newest(run: Path) -> Claim | None:
+def newest_claim(run: Path) -> Claim | None:
     """Return the claim with the highest number; None if there is none."""
     generations = _generations(run)
-    return read(run, generations[-1]) if generations else None
+    return read_claim(run, generations[-1]) if generations else None
 
 
-def end(run: Path, generation: int, exit_code: int) -> None:
+def record_run_end(run: Path, generation: int, exit_code: int) -> None:
     """Record that the run has ended, so that no node looks for its coordinator. Raises `OSError`."""
-    _append(_path(run, generation), {"ended": exit_code})
+    _append(_claim_path(run, generation), {"ended": exit_code})
 
 
-def beat(run: Path, generation: int) -> None:
+def write_heartbeat(run: Path, generation: int) -> None:
     """Write the coordinator's heartbeat, for nodes that cannot reach it by network. Raises `OSError`."""
-    os.utime(_path(run, generation))
+    os.utime(_claim_path(run, generation))
 
 
-def pulse(run: Path, generation: int) -> int:
-    """Return a number that changes with every `beat`; -1: there is no such claim. Raises `OSError`."""
+def read_heartbeat(run: Path, generation: int) -> int:
+    """Return a number that changes with every `write_heartbeat`; -1: no such claim. Raises `OSError`."""
     try:
-        descriptor = os.open(_path(run, generation), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(_claim_path(run, generation), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return -1
     try:
@@ -112,24 +112,24 @@ def pulse(run: Path, generation: int) -> int:
         os.close(descriptor)
 
 
-def vote(run: Path, generation: int, node: int) -> None:
-    """Record that `node` has ended its ranks because it lost the coordinator. Raises `OSError`."""
-    _vote(run, generation, node).touch()
+def vote_coordinator_lost(run: Path, generation: int, node_rank: int) -> None:
+    """Record that `node_rank` has ended its ranks because it lost the coordinator. Raises `OSError`."""
+    _vote_path(run, generation, node_rank).touch()
 
 
-def withdraw(run: Path, generation: int, node: int) -> None:
-    """Remove the vote of `node`, which hears the coordinator again. Raises `OSError`."""
-    _vote(run, generation, node).unlink(missing_ok=True)
+def withdraw_vote(run: Path, generation: int, node_rank: int) -> None:
+    """Remove the vote of `node_rank`, which hears the coordinator again. Raises `OSError`."""
+    _vote_path(run, generation, node_rank).unlink(missing_ok=True)
 
 
-def votes(run: Path, generation: int) -> frozenset[int]:
+def coordinator_lost_votes(run: Path, generation: int) -> frozenset[int]:
     """Return the nodes that have recorded the loss of the coordinator."""
     names = (path.name.rpartition(".")[2] for path in (run / FOLDER).glob(f"{generation}.lost.*"))
     return frozenset(int(name) for name in names if name.isdecimal())
 
 
 @dataclass(frozen=True)
-class Fence:
+class GenerationFence:
     """Generation fence: prevents ranks of an older generation from writing into the run of a newer one.
 
     Microseconds remain between a check and the write after it. A missing claim is no fence: on a node whose
@@ -141,9 +141,9 @@ class Fence:
 
     def check(self) -> None:
         """Raise `WanmaError` if a newer generation exists, `OSError` if that cannot be read."""
-        if not _closed(_path(self.run, self.generation)):
+        if not _is_closed(_claim_path(self.run, self.generation)):
             return
-        mine, theirs = read(self.run, self.generation), newest(self.run)
+        mine, theirs = read_claim(self.run, self.generation), newest_claim(self.run)
         if mine is not None and mine.followed and theirs is not None:
             raise WanmaError(
                 f"start {self.generation} of this run has been followed by start {theirs.generation}, which "
@@ -152,38 +152,38 @@ class Fence:
             )
 
 
-def _still_open(run: Path, before: int) -> list[int]:
+def _open_generations(run: Path, before: int) -> list[int]:
     """Return the open claims below `before`, oldest first, so that a kill leaves none below a closed one."""
     found: list[int] = []
     for older in reversed([generation for generation in _generations(run) if generation < before]):
-        if _closed(_path(run, older)):
+        if _is_closed(_claim_path(run, older)):
             break
         found.insert(0, older)
     return found
 
 
-def _closed(path: Path) -> bool:
+def _is_closed(path: Path) -> bool:
     """Return True if a line was appended to the claim, whatever became of its writer's own line."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes().count(b"\n") > 1
     return False
 
 
-def _append(path: Path, value: dict[str, object], new: int = 0) -> None:
-    """Append a line, preceded by an empty one unless the file is `new`: two line ends mark a closed claim."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | new, 0o644)
+def _append(path: Path, value: dict[str, object], create_flags: int = 0) -> None:
+    """Append a line, after an empty one without `create_flags`: two line ends mark a closed claim."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create_flags, 0o644)
     try:
-        os.write(descriptor, (b"" if new else b"\n") + json.dumps(value).encode() + b"\n")
+        os.write(descriptor, (b"" if create_flags else b"\n") + json.dumps(value).encode() + b"\n")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _path(run: Path, generation: int) -> Path:
+def _claim_path(run: Path, generation: int) -> Path:
     return run / FOLDER / str(generation)
 
 
-def _vote(run: Path, generation: int, node: int) -> Path:
+def _vote_path(run: Path, generation: int, node: int) -> Path:
     return run / FOLDER / f"{generation}.lost.{node}"
 
 

@@ -78,7 +78,7 @@ class RunDirectory:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
-    def log(self, rank: int) -> Path:
+    def rank_log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 
     def create(self) -> None:
@@ -96,7 +96,7 @@ class RunDirectory:
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from error
 
-    def check(self) -> None:
+    def check_writable(self) -> None:
         """Refuse a folder that `create` could not write to; changes nothing.
 
         Raises:
@@ -133,7 +133,7 @@ def list_runs(folder: Path) -> list[RunDirectory]:
     if not folder.is_dir():
         return []
     found = [RunDirectory(path) for path in folder.iterdir() if is_run(path)]
-    return sorted(found, key=_begun, reverse=True)
+    return sorted(found, key=_start_time, reverse=True)
 
 
 def is_run(path: Path) -> bool:
@@ -141,6 +141,6 @@ def is_run(path: Path) -> bool:
     return any(file.is_file() for file in (RunDirectory(path).job, RunDirectory(path).script))
 
 
-def _begun(run: RunDirectory) -> float:
+def _start_time(run: RunDirectory) -> float:
     """Return the Unix time in seconds at which the newest job or script of the run was written."""
     return max(file.stat().st_mtime for file in (run.job, run.script) if file.is_file())

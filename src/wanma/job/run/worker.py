@@ -1,7 +1,7 @@
 """Worker context of one rank, and its interface to the supervisor.
 
-The training room takes a `Worker`; the elastic room makes one for a supervised process, and `Worker.alone`
-makes one for a plain Python process. So training never imports its supervisor.
+The training room takes a `WorkerContext`; the elastic room makes one for a supervised process, and
+`WorkerContext.single_process` makes one for a plain Python process. So training never imports its supervisor.
 """
 
 from __future__ import annotations
@@ -13,107 +13,107 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from wanma.job.run.generation_claims import Fence
+from wanma.job.run.generation_claims import GenerationFence
 
-OUTSIDE = "the script's own code"
+OUTSIDE_SESSION_PHASE = "the script's own code"
 """Phase of a rank whose script has no session open: its silence has no known limit."""
 Event = dict[str, Any]
 """Record of one event, JSON-able, with a `kind`: start, recovery, step, validation, checkpoint, message,
 finish."""
 
 
-class Control(Protocol):
+class SupervisorClient(Protocol):
     """Supervisor interface, as the training loop uses it."""
 
-    def progress(self, step: int, phase: str) -> None:
+    def report_progress(self, step: int, phase: str) -> None:
         """Report the step and phase of this rank, for the hang report. Cheap: called a few times per step."""
 
-    def step_done(self, step: int) -> None:
+    def report_finished_step(self, step: int) -> None:
         """Report that optimizer step `step` is finished: only new steps count as progress after a failure."""
 
-    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
         """Report this rank's own work time in the step just finished, without waits for other ranks.
 
         Args:
-            group: ranks with the same number have equal work.
+            peer_group: ranks with the same number have equal work.
             data_seconds: time of waiting for data.
             compute_seconds: time of forward and backward; 0 if it cannot be separated from waiting.
         """
 
-    def event(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
 
-    def stop_requested(self) -> bool:
+    def is_drain_requested(self) -> bool:
         """Return True if the user or the engine asked for a drain: an orderly stop after this step."""
 
-    def pause_requested(self) -> bool:
+    def is_suspend_requested(self) -> bool:
         """Return True if ranks should suspend: leave after this step, for others that load their state."""
 
-    def pausing(self) -> None:
+    def report_suspend(self) -> None:
         """Report that this rank leaves to suspend, and not because its work is done."""
 
-    def stop_until(self) -> float | None:
+    def kill_deadline(self) -> float | None:
         """Return the monotonic time in seconds at which the process will be killed; None: unknown."""
 
-    def leaving(self, step: int) -> None:
+    def report_drain(self, step: int) -> None:
         """Report that all ranks have agreed to stop after `step`: this one saves, and exits."""
 
 
-class Unsupervised:
+class NullSupervisorClient:
     """Supervisor client of a process without a supervisor."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self._on_event = on_event
 
-    def progress(self, step: int, phase: str) -> None:
+    def report_progress(self, step: int, phase: str) -> None:
         pass
 
-    def step_done(self, step: int) -> None:
+    def report_finished_step(self, step: int) -> None:
         pass
 
-    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+    def report_work_time(self, peer_group: int, data_seconds: float, compute_seconds: float) -> None:
         pass
 
-    def event(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         if self._on_event is not None:
             self._on_event(event)
 
-    def stop_requested(self) -> bool:
+    def is_drain_requested(self) -> bool:
         return False
 
-    def pause_requested(self) -> bool:
+    def is_suspend_requested(self) -> bool:
         return False
 
-    def pausing(self) -> None:
+    def report_suspend(self) -> None:
         pass
 
-    def stop_until(self) -> float | None:
+    def kill_deadline(self) -> float | None:
         return None
 
-    def leaving(self, step: int) -> None:
+    def report_drain(self, step: int) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class Images:
+class MemoryFilePaths:
     """Files of a rank's in-memory checkpoints, held by its supervisor, so that they outlive the rank.
 
     Attributes:
-        mine: two paths, written in turn; the files are empty at first.
-        found: for each rank of the previous generation, its in-memory checkpoints on this node.
+        own_paths: two paths, written in turn; the files are empty at first.
+        restore_paths: for each rank of the previous generation, its in-memory checkpoints on this node.
         restore_step: step of the in-memory checkpoints that all ranks load; None: start from disk.
-        guests: for ranks of the partner node whose checkpoints this rank receives: two paths each, written
-            in turn.
+        backup_paths: for ranks of the partner node whose checkpoints this rank receives: two paths each,
+            written in turn.
     """
 
-    mine: tuple[str, str]
-    found: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    own_paths: tuple[str, str]
+    restore_paths: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     restore_step: int | None = None
-    guests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    backup_paths: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Change:
+class Resize:
     """Resize: change of the number of nodes, or of the plan, between two generations.
 
     Attributes:
@@ -139,25 +139,25 @@ class Restart:
     Attributes:
         failure: the failure as text; empty if the run grows.
         failed_at: time of its report to this node's supervisor, on the monotonic clock, in seconds.
-        reached_step: newest step finished before it.
+        last_finished_step: newest step finished before it.
         attempt: recoveries since the last new step, counted from 1.
         retried_steps: optimizer steps, counted from 1, that went wrong before and are to be repeated.
-        change: change of nodes or plan; None: unchanged.
-        kept_step: step of in-memory checkpoints that are not loaded, but kept until that step has been
+        resize: change of nodes or plan; None: unchanged.
+        retained_step: step of in-memory checkpoints that are not loaded, but kept until that step has been
             repeated; None: there are none.
     """
 
     failure: str
     failed_at: float
-    reached_step: int
+    last_finished_step: int
     attempt: int
     retried_steps: tuple[int, ...] = ()
-    change: Change | None = None
-    kept_step: int | None = None
+    resize: Resize | None = None
+    retained_step: int | None = None
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerContext:
     """Worker context: rank, world size, node, run directory and supervisor of one rank.
 
     `store_host` and `store_port` are the endpoint of this generation's rendezvous store.
@@ -174,17 +174,17 @@ class Worker:
     store_port: int = 0
     store: Any = None
     """Rendezvous store, if this process already holds it (rank 0 serves it)."""
-    control: Control = field(default_factory=Unsupervised)
-    images: Images | None = None
+    supervisor_client: SupervisorClient = field(default_factory=NullSupervisorClient)
+    memory_files: MemoryFilePaths | None = None
     """Files of in-memory checkpoints; None: no supervisor would keep them, or the job disables them."""
     restart: Restart | None = None
     """Cause of the restart; None for the first ranks of the command."""
-    ranks_by_node: tuple[int, ...] = ()
+    local_world_sizes: tuple[int, ...] = ()
     """Number of ranks of each node; empty if unknown, on one node."""
-    fence: Fence | None = None
+    fence: GenerationFence | None = None
     """Generation fence, checked before each write to the run directory; None: no other could follow."""
 
-    def still_mine(self) -> None:
+    def check_fence(self) -> None:
         """Raise `WanmaError` if ranks of a newer generation have taken over the run."""
         if self.fence is not None:
             self.fence.check()
@@ -196,14 +196,27 @@ class Worker:
         return range(first, first + self.local_world_size)
 
     @classmethod
-    def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:
+    def single_process(
+        cls, run_directory: Path, supervisor_client: SupervisorClient | None = None
+    ) -> WorkerContext:
         """Return the context of a run with a single rank, in the current process."""
-        return cls(0, 0, 1, 1, 0, os.getpid(), run_directory, control=control or Unsupervised())
+        return cls(
+            0,
+            0,
+            1,
+            1,
+            0,
+            os.getpid(),
+            run_directory,
+            supervisor_client=supervisor_client or NullSupervisorClient(),
+        )
 
 
-current_worker: ContextVar[Worker | None] = ContextVar("current_worker", default=None)
+current_worker_context: ContextVar[WorkerContext | None] = ContextVar("current_worker_context", default=None)
 """Worker context in processes that `wanma launch` started, for the script that runs in them."""
-launched_cluster: ContextVar[Mapping[str, Any] | None] = ContextVar("launched_cluster", default=None)
+launch_cluster_section: ContextVar[Mapping[str, Any] | None] = ContextVar(
+    "launch_cluster_section", default=None
+)
 """Keys of `[cluster]` given to `wanma launch`, in the processes that it started."""
 in_session: ContextVar[bool] = ContextVar("in_session", default=False)
 """True if this process has a session open, or has left one by an uncaught exception."""

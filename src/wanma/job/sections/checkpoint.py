@@ -8,7 +8,7 @@ from annotated_types import Gt, Le
 from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
-from wanma.job.url_credentials import WHERE_CREDENTIALS_GO, has_credentials
+from wanma.job.url_credentials import CREDENTIALS_HINT, has_credentials
 
 
 class CheckpointSection(Section):
@@ -64,9 +64,9 @@ class CheckpointSection(Section):
     )
 
     @model_validator(mode="after")
-    def _no_secrets(self) -> CheckpointSection:
+    def _check_no_credentials(self) -> CheckpointSection:
         if self.upload is not None and has_credentials(self.upload):  # not repeated in the message
             raise ValueError(
-                f"upload holds credentials or a query, which would be kept and shown; {WHERE_CREDENTIALS_GO}"
+                f"upload holds credentials or a query, which would be kept and shown; {CREDENTIALS_HINT}"
             )
         return self

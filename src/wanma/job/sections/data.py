@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from wanma.job.sections.base import Section
 
-Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+TextList = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """List of texts; a single text is a list of one."""
 
 
@@ -16,7 +16,7 @@ class SourceSection(Section):
     """One source of a weighted mixture."""
 
     name: str = Field(description="name in reports")
-    text: Texts = Field(
+    text: TextList = Field(
         min_length=1, description="files, folders, globs or URLs of plain text; 'stdlib': Python's own source"
     )
     weight: float = Field(1.0, gt=0, le=1e12, description="share of samples, relative to the other sources")
@@ -25,7 +25,7 @@ class SourceSection(Section):
 class DataSection(Section):
     """Training data: text, images, or one's own dataset."""
 
-    text: Texts = Field(
+    text: TextList = Field(
         default_factory=list,
         description="plain text: files, folders, globs, fsspec URLs; 'stdlib': Python's own source",
     )
@@ -48,7 +48,7 @@ class DataSection(Section):
     workers: int = Field(1, ge=1, le=1_024, description="loader threads per rank")
 
     @model_validator(mode="after")
-    def _one_kind(self) -> DataSection:
+    def _check_one_source(self) -> DataSection:
         given = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
         if len(given) > 1:
             raise ValueError(f"give only one of text, sources, images, factory (given: {', '.join(given)})")

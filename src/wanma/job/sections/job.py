@@ -145,7 +145,7 @@ class ModelSection(Section):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
+    def _check_one_source(self) -> ModelSection:
         sources = ("preset", "family", "factory", "huggingface")
         given = [k for k in sources if getattr(self, k) is not None]
         if len(given) != 1:
@@ -280,7 +280,7 @@ class TrainSection(Section):
     deterministic: bool = Field(False, description="make results bitwise repeatable, at some cost in speed")
 
     @model_validator(mode="after")
-    def _in_range(self) -> TrainSection:
+    def _check_ranges(self) -> TrainSection:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1 (given: {list(self.betas)})")
         if any(step < 0 or batch < 1 for step, batch in self.batch_ramp):
@@ -386,7 +386,7 @@ class ClusterSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _spell_out_nodes(cls, value: Any) -> Any:
+    def _expand_node_range(cls, value: Any) -> Any:
         """Replace nodes = '2..8' by nodes = 8 and min_nodes = 2."""
         nodes = value.get("nodes") if isinstance(value, dict) else None
         if (
@@ -397,7 +397,7 @@ class ClusterSection(Section):
         return {**value, "min_nodes": int(found[1]), "nodes": int(found[2])}
 
     @model_validator(mode="after")
-    def _place(self) -> ClusterSection:
+    def _check_nodes_and_rendezvous(self) -> ClusterSection:
         if self.min_nodes is not None and self.min_nodes > self.nodes:
             raise ValueError(
                 f"nodes has the fewest machines first, as '2..8' (given: '{self.min_nodes}..{self.nodes}')"
@@ -415,7 +415,7 @@ class ClusterSection(Section):
         return self
 
 
-def _spell_out_auto(value: Any) -> Any:
+def _expand_auto(value: Any) -> Any:
     return {"auto": True} if value == "auto" else value
 
 
@@ -425,7 +425,7 @@ class Job(Section):
     model: ModelSection
     data: DataSection = Field(default_factory=DataSection)
     train: TrainSection = Field(default_factory=TrainSection)
-    parallel: Annotated[ParallelSection, BeforeValidator(_spell_out_auto)] = Field(
+    parallel: Annotated[ParallelSection, BeforeValidator(_expand_auto)] = Field(
         default_factory=ParallelSection
     )
     cluster: ClusterSection = Field(default_factory=ClusterSection)

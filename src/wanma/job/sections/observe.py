@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from wanma.job.sections.base import Section
 
-LONGEST_NAME = 200
+MAX_RUN_NAME_BYTES = 200
 """Maximum bytes of a run's name; file systems allow 255, and files beside the run directory add to it."""
 
 
@@ -36,13 +36,13 @@ class ObserveSection(Section):
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
     @model_validator(mode="after")
-    def _one_folder(self) -> ObserveSection:
-        if self.name is not None and (wrong := why_no_name(self.name)) is not None:
+    def _check_run_name(self) -> ObserveSection:
+        if self.name is not None and (wrong := invalid_run_name_reason(self.name)) is not None:
             raise ValueError(f"name {wrong}")
         return self
 
 
-def why_no_name(name: str) -> str | None:
+def invalid_run_name_reason(name: str) -> str | None:
     """Return the reason why `name` is no valid run name, or None.
 
     A name is one folder in `runs`, and an argument of commands.
@@ -53,6 +53,6 @@ def why_no_name(name: str) -> str | None:
         return f"must be one folder's name; another place is observe.runs (given: {name!r})"
     if name.startswith("-"):
         return f"must not begin with '-', which commands take for an option (given: {name!r})"
-    if len(name.encode()) > LONGEST_NAME:
-        return f"must be at most {LONGEST_NAME} bytes long (given: {len(name.encode())})"
+    if len(name.encode()) > MAX_RUN_NAME_BYTES:
+        return f"must be at most {MAX_RUN_NAME_BYTES} bytes long (given: {len(name.encode())})"
     return None

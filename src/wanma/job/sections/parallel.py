@@ -9,15 +9,15 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from wanma.job.sections.base import Section
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
-ContextKind = Literal["ring", "all_to_all"]
+ContextParallelMethod = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "host", "disk"]
-Collectives = Literal["auto", "shared_memory", "gloo"]
+CollectiveTransport = Literal["auto", "shared_memory", "gloo"]
 Compression = Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"]
 OuterCompression = Literal["none", "bf16", "int8"]
-SiteKind = Literal["local_sgd", "diloco", "delayed"]
-OuterPlace = Literal["none", "host"]
+SyncMethod = Literal["local_sgd", "diloco", "delayed"]
+OuterOffload = Literal["none", "host"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
 
@@ -29,7 +29,7 @@ class CompressionGroupSection(Section):
     compression: Compression = Field(description="compression of these gradients")
 
 
-def _pair(value: Any) -> Any:
+def _list_to_tuple(value: Any) -> Any:
     """Convert a list to a tuple; needed because `parallel` may be a word and is validated beforehand."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -67,16 +67,18 @@ class ParallelSection(Section):
         description="adapt batch shares to the speed of the ranks during the run; auto: if the planner "
         "gave unlike devices unequal shares, and not under train.deterministic",
     )
-    batch_share_schedule: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
-        default_factory=list,
-        description="[[step, batch_shares], ...]: shares from that step on, as recorded by a run with "
-        "load_balancing",
+    batch_share_schedule: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_list_to_tuple)]] = (
+        Field(
+            default_factory=list,
+            description="[[step, batch_shares], ...]: shares from that step on, as recorded by a run with "
+            "load_balancing",
+        )
     )
     sequence_parallel: bool = Field(
         True,
         description="tp: shard activations along the sequence between split matrices (sequence parallelism)",
     )
-    cp_method: ContextKind = Field(
+    cp_method: ContextParallelMethod = Field(
         "ring", description="cp: method by which attention sees the complete sequence"
     )
     schedule: Schedule = Field("1f1b", description="pipeline schedule")
@@ -120,7 +122,7 @@ class ParallelSection(Section):
         "none", description="memory that holds activations until backward: device (none), host, disk"
     )
     compile: bool = Field(False, description="apply torch.compile to each block; needs a C++ compiler on CPU")
-    collectives: Collectives = Field(
+    collectives: CollectiveTransport = Field(
         "auto",
         description="transport of collectives on CPUs: memory shared by the ranks of one node "
         "(shared_memory), or TCP (gloo); auto: shared_memory on one node that has a C++ compiler",
@@ -194,7 +196,7 @@ class ParallelSection(Section):
     outer_compression: OuterCompression = Field(
         "none", description="local_sgd, diloco: rounding of the exchanged tensors"
     )
-    outer_offload: OuterPlace = Field(
+    outer_offload: OuterOffload = Field(
         "none",
         description="local_sgd, diloco: memory that holds outer weights and momentum: device (none), host",
     )

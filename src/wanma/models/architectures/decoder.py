@@ -2,7 +2,8 @@
 
 Feed-forward networks are SwiGLU or GELU. The decoder knows no parallelism. Three properties make it
 splittable: children may be absent (a pipeline stage holds some of them, under the same names), head counts
-follow from the projected tensors, and nothing lives in buffers. `decoder_layout` declares its parallel spec.
+follow from the projected tensors, and nothing lives in buffers. `decoder_parallel_spec` declares its
+parallel spec.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import math
 import torch
 from torch import Tensor, nn
 
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.keyed_random.dropout import KeyedDropout
 from wanma.models.layers.attention import AttentionMask, DotProductAttention
 from wanma.models.layers.experts import MixtureOfExperts
-from wanma.models.layers.feed_forward import feed_forward_network
+from wanma.models.layers.feed_forward import build_feed_forward
 from wanma.models.layers.latent_attention import LatentAttention
 from wanma.models.layers.rms_norm import RMSNorm
-from wanma.models.layers.rotary_embedding import Rotary, rotary_factors, rotate
-from wanma.models.state_dict.decoder_adapter import PublishedDecoder
-from wanma.models.structure.parallel_spec import Layout, TensorRole, tie_parameters
+from wanma.models.layers.rotary_embedding import (
+    RotaryFrequencies,
+    apply_rotary_embedding,
+    compute_rotary_frequencies,
+)
+from wanma.models.state_dict.decoder_adapter import DecoderStateDictAdapter
+from wanma.models.structure.parallel_spec import ParallelSpec, TensorParallelStyle, tie_parameters
 
 
-class Decoder(PublishedDecoder, nn.Module):
+class Decoder(DecoderStateDictAdapter, nn.Module):
     """Decoder from tokens to logits.
 
     Children: `embedding`, `layers` (by number: "0", "1", ...), `norm`, `head`. A pipeline stage sets
@@ -32,20 +37,18 @@ class Decoder(PublishedDecoder, nn.Module):
     `embedding` takes hidden states where the first takes tokens.
     """
 
-    def __init__(self, dimensions: DecoderDimensions) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        if dimensions.vocabulary is None:
+        if config.vocabulary is None:
             raise ValueError("a decoder needs dimensions with a vocabulary")
-        self.dimensions = dimensions
-        self.layout = decoder_layout(dimensions)
+        self.config = config
+        self.parallel_spec = decoder_parallel_spec(config)
         self.mask = AttentionMask()
-        self.embedding: nn.Embedding | None = nn.Embedding(dimensions.vocabulary, dimensions.hidden)
-        self.layers = nn.ModuleDict(
-            {str(number): Block(dimensions, number) for number in range(dimensions.layers)}
-        )
-        self.norm: RMSNorm | None = RMSNorm(dimensions.hidden, eps=dimensions.norm_epsilon)
-        self.head: nn.Linear | None = nn.Linear(dimensions.hidden, dimensions.vocabulary, bias=False)
-        tie_parameters(self, self.layout.tied)
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleDict({str(number): Block(config, number) for number in range(config.layers)})
+        self.norm: RMSNorm | None = RMSNorm(config.hidden, eps=config.norm_epsilon)
+        self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        tie_parameters(self, self.parallel_spec.tied_parameters)
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
@@ -63,12 +66,12 @@ class Decoder(PublishedDecoder, nn.Module):
         Returns:
             (rows, sequence, vocabulary); without a head, hidden states (rows, sequence, hidden).
         """
-        self._check_tie()
+        self._check_weight_tying()
         hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens)
-        rotary = rotary_factors(
+        rotary = compute_rotary_frequencies(
             torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions,
-            self.dimensions.rotary_width,
-            self.dimensions.rope_theta,
+            self.config.rope_head_dim,
+            self.config.rope_theta,
             hidden.dtype,
         )
         mask = self.mask(documents)
@@ -95,16 +98,16 @@ class Decoder(PublishedDecoder, nn.Module):
             deviation = 0.02
             adds = module.endswith(("attention.output", ".down")) or name.endswith("experts.down")
             if adds:
-                deviation /= math.sqrt(2 * self.dimensions.layers)
+                deviation /= math.sqrt(2 * self.config.layers)
             tensor.normal_(0.0, deviation, generator=generator)
 
-    def _check_tie(self) -> None:
-        for kept, other in self.layout.tied:
+    def _check_weight_tying(self) -> None:
+        for kept, other in self.parallel_spec.tied_parameters:
             if self.embedding is None or self.head is None or self.embedding.weight is self.head.weight:
                 continue
             raise RuntimeError(
                 f"{kept} and {other} have come apart and would be trained as two; whatever replaced "
-                "them must call tie_parameters(model, layout.tied)"
+                "them must call tie_parameters(model, parallel_spec.tied_parameters)"
             )
 
 
@@ -112,22 +115,22 @@ class Block(nn.Module):
     """Decoder block: attention and feed-forward, each with its norm before and a residual connection.
 
     Args:
-        dimensions: of the decoder.
-        number: index of this block in the model.
+        config: of the decoder.
+        index: index of this block in the model.
     """
 
-    def __init__(self, dimensions: DecoderDimensions, number: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        hidden, epsilon, name = dimensions.hidden, dimensions.norm_epsilon, f"layers.{number}"
+        hidden, epsilon, name = config.hidden, config.norm_epsilon, f"layers.{index}"
         self.attention_norm = RMSNorm(hidden, eps=epsilon)
-        self.attention = LatentAttention(dimensions) if dimensions.is_latent else Attention(dimensions)
-        self.attention_dropout = _dropout(dimensions.dropout, f"{name}.attention_dropout")
+        self.attention = LatentAttention(config) if config.uses_latent_attention else Attention(config)
+        self.attention_dropout = _build_dropout(config.dropout, f"{name}.attention_dropout")
         self.feed_forward_norm = RMSNorm(hidden, eps=epsilon)
-        is_dense = dimensions.experts == 0 or number < dimensions.dense_layers
-        self.feed_forward = feed_forward_network(dimensions) if is_dense else MixtureOfExperts(dimensions)
-        self.feed_forward_dropout = _dropout(dimensions.dropout, f"{name}.feed_forward_dropout")
+        is_dense = config.experts == 0 or index < config.dense_layers
+        self.feed_forward = build_feed_forward(config) if is_dense else MixtureOfExperts(config)
+        self.feed_forward_dropout = _build_dropout(config.dropout, f"{name}.feed_forward_dropout")
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: RotaryFrequencies, mask: Tensor | None) -> Tensor:
         """Map (rows, sequence, hidden) to the same shape."""
         attended = self.attention_dropout(self.attention(self.attention_norm(hidden), rotary, mask))
         hidden = hidden + attended
@@ -138,62 +141,63 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Grouped-query causal attention: query heads share key and value heads (Ainslie et al. 2023)."""
 
-    def __init__(self, dimensions: DecoderDimensions) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        hidden, width, bias = dimensions.hidden, dimensions.head_width, dimensions.attention_bias
-        self.head_width = width
-        self.query = nn.Linear(hidden, dimensions.heads * width, bias=bias)
-        self.key = nn.Linear(hidden, dimensions.kv_heads * width, bias=bias)
-        self.value = nn.Linear(hidden, dimensions.kv_heads * width, bias=bias)
-        self.output = nn.Linear(dimensions.heads * width, hidden, bias=False)
+        hidden, width, bias = config.hidden, config.head_dim, config.attention_bias
+        self.head_dim = width
+        self.query = nn.Linear(hidden, config.heads * width, bias=bias)
+        self.key = nn.Linear(hidden, config.kv_heads * width, bias=bias)
+        self.value = nn.Linear(hidden, config.kv_heads * width, bias=bias)
+        self.output = nn.Linear(config.heads * width, hidden, bias=False)
         self.core = DotProductAttention()
-        self.query_norm = (
-            RMSNorm(width, eps=dimensions.norm_epsilon) if dimensions.head_norm else nn.Identity()
-        )
-        self.key_norm = RMSNorm(width, eps=dimensions.norm_epsilon) if dimensions.head_norm else nn.Identity()
+        self.query_norm = RMSNorm(width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.key_norm = RMSNorm(width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryFrequencies, mask: Tensor | None) -> Tensor:
         """Map (rows, sequence, hidden) to the same shape.
 
         Args:
             x: hidden states.
-            rotary: result of `rotary_factors`.
+            rotary: result of `compute_rotary_frequencies`.
             mask: result of the model's `AttentionMask`.
         """
         # The number of heads follows from the projections: under tensor parallelism a rank has its share.
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_width))
+            projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.query, self.key, self.value)
         )
-        query, key = rotate(self.query_norm(query), rotary), rotate(self.key_norm(key), rotary)
+        query, key = (
+            apply_rotary_embedding(self.query_norm(query), rotary),
+            apply_rotary_embedding(self.key_norm(key), rotary),
+        )
         joined: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
         return joined
 
 
-def decoder_layout(dimensions: DecoderDimensions) -> Layout:
+def decoder_parallel_spec(config: DecoderConfig) -> ParallelSpec:
     """Return the parallel spec of a decoder."""
-    return Layout(
+    return ParallelSpec(
         blocks="layers",
-        first=("embedding",),
-        last=("norm", "head"),
-        tensor={
+        first_stage_modules=("embedding",),
+        last_stage_modules=("norm", "head"),
+        tensor_parallel_styles={
             "embedding": "vocabulary",
-            **(_LATENT_ATTENTION if dimensions.is_latent else _ATTENTION),
-            **_feed_forward_roles(dimensions),
+            **(_LATENT_ATTENTION_STYLES if config.uses_latent_attention else _ATTENTION_STYLES),
+            **_feed_forward_styles(config),
             "layers.*.*_norm": "norm",
             "norm": "norm",
             "head": "head",
         },
-        heads=dimensions.heads,
-        kv_heads=dimensions.kv_heads,
-        mask="mask",
-        attention="layers.*.attention.core",
-        experts="layers.*.feed_forward.experts" if dimensions.experts else None,
-        tied=(("embedding.weight", "head.weight"),) if dimensions.tie_embeddings else (),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mask_module="mask",
+        attention_cores="layers.*.attention.core",
+        expert_modules="layers.*.feed_forward.experts" if config.experts else None,
+        tied_parameters=(("embedding.weight", "head.weight"),) if config.tie_embeddings else (),
     )
 
 
-_ATTENTION: dict[str, TensorRole] = {
+_ATTENTION_STYLES: dict[str, TensorParallelStyle] = {
     "layers.*.attention": "gathered",
     "layers.*.attention.query": "column",
     "layers.*.attention.key": "key_value",
@@ -202,7 +206,7 @@ _ATTENTION: dict[str, TensorRole] = {
     "layers.*.attention.*_norm": "head_norm",
 }
 
-_LATENT_ATTENTION: dict[str, TensorRole] = {
+_LATENT_ATTENTION_STYLES: dict[str, TensorParallelStyle] = {
     "layers.*.attention": "gathered",
     # Every rank computes the latent vectors, and uses them for its own heads.
     "layers.*.attention.*_latent": "head_norm",
@@ -213,20 +217,22 @@ _LATENT_ATTENTION: dict[str, TensorRole] = {
 }
 
 
-def _feed_forward_roles(dimensions: DecoderDimensions) -> dict[str, TensorRole]:
-    """Return tensor-parallel styles of networks that process every token; `Layout.experts` has the others."""
+def _feed_forward_styles(config: DecoderConfig) -> dict[str, TensorParallelStyle]:
+    """Return tensor-parallel styles of all networks but experts (`ParallelSpec.expert_modules`)."""
     dense = ["layers.*.feed_forward"]
-    if dimensions.experts:
-        dense = [f"layers.{number}.feed_forward" for number in range(dimensions.dense_layers)]
+    if config.experts:
+        dense = [f"layers.{number}.feed_forward" for number in range(config.dense_layers)]
         dense.append("layers.*.feed_forward.shared")
-    roles: dict[str, TensorRole] = {"layers.*.feed_forward.router": "norm"}  # it acts on single tokens
+    roles: dict[str, TensorParallelStyle] = {
+        "layers.*.feed_forward.router": "norm"
+    }  # it acts on single tokens
     for network in dense:
         roles[network] = "gathered"
-        if dimensions.activation_function == "swiglu":
+        if config.activation_function == "swiglu":
             roles[f"{network}.gate"] = "column"
         roles |= {f"{network}.up": "column", f"{network}.down": "row"}
     return roles
 
 
-def _dropout(probability: float, name: str) -> nn.Module:
+def _build_dropout(probability: float, name: str) -> nn.Module:
     return KeyedDropout(probability, name) if probability > 0 else nn.Identity()

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.models.config.dimensions import VisionDimensions
+from wanma.models.config.dimensions import VisionConfig
 from wanma.models.layers.batch_norm import GroupedBatchNorm
-from wanma.models.structure.parallel_spec import Layout
+from wanma.models.structure.parallel_spec import ParallelSpec
 
-VISION_LAYOUT = Layout(blocks=None)
+VISION_PARALLEL_SPEC = ParallelSpec(blocks=None)
 """Parallel spec of image classifiers: small next to their activations, so never split within a layer."""
 
-_LARGE_IMAGE = 128
+_LARGE_IMAGE_SIZE = 128
 """Minimum height or width for which a residual network begins with the stem made for ImageNet."""
 
 
-def build_vision(dimensions: VisionDimensions) -> nn.Module:
-    """Build the network that `dimensions` describe."""
-    return ConvNet(dimensions) if dimensions.family == "convnet" else ResNet(dimensions)
+def build_image_classifier(config: VisionConfig) -> nn.Module:
+    """Build the network that `config` describe."""
+    return ConvNet(config) if config.family == "convnet" else ResNet(config)
 
 
 class _Classifier(nn.Module):
@@ -43,12 +43,12 @@ class _Classifier(nn.Module):
 class ConvNet(_Classifier):
     """ConvNet: convolution-16, convolution-32, linear-128, linear-classes; convolutions are max-pooled."""
 
-    def __init__(self, dimensions: VisionDimensions) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.first = nn.Conv2d(dimensions.channels, 16, 3, padding=1)
+        self.first = nn.Conv2d(config.channels, 16, 3, padding=1)
         self.second = nn.Conv2d(16, 32, 3, padding=1)
-        self.hidden = nn.Linear(32 * (dimensions.height // 4) * (dimensions.width // 4), 128)
-        self.classifier = nn.Linear(128, dimensions.classes)
+        self.hidden = nn.Linear(32 * (config.height // 4) * (config.width // 4), 128)
+        self.classifier = nn.Linear(128, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (rows, channels, height, width) to logits (rows, classes)."""
@@ -66,25 +66,25 @@ class ResNet(_Classifier):
     stem that He et al. use for CIFAR-10: one 3 × 3 convolution, no pooling.
     """
 
-    def __init__(self, dimensions: VisionDimensions) -> None:
+    def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        group = dimensions.batch_norm_group
-        self.is_large = max(dimensions.height, dimensions.width) >= _LARGE_IMAGE
-        kernel, stride = (7, 2) if self.is_large else (3, 1)
-        self.conv1 = nn.Conv2d(dimensions.channels, 64, kernel, stride, kernel // 2, bias=False)
+        group = config.batch_norm_group
+        self.has_imagenet_stem = max(config.height, config.width) >= _LARGE_IMAGE_SIZE
+        kernel, stride = (7, 2) if self.has_imagenet_stem else (3, 1)
+        self.conv1 = nn.Conv2d(config.channels, 64, kernel, stride, kernel // 2, bias=False)
         self.bn1 = GroupedBatchNorm(64, group)
-        block, counts = _DEPTHS[dimensions.depth or 18]
+        block, counts = _RESNET_STAGES[config.depth or 18]
         outputs = [64 * block.expansion << number for number in range(4)]
         self.layer1 = _stage(block, counts[0], 64, 64, 1, group)
         self.layer2 = _stage(block, counts[1], outputs[0], 128, 2, group)
         self.layer3 = _stage(block, counts[2], outputs[1], 256, 2, group)
         self.layer4 = _stage(block, counts[3], outputs[2], 512, 2, group)
-        self.classifier = nn.Linear(outputs[3], dimensions.classes)
+        self.classifier = nn.Linear(outputs[3], config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (rows, channels, height, width) to logits (rows, classes)."""
         x = F.relu(self.bn1(self.conv1(images)))
-        if self.is_large:
+        if self.has_imagenet_stem:
             x = F.max_pool2d(x, 3, 2, 1)
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = layer(x)
@@ -97,13 +97,13 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, channels: int, width: int, stride: int, group: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, group_size: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
-        self.bn1 = GroupedBatchNorm(width, group)
+        self.bn1 = GroupedBatchNorm(width, group_size)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.bn2 = GroupedBatchNorm(width, group)
-        self.downsample = _shortcut(channels, width, stride, group)
+        self.bn2 = GroupedBatchNorm(width, group_size)
+        self.downsample = _shortcut(channels, width, stride, group_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, channels, height, width) to (rows, width, height / stride, width / stride)."""
@@ -116,15 +116,15 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, channels: int, width: int, stride: int, group: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, group_size: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
-        self.bn1 = GroupedBatchNorm(width, group)
+        self.bn1 = GroupedBatchNorm(width, group_size)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = GroupedBatchNorm(width, group)
+        self.bn2 = GroupedBatchNorm(width, group_size)
         self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn3 = GroupedBatchNorm(4 * width, group)
-        self.downsample = _shortcut(channels, 4 * width, stride, group)
+        self.bn3 = GroupedBatchNorm(4 * width, group_size)
+        self.downsample = _shortcut(channels, 4 * width, stride, group_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, channels, height, width) to (rows, 4 × width, height / stride, width / stride)."""
@@ -133,7 +133,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(branch)) + self.downsample(x))
 
 
-_DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+_RESNET_STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
@@ -141,13 +141,18 @@ _DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, in
 
 
 def _stage(
-    block: type[BasicBlock] | type[Bottleneck], count: int, channels: int, width: int, stride: int, group: int
+    block: type[BasicBlock] | type[Bottleneck],
+    count: int,
+    channels: int,
+    width: int,
+    stride: int,
+    group_size: int,
 ) -> nn.Sequential:
-    rest = [block(width * block.expansion, width, 1, group) for _ in range(count - 1)]
-    return nn.Sequential(block(channels, width, stride, group), *rest)
+    rest = [block(width * block.expansion, width, 1, group_size) for _ in range(count - 1)]
+    return nn.Sequential(block(channels, width, stride, group_size), *rest)
 
 
-def _shortcut(channels: int, out: int, stride: int, group: int) -> nn.Module:
+def _shortcut(channels: int, out: int, stride: int, group_size: int) -> nn.Module:
     if stride == 1 and channels == out:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), GroupedBatchNorm(out, group))
+    return nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), GroupedBatchNorm(out, group_size))

@@ -14,7 +14,7 @@ by tanh (Hendrycks and Gimpel 2016), as in GPT-2's code.
 
 
 @dataclass(frozen=True)
-class DecoderDimensions:
+class DecoderConfig:
     """Dimensions of a decoder, which determine parameters and arithmetic, except the sequence length."""
 
     layers: int
@@ -30,11 +30,11 @@ class DecoderDimensions:
     tie_embeddings: bool = False
     dropout: float = 0.0
     """Dropout probability of each block's two branches before they join the residual stream."""
-    head_size: int | None = None
+    explicit_head_dim: int | None = None
     """Width of one head; default: hidden / heads."""
     attention_bias: bool = False
     """True if query, key and value projections have a bias (Qwen 2.5)."""
-    head_norm: bool = False
+    qk_norm: bool = False
     """True if queries and keys are RMS-normalized per head (Qwen 3)."""
     query_rank: int = 0
     """Width of the queries' latent vector in multi-head latent attention (DeepSeek-V2); 0: plain attention.
@@ -43,9 +43,9 @@ class DecoderDimensions:
     """
     key_value_rank: int = 0
     """Width of the latent vector of keys and values in multi-head latent attention; 0: plain attention."""
-    rotary_size: int | None = None
-    """Elements of a head with rotary position in latent attention, beside those of `head_size`."""
-    value_size: int | None = None
+    explicit_rope_head_dim: int | None = None
+    """Elements of a head with rotary position in latent attention, beside those of `explicit_head_dim`."""
+    explicit_value_head_dim: int | None = None
     """Width of one head's values in latent attention."""
     experts: int = 0
     """Number of routed experts of a block; 0: one feed-forward network instead."""
@@ -58,16 +58,16 @@ class DecoderDimensions:
     """Number of first blocks with one network of `feed_forward` and no experts."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
-    normalize_weights: bool = True
+    normalize_routing_weights: bool = True
     """True if the weights of a token's experts are normalized to a sum of one before they are scaled."""
-    weight_scale: float = 1.0
+    routing_scale: float = 1.0
     """Scale of the weights of a token's experts."""
     expert_groups: int = 1
     """Number of groups of neighbouring experts (DeepSeek-V3's n_group).
 
-    A token may choose experts from `groups_per_token` of them (topk_group).
+    A token may choose experts from `expert_groups_per_token` of them (topk_group).
     """
-    groups_per_token: int = 1
+    expert_groups_per_token: int = 1
     balance: Literal["none", "bias", "loss"] = "none"
     """Method that keeps the load of experts even; see `models.layers.router`."""
     balance_rate: float = 0.0
@@ -80,25 +80,25 @@ class DecoderDimensions:
     """Activation function of the feed-forward network; experts are SwiGLU networks."""
 
     @property
-    def head_width(self) -> int:
-        return self.head_size if self.head_size is not None else self.hidden // self.heads
+    def head_dim(self) -> int:
+        return self.explicit_head_dim if self.explicit_head_dim is not None else self.hidden // self.heads
 
     @property
-    def rotary_width(self) -> int:
+    def rope_head_dim(self) -> int:
         """Elements of a head with rotary position."""
-        return self.rotary_size if self.rotary_size is not None else self.head_width
+        return self.explicit_rope_head_dim if self.explicit_rope_head_dim is not None else self.head_dim
 
     @property
-    def value_width(self) -> int:
-        return self.value_size if self.value_size is not None else self.head_width
+    def value_head_dim(self) -> int:
+        return self.explicit_value_head_dim if self.explicit_value_head_dim is not None else self.head_dim
 
     @property
-    def is_latent(self) -> bool:
+    def uses_latent_attention(self) -> bool:
         """True if attention is multi-head latent attention."""
         return self.key_value_rank > 0
 
     @property
-    def network_matrices(self) -> int:
+    def feed_forward_matrices(self) -> int:
         """Number of matrices of a feed-forward network of width `feed_forward`."""
         return 3 if self.activation_function == "swiglu" else 2
 
@@ -107,13 +107,13 @@ class DecoderDimensions:
         return self.expert_feed_forward if self.expert_feed_forward is not None else self.feed_forward
 
     @property
-    def couples_samples(self) -> bool:
+    def has_sample_coupling(self) -> bool:
         """True if samples of one `balance_group` must be computed in one micro-batch."""
         return self.balance_group > 1
 
 
 @dataclass(frozen=True)
-class VisionDimensions:
+class VisionConfig:
     """Dimensions of an image classifier."""
 
     family: Literal["convnet", "resnet"]

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import JobError, missing_extra
+from wanma.job.errors import JobError, missing_extra_error
 from wanma.job.sections.job import ModelSection
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.resolution import reject_dimension_keys
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.resolution import reject_architecture_keys
 
-FILE = "config.json"
+CONFIG_FILE_NAME = "config.json"
 
 
-def read_config(section: ModelSection) -> dict[str, Any]:
+def read_section_config(section: ModelSection) -> dict[str, Any]:
     """Read the config that `model.huggingface` names, with `model.arguments` replacing its keys.
 
     There "null" is JSON's null.
@@ -31,8 +31,8 @@ def read_config(section: ModelSection) -> dict[str, Any]:
     """
     assert section.huggingface is not None
     if importlib.util.find_spec("transformers") is None:
-        raise missing_extra("transformers", "huggingface", "model.huggingface")
-    reject_dimension_keys(section, "model.huggingface")
+        raise missing_extra_error("transformers", "huggingface", "model.huggingface")
+    reject_architecture_keys(section, "model.huggingface")
     config = read_config_file(Path(section.huggingface).expanduser(), "model.huggingface")
     # TOML has no null.
     replaced = {key: None if value == "null" else value for key, value in section.arguments.items()}
@@ -49,10 +49,10 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
     Raises:
         JobError: there is none there, it is malformed, or it needs code from elsewhere.
     """
-    file = path / FILE if path.is_dir() else path
+    file = path / CONFIG_FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise JobError(
-            f"{key} = '{path}': there is no such file or folder with a {FILE}",
+            f"{key} = '{path}': there is no such file or folder with a {CONFIG_FILE_NAME}",
             "wanma downloads nothing: give the path of a config.json, or of the folder that holds it",
         )
     try:
@@ -60,7 +60,9 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"{key}: {file} cannot be read: {error}", "it must be the JSON of a config") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise JobError(f"{key}: {file} is no transformers config: it has no model_type", f"name a {FILE}")
+        raise JobError(
+            f"{key}: {file} is no transformers config: it has no model_type", f"name a {CONFIG_FILE_NAME}"
+        )
     if "auto_map" in config:
         raise JobError(
             f"{key}: {file} wants code that comes with the weights (auto_map), which wanma does not run",
@@ -74,17 +76,17 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
     return config
 
 
-def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
+def decoder_config_from_huggingface(config: Mapping[str, Any]) -> DecoderConfig | None:
     """Return the dimensions of our own decoder with the parameters and arithmetic of `config`.
 
     Returns:
         None if ours has another architecture, or the config leaves sizes to transformers' defaults.
     """
     kind = config["model_type"]
-    if kind not in _LIKE_OURS or config.get("mlp_bias"):
+    if kind not in _DECODER_FAMILIES or config.get("mlp_bias"):
         return None
     has_two_matrices = kind == "arcee"
-    default, known = ("relu2", _GELU) if has_two_matrices else ("silu", ("silu",))
+    default, known = ("relu2", _TANH_GELU_NAMES) if has_two_matrices else ("silu", ("silu",))
     if config.get("hidden_act", default) not in known:
         return None
     if kind != "qwen2" and config.get("attention_bias"):
@@ -102,7 +104,7 @@ def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
         may_leave_out = kind in ("llama", "arcee")
         kv_heads = config.get("num_key_value_heads") if may_leave_out else config["num_key_value_heads"]
         width = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
-        return DecoderDimensions(
+        return DecoderConfig(
             layers=int(config["num_hidden_layers"]),
             hidden=hidden,
             heads=heads,
@@ -112,17 +114,17 @@ def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
             rope_theta=float(rope["rope_theta"]),
             norm_epsilon=float(config.get("rms_norm_eps", 1e-5 if has_two_matrices else 1e-6)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            head_size=None if int(width) * heads == hidden else int(width),
+            explicit_head_dim=None if int(width) * heads == hidden else int(width),
             attention_bias=kind == "qwen2",
-            head_norm=kind in ("qwen3", "qwen3_moe"),
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             activation_function="gelu" if has_two_matrices else "swiglu",
-            **_experts(config, len(dense)),
+            **_expert_fields(config, len(dense)),
         )
     except KeyError:
         return None
 
 
-def _experts(config: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
+def _expert_fields(config: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
     if config["model_type"] not in ("mixtral", "qwen3_moe"):
         return {}
     is_mixtral = config["model_type"] == "mixtral"
@@ -131,7 +133,7 @@ def _experts(config: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
         "experts": int(count) if count else int(config["num_experts"]),
         "experts_per_token": int(config["num_experts_per_tok"]),
         "expert_feed_forward": None if is_mixtral else int(config["moe_intermediate_size"]),
-        "normalize_weights": is_mixtral or bool(config.get("norm_topk_prob", False)),
+        "normalize_routing_weights": is_mixtral or bool(config.get("norm_topk_prob", False)),
         "dense_layers": dense_layers,
     }
 
@@ -144,6 +146,6 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "rope_type": kind, "rope_theta": theta}
 
 
-_LIKE_OURS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "arcee")
-_GELU = ("gelu_pytorch_tanh", "gelu_new")
+_DECODER_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "arcee")
+_TANH_GELU_NAMES = ("gelu_pytorch_tanh", "gelu_new")
 """Names of GELU's approximation by tanh."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.sections.job import ModelSection
-from wanma.models.config.dimensions import DecoderDimensions, VisionDimensions
-from wanma.models.config.presets import DECODER_PRESETS, PUBLISHED_PRESETS, VISION_PRESETS
+from wanma.models.config.dimensions import DecoderConfig, VisionConfig
+from wanma.models.config.presets import DECODER_PRESETS, PRETRAINED_PRESETS, VISION_PRESETS
 
 _DECODER_KEYS = (
     "layers",
@@ -37,12 +37,12 @@ _EXPERT_KEYS = (
     "balance_group",
     "capacity_factor",
 )
-_BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
+_DEFAULT_BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
 """Default balance rates: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
 _VISION_KEYS = ("depth", "classes", "channels", "image_size", "batch_norm_group")
 
 
-def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
+def input_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
     """Return the kind of the model's inputs: token sequences, images, or those of the user's factory.
 
     Raises:
@@ -65,7 +65,7 @@ def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
     )
 
 
-def decoder_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions:
+def resolve_decoder_config(section: ModelSection, vocabulary_size: int | None) -> DecoderConfig:
     """Return the decoder that a `[model]` section describes: its preset, overridden by its explicit keys.
 
     The vocabulary is `model.vocabulary` if given, else a published preset's own, else the tokenizer's
@@ -73,34 +73,34 @@ def decoder_dimensions(section: ModelSection, vocabulary: int | None) -> Decoder
 
     Args:
         section: with a decoder preset or `family = "decoder"`.
-        vocabulary: number of tokens of the tokenizer; None when there is no tokenizer yet.
+        vocabulary_size: number of tokens of the tokenizer; None when there is no tokenizer yet.
 
     Raises:
         JobError: the preset is unknown or no decoder, a key is missing or does not apply, dimensions do
             not divide, or the vocabulary is smaller than the tokenizer's.
     """
-    if model_kind(section) != "tokens":
+    if input_kind(section) != "tokens":
         raise JobError(
             f"model '{section.preset or section.family or section.factory}' is no decoder",
             f"decoder presets: {', '.join(DECODER_PRESETS)}",
         )
-    reject_keys(section, _VISION_KEYS, "a decoder")
+    reject_inapplicable_keys(section, _VISION_KEYS, "a decoder")
     given: dict[str, Any] = {
         key: getattr(section, key) for key in _DECODER_KEYS if getattr(section, key) is not None
     }
-    base = DECODER_PRESETS[section.preset] if section.preset is not None else _from_family(given)
+    base = DECODER_PRESETS[section.preset] if section.preset is not None else _config_from_family(given)
     if "heads" in given and "kv_heads" not in given and base.kv_heads == base.heads:
         given["kv_heads"] = given["heads"]
-    if "vocabulary" not in given and section.preset not in PUBLISHED_PRESETS and vocabulary is not None:
-        given["vocabulary"] = -(-vocabulary // 64) * 64
-    dimensions = _with_experts(section, replace(base, **given))
-    _check(dimensions, vocabulary)
+    if "vocabulary" not in given and section.preset not in PRETRAINED_PRESETS and vocabulary_size is not None:
+        given["vocabulary"] = -(-vocabulary_size // 64) * 64
+    dimensions = _apply_expert_keys(section, replace(base, **given))
+    _check_decoder_config(dimensions, vocabulary_size)
     return dimensions
 
 
-def vision_dimensions(
+def resolve_vision_config(
     section: ModelSection, image_shape: tuple[int, int, int] | None, classes: int | None
-) -> VisionDimensions:
+) -> VisionConfig:
     """Return the image classifier that a `[model]` section describes.
 
     Args:
@@ -112,12 +112,12 @@ def vision_dimensions(
         JobError: the preset is unknown or no vision model, a key is missing, does not apply, or
             contradicts the data.
     """
-    if model_kind(section) != "images":
+    if input_kind(section) != "images":
         raise JobError(
             f"model '{section.preset or section.family or section.factory}' is no vision model",
             f"vision presets: {', '.join(VISION_PRESETS)}",
         )
-    reject_keys(section, (*_DECODER_KEYS, *_EXPERT_KEYS), "a vision model")
+    reject_inapplicable_keys(section, (*_DECODER_KEYS, *_EXPERT_KEYS), "a vision model")
     if section.preset is not None:
         family, depth = VISION_PRESETS[section.preset]
         if section.depth not in (None, depth):
@@ -131,9 +131,9 @@ def vision_dimensions(
             raise JobError("model.family = 'resnet' needs model.depth", "set model.depth to 18 or 50")
         if family == "convnet" and section.depth is not None:
             raise JobError("model.depth does not apply to model.family = 'convnet'", "remove it")
-    channels = _agree("channels", section.channels, image_shape[0] if image_shape else None)
-    height = _agree("image_size", section.image_size, image_shape[1] if image_shape else None)
-    width = _agree("image_size", section.image_size, image_shape[2] if image_shape else None)
+    channels = _reconcile_with_data("channels", section.channels, image_shape[0] if image_shape else None)
+    height = _reconcile_with_data("image_size", section.image_size, image_shape[1] if image_shape else None)
+    width = _reconcile_with_data("image_size", section.image_size, image_shape[2] if image_shape else None)
     known_classes = section.classes if section.classes is not None else classes
     if known_classes is None:
         raise JobError("the number of classes is unknown", "set model.classes, or give labelled data")
@@ -144,39 +144,39 @@ def vision_dimensions(
         )
     if family == "convnet" and min(height, width) < 4:
         raise JobError(f"images of {height} × {width} are too small for two poolings", "use at least 4 × 4")
-    return VisionDimensions(family, known_classes, channels, height, width, depth, section.batch_norm_group)
+    return VisionConfig(family, known_classes, channels, height, width, depth, section.batch_norm_group)
 
 
-def reject_keys(section: ModelSection, keys: tuple[str, ...], what: str) -> None:
-    """Reject keys of the section that `what` would silently ignore."""
+def reject_inapplicable_keys(section: ModelSection, keys: tuple[str, ...], model: str) -> None:
+    """Reject keys of the section that `model` would silently ignore."""
     for key in keys:
         if getattr(section, key) != ModelSection.model_fields[key].default:
-            raise JobError(f"model.{key} does not apply to {what}", f"remove model.{key}")
+            raise JobError(f"model.{key} does not apply to {model}", f"remove model.{key}")
 
 
-def reject_dimension_keys(section: ModelSection, key: str = "model.factory") -> None:
+def reject_architecture_keys(section: ModelSection, key: str = "model.factory") -> None:
     """Reject dimensions beside a model named by `key`, which takes `model.arguments` instead."""
     # A sample group also applies to a factory's model: its batch normalization is converted.
     every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
     keys = tuple(key for key in every if key != "batch_norm_group")
-    reject_keys(section, keys, f"{key}; give it in model.arguments")
+    reject_inapplicable_keys(section, keys, f"{key}; give it in model.arguments")
 
 
-def _from_family(given: dict[str, Any]) -> DecoderDimensions:
-    missing = [f"model.{key}" for key in ("layers", "hidden", "heads") if key not in given]
+def _config_from_family(explicit_keys: dict[str, Any]) -> DecoderConfig:
+    missing = [f"model.{key}" for key in ("layers", "hidden", "heads") if key not in explicit_keys]
     if missing:
         raise JobError(f"model.family = 'decoder' needs {', '.join(missing)}", "or name a preset")
-    hidden, heads = given["hidden"], given["heads"]
+    hidden, heads = explicit_keys["hidden"], explicit_keys["heads"]
     # The same number of parameters and FLOPs either way, except for rounding.
-    is_gelu = given.get("activation_function") == "gelu"
+    is_gelu = explicit_keys.get("activation_function") == "gelu"
     feed_forward = 4 * hidden if is_gelu else -(-8 * hidden // (3 * 64)) * 64
-    return DecoderDimensions(given["layers"], hidden, heads, heads, feed_forward, None)
+    return DecoderConfig(explicit_keys["layers"], hidden, heads, heads, feed_forward, None)
 
 
-def _with_experts(section: ModelSection, base: DecoderDimensions) -> DecoderDimensions:
+def _apply_expert_keys(section: ModelSection, base: DecoderConfig) -> DecoderConfig:
     """Return `base` with the section's keys for experts; a section that adds experts gets defaults."""
     if base.experts == 0 and section.experts is None:
-        reject_keys(section, _EXPERT_KEYS, "a decoder without experts (model.experts)")
+        reject_inapplicable_keys(section, _EXPERT_KEYS, "a decoder without experts (model.experts)")
         return base
     given: dict[str, Any] = {
         key: value for key in _EXPERT_KEYS if (value := getattr(section, key)) is not None
@@ -190,47 +190,47 @@ def _with_experts(section: ModelSection, base: DecoderDimensions) -> DecoderDime
             "set model.balance to 'bias' or 'loss', or remove model.balance_rate",
         )
     if balance != base.balance:
-        given.setdefault("balance_rate", _BALANCE_RATES[balance])
+        given.setdefault("balance_rate", _DEFAULT_BALANCE_RATES[balance])
     dimensions = replace(base, **given)
     _check_experts(dimensions)
     return dimensions
 
 
-def _check_experts(dimensions: DecoderDimensions) -> None:
-    if dimensions.activation_function != "swiglu":
+def _check_experts(config: DecoderConfig) -> None:
+    if config.activation_function != "swiglu":
         raise JobError(
-            f"model.activation_function = '{dimensions.activation_function}' with model.experts = "
-            f"{dimensions.experts}, but experts are SwiGLU networks",
+            f"model.activation_function = '{config.activation_function}' with model.experts = "
+            f"{config.experts}, but experts are SwiGLU networks",
             "remove model.activation_function, or use a decoder without experts",
         )
-    experts, per_token = dimensions.experts, dimensions.experts_per_token
-    open_to_token = experts * dimensions.groups_per_token // dimensions.expert_groups
-    if experts % dimensions.expert_groups:
+    experts, per_token = config.experts, config.experts_per_token
+    open_to_token = experts * config.expert_groups_per_token // config.expert_groups
+    if experts % config.expert_groups:
         raise JobError(
-            f"model.experts = {experts} cannot be in the preset's {dimensions.expert_groups} groups",
-            f"use a multiple of {dimensions.expert_groups}",
+            f"model.experts = {experts} cannot be in the preset's {config.expert_groups} groups",
+            f"use a multiple of {config.expert_groups}",
         )
     if per_token > open_to_token:
         raise JobError(
             f"model.experts_per_token = {per_token}, but there are only {open_to_token} to choose from",
             f"lower model.experts_per_token, or raise model.experts (now {experts})",
         )
-    if dimensions.dense_layers >= dimensions.layers:
+    if config.dense_layers >= config.layers:
         raise JobError(
-            f"model.dense_layers = {dimensions.dense_layers} of model.layers = {dimensions.layers} "
+            f"model.dense_layers = {config.dense_layers} of model.layers = {config.layers} "
             "leaves no block with experts",
             "lower model.dense_layers, or leave model.experts out",
         )
-    if dimensions.balance_group > 1 and dimensions.balance != "loss" and dimensions.capacity_factor == 0:
+    if config.balance_group > 1 and config.balance != "loss" and config.capacity_factor == 0:
         raise JobError(
-            f"model.balance_group = {dimensions.balance_group} without anything that counts over groups",
+            f"model.balance_group = {config.balance_group} without anything that counts over groups",
             "set model.balance = 'loss' or model.capacity_factor, or remove model.balance_group",
         )
 
 
-def _check(dimensions: DecoderDimensions, tokenizer: int | None) -> None:
-    hidden, heads, kv_heads = dimensions.hidden, dimensions.heads, dimensions.kv_heads
-    if dimensions.head_size is None and hidden % heads:
+def _check_decoder_config(config: DecoderConfig, tokenizer_vocabulary_size: int | None) -> None:
+    hidden, heads, kv_heads = config.hidden, config.heads, config.kv_heads
+    if config.explicit_head_dim is None and hidden % heads:
         raise JobError(
             f"model.hidden = {hidden} is not divisible by model.heads = {heads}",
             f"use a multiple of {heads} for model.hidden",
@@ -241,32 +241,34 @@ def _check(dimensions: DecoderDimensions, tokenizer: int | None) -> None:
             "each key/value head serves the same number of query heads; "
             f"model.kv_heads may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
         )
-    if dimensions.is_latent and heads != kv_heads:
+    if config.uses_latent_attention and heads != kv_heads:
         raise JobError(
             f"model.kv_heads = {kv_heads} with latent attention, where each of {heads} heads has its own",
             "remove model.kv_heads",
         )
-    if dimensions.rotary_width % 2:
+    if config.rope_head_dim % 2:
         raise JobError(
             f"model.hidden = {hidden} and model.heads = {heads} give heads of odd width "
-            f"{dimensions.head_width}, but rotary positions turn pairs",
+            f"{config.head_dim}, but rotary positions turn pairs",
             f"use a multiple of {2 * heads} for model.hidden",
         )
-    if dimensions.vocabulary is None:
+    if config.vocabulary is None:
         raise JobError("the vocabulary is unknown", "set model.vocabulary, or give data with a tokenizer")
-    if tokenizer is not None and dimensions.vocabulary < tokenizer:
+    if tokenizer_vocabulary_size is not None and config.vocabulary < tokenizer_vocabulary_size:
         raise JobError(
-            f"the model's vocabulary of {dimensions.vocabulary} is smaller than the tokenizer's {tokenizer}",
-            f"set model.vocabulary to {-(-tokenizer // 64) * 64}, or use another tokenizer",
+            f"the model's vocabulary of {config.vocabulary} is smaller than the tokenizer's "
+            f"{tokenizer_vocabulary_size}",
+            f"set model.vocabulary to {-(-tokenizer_vocabulary_size // 64) * 64}, or use another tokenizer",
         )
 
 
-def _agree(key: str, given: int | None, data: int | None) -> int:
-    if given is not None and data is not None and given != data:
+def _reconcile_with_data(key: str, explicit_value: int | None, data_value: int | None) -> int:
+    if explicit_value is not None and data_value is not None and explicit_value != data_value:
         raise JobError(
-            f"model.{key} = {given}, but the data has {data}", f"drop model.{key} to use the data's"
+            f"model.{key} = {explicit_value}, but the data has {data_value}",
+            f"drop model.{key} to use the data's",
         )
-    known = given if given is not None else data
+    known = explicit_value if explicit_value is not None else data_value
     if known is None:
         raise JobError(f"the images' {key} is unknown", f"set model.{key}, or give data")
     return known

@@ -1,8 +1,8 @@
 """Causal models of `transformers` with wanma's decoder signature: tokens, documents and positions to logits.
 
-    config = huggingface_config(read_config(section), vocabulary, sequence_length)
+    config = build_transformers_config(read_section_config(section), vocabulary, sequence_length)
     with torch.device("meta"):
-        model = build_huggingface(config)
+        model = build_causal_model(config)
 
 A model is built from its config alone, on the meta device; nothing is downloaded and no code from
 elsewhere is run. It remains transformers' own, parameter names included, except for the modules that
@@ -22,110 +22,119 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.models.huggingface.derived_parallel_spec import blocks_of, layout_of
-from wanma.models.huggingface.forward_probe import Findings
-from wanma.models.huggingface.module_replacement import ATTENTION, MASK, replace_parts
-from wanma.models.huggingface.pipeline_stage import Passage, hand_on, keep_blocks, no_embedding
+from wanma.models.huggingface.derived_parallel_spec import derive_parallel_spec, find_block_list
+from wanma.models.huggingface.forward_probe import ProbeResult
+from wanma.models.huggingface.module_replacement import (
+    ATTENTION_IMPLEMENTATION,
+    MASK_KEYWORD,
+    replace_modules,
+)
+from wanma.models.huggingface.pipeline_stage import (
+    StageBoundary,
+    keep_blocks,
+    pass_through,
+    placeholder_embedding,
+)
 from wanma.models.huggingface.probe_validation import require_same_training
-from wanma.models.huggingface.state_dict_adapter import HuggingFacePublished
-from wanma.models.huggingface.validation import refuse_config, refuse_model
+from wanma.models.huggingface.state_dict_adapter import TransformersStateDictAdapter
+from wanma.models.huggingface.validation import validate_config, validate_model
 from wanma.models.layers.attention import AttentionMask
 from wanma.models.layers.experts import Experts
-from wanma.models.layers.router import Router
-from wanma.models.structure.parallel_spec import Layout, tie_parameters
+from wanma.models.layers.router import RouterGate
+from wanma.models.structure.parallel_spec import ParallelSpec, tie_parameters
 
 
-def huggingface_config(
-    given: dict[str, Any], vocabulary: int | None, sequence_length: int | None
+def build_transformers_config(
+    settings_from_file: dict[str, Any], vocabulary_size: int | None, sequence_length: int | None
 ) -> PreTrainedConfig:
-    """Build the transformers config with the settings of `read_config`.
+    """Build the transformers config with the settings of `read_section_config`.
 
     Args:
-        given: those settings.
-        vocabulary: number of tokens of the tokenizer.
+        settings_from_file: those settings.
+        vocabulary_size: number of tokens of the tokenizer.
         sequence_length: of the data.
 
     Raises:
         JobError: transformers does not know the family, or it has settings that would be ignored.
     """
-    if given["model_type"] not in CONFIG_MAPPING:
+    if settings_from_file["model_type"] not in CONFIG_MAPPING:
         raise JobError(
-            f"model.huggingface: transformers does not know model_type {given['model_type']!r}",
+            f"model.huggingface: transformers does not know model_type {settings_from_file['model_type']!r}",
             "is it of a newer family? pip install --upgrade transformers",
         )
     try:
         # A type may be an alias: without it, the config has the name of its family.
-        settings = {key: value for key, value in given.items() if key != "model_type"}
-        config: PreTrainedConfig = CONFIG_MAPPING[given["model_type"]].from_dict(settings)
+        settings = {key: value for key, value in settings_from_file.items() if key != "model_type"}
+        config: PreTrainedConfig = CONFIG_MAPPING[settings_from_file["model_type"]].from_dict(settings)
     except Exception as error:  # whatever a config's own validation raises
         raise JobError(
             f"model.huggingface: transformers cannot use the config: {error}",
             "mend the file, or replace the key in model.arguments",
         ) from error
-    refuse_config(config, vocabulary, sequence_length)
+    validate_config(config, vocabulary_size, sequence_length)
     return config
 
 
-def build_huggingface(
-    config: PreTrainedConfig, sequence_length: int, findings: Findings | None = None
-) -> HuggingFaceModel:
+def build_causal_model(
+    config: PreTrainedConfig, sequence_length: int, probe_result: ProbeResult | None = None
+) -> CausalTransformersModel:
     """Build the model on the current device, ready to be split.
 
     Args:
         config: the transformers config.
         sequence_length: of the data.
-        findings: of the same model, built before; None: the model is probed, on the meta device.
+        probe_result: of the same model, built before; None: the model is probed, on the meta device.
 
     Raises:
         JobError: it is no causal model, or not built as wanma needs it.
     """
-    model = _adapted(config)
-    if findings is None:
-        findings = require_same_training(model, sequence_length, _adapted)
+    model = _build_adapted_model(config)
+    if probe_result is None:
+        probe_result = require_same_training(model, sequence_length, _build_adapted_model)
     kind = type(model)
     # A new class, as FSDP2 makes one: parameters keep their names, without a wrapper's prefix.
-    model.__class__ = type(kind.__name__, (HuggingFaceModel, kind), {})
-    assert isinstance(model, HuggingFaceModel)
-    adapted: HuggingFaceModel = model
+    model.__class__ = type(kind.__name__, (CausalTransformersModel, kind), {})
+    assert isinstance(model, CausalTransformersModel)
+    adapted: CausalTransformersModel = model
     adapted.mask = AttentionMask()
-    adapted.findings = findings
-    adapted.layout = layout_of(model, findings)
-    tie_parameters(adapted, adapted.layout.tied)
+    adapted.probe_result = probe_result
+    adapted.parallel_spec = derive_parallel_spec(model, probe_result)
+    tie_parameters(adapted, adapted.parallel_spec.tied_parameters)
     return adapted
 
 
-class HuggingFaceModel(HuggingFacePublished):
+class CausalTransformersModel(TransformersStateDictAdapter):
     """Mixin placed before a transformers class among the bases of a model's class."""
 
-    layout: Layout
-    findings: Findings
+    parallel_spec: ParallelSpec
+    probe_result: ProbeResult
     config: Any
     mask: nn.Module
-    passage: Passage | None = None
+    stage_boundary: StageBoundary | None = None
     """Tensors at the block edges of a pipeline stage; None without a pipeline."""
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """Compute the logits of the next token at every position; arguments as of `Decoder`."""
-        self._check_tie()
-        passage = self.passage
-        if self.findings.reads_tokens:
+        self._check_weight_tying()
+        passage = self.stage_boundary
+        if self.probe_result.reads_tokens:
             given = {"input_ids": tokens}
         elif passage is None or passage.is_first:
             given = {"inputs_embeds": cast(PreTrainedModel, self).get_input_embeddings()(tokens)}
         else:
             # Modules before the blocks run too, on unused values.
-            passage.given, given = tokens, {"inputs_embeds": torch.empty_like(tokens)}
+            passage.stage_input, given = tokens, {"inputs_embeds": torch.empty_like(tokens)}
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
-        if positions is not None and self.findings.first_position:
-            positions = positions + self.findings.first_position
+        if positions is not None and self.probe_result.first_position:
+            positions = positions + self.probe_result.first_position
         output = super().forward(
-            **given, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
+            **given, position_ids=positions, use_cache=False, **{MASK_KEYWORD: self.mask(documents)}
         )
         if passage is not None and not passage.is_last:
-            return passage.take()
+            return passage.pop_output()
         logits: Tensor = output.logits
         return logits
 
@@ -137,22 +146,29 @@ class HuggingFaceModel(HuggingFacePublished):
         Raises:
             JobError: the model cannot be cut between blocks.
         """
-        if self.findings.indivisible is not None:
+        if self.probe_result.split_obstacle is not None:
             raise JobError(
-                f"parallel.pp: {type(self).__name__} cannot be cut into stages: {self.findings.indivisible}",
+                f"parallel.pp: {type(self).__name__} cannot be cut into stages: "
+                f"{self.probe_result.split_obstacle}",
                 "set parallel.pp = 1",
             )
-        assert self.layout.blocks is not None
-        self.passage = Passage(self.findings.outputs, is_first=is_first, is_last=is_last)
-        keep_blocks(self.get_submodule(self.layout.blocks), held, self.passage)
-        absent = (() if is_first else self.layout.first) + (() if is_last else self.layout.last)
+        assert self.parallel_spec.blocks is not None
+        self.stage_boundary = StageBoundary(
+            self.probe_result.block_output_count, is_first=is_first, is_last=is_last
+        )
+        keep_blocks(self.get_submodule(self.parallel_spec.blocks), held, self.stage_boundary)
+        absent = (() if is_first else self.parallel_spec.first_stage_modules) + (
+            () if is_last else self.parallel_spec.last_stage_modules
+        )
         for path in absent:
             parent, _, child = path.rpartition(".")
             holder, part = self.get_submodule(parent), self.get_submodule(path)
             delattr(holder, child)
             is_table = isinstance(part, nn.Embedding)
             width = part.get_parameter("weight").shape[-1] if is_table else 0
-            setattr(holder, child, no_embedding(self.passage, width) if is_table else hand_on)
+            setattr(
+                holder, child, placeholder_embedding(self.stage_boundary, width) if is_table else pass_through
+            )
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a tile of parameter `name` in place, as transformers initializes it.
@@ -166,10 +182,10 @@ class HuggingFaceModel(HuggingFacePublished):
             # Only for this family transformers treats the layers that add to the residual stream differently
             # (Radford et al. 2019, section 2.3), and looks for it in modules that are ours here.
             tensor.normal_(0.0, deviation / math.sqrt(2 * self.config.n_layer), generator=generator)
-        elif isinstance(owner, (Experts, Router)):
+        elif isinstance(owner, (Experts, RouterGate)):
             tensor.normal_(0.0, deviation, generator=generator)
         else:
-            _initialize(cast(PreTrainedModel, self), owner, name, kind, tensor, generator)
+            _initialize_by_transformers(cast(PreTrainedModel, self), owner, name, kind, tensor, generator)
 
     def reset_buffers(self) -> None:
         """Restore the values of the buffers, which a model built on the meta device has lost."""
@@ -178,33 +194,33 @@ class HuggingFaceModel(HuggingFacePublished):
                 continue
             if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
                 continue  # ours have a reset of their own
-            for name, value in _buffers(cast(PreTrainedModel, self), module, path).items():
+            for name, value in _compute_buffers(cast(PreTrainedModel, self), module, path).items():
                 module.get_buffer(name).copy_(value)
 
-    def _check_tie(self) -> None:
+    def _check_weight_tying(self) -> None:
         held = dict(self.named_parameters(remove_duplicate=False))
-        for kept, other in self.layout.tied:
+        for kept, other in self.parallel_spec.tied_parameters:
             if kept in held and other in held and held[kept] is not held[other]:
                 raise RuntimeError(f"{kept} and {other} have come apart and would be trained as two")
 
 
-def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
+def _build_adapted_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build transformers' model with wanma's modules."""
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32
+            copy.deepcopy(config), attn_implementation=ATTENTION_IMPLEMENTATION, dtype=torch.float32
         )
     except Exception as error:  # whatever a family's constructor raises
-        raise _not_built(config, error) from error
-    refuse_model(model)
-    replace_parts(model)
+        raise _build_error(config, error) from error
+    validate_model(model)
+    replace_modules(model)
     # A tied tensor has the name that comes first: that of the embedding, which the first stage holds.
-    base = str(blocks_of(model)).partition(".")[0]
+    base = str(find_block_list(model)).partition(".")[0]
     model._modules = {base: model._modules[base], **model._modules}
     return model
 
 
-def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
+def _build_error(config: PreTrainedConfig, error: Exception) -> JobError:
     """Build the error for a config that transformers cannot build with wanma's attention."""
     kind, line = config.model_type, str(error).strip().partition("\n")[0][:200]
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -212,7 +228,7 @@ def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
             f"model.huggingface: {kind} is no causal language model of transformers",
             "name the config of a causal language model",
         )
-    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+    if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
         return JobError(
             f"model.huggingface: {kind} cannot be used: its attention cannot be replaced (transformers' "
             "attention interface)",
@@ -224,15 +240,15 @@ def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
     )
 
 
-def _initialize(
+def _initialize_by_transformers(
     model: PreTrainedModel, owner: nn.Module, name: str, kind: str, tensor: Tensor, generator: torch.Generator
 ) -> None:
     """Fill `tensor`, in place of a parameter of `owner`, by transformers' own rule."""
-    alike = _copy(owner)
+    alike = _copy_without_parameters(owner)
     alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator.initial_seed())
-        _part_around(model, name.rpartition(".")[0])._init_weights(alike)
+        _innermost_model(model, name.rpartition(".")[0])._init_weights(alike)
     if bool(tensor.isnan().any()):
         raise WanmaError(
             f"transformers does not say how parameter {name} of {type(model).__name__} begins",
@@ -240,17 +256,17 @@ def _initialize(
         )
 
 
-def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[str, Tensor]:
+def _compute_buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[str, Tensor]:
     """Compute the buffers of one module by transformers' rule; check that it ignores earlier values."""
     made: list[dict[str, Tensor]] = []
     for before in (0, 1):
-        alike = _copy(module)
+        alike = _copy_without_parameters(module)
         alike._buffers = {
             name: torch.full(buffer.shape, before, dtype=buffer.dtype)
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        _part_around(model, path)._init_weights(alike)
+        _innermost_model(model, path)._init_weights(alike)
         made.append(cast(dict[str, Tensor], alike._buffers))
     for name, value in made[0].items():
         if not torch.equal(value, made[1][name]):
@@ -261,14 +277,14 @@ def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[st
     return made[0]
 
 
-def _part_around(model: PreTrainedModel, path: str) -> PreTrainedModel:
+def _innermost_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """Return the innermost model around the module at `path`, whose rule transformers applies to it."""
     parts = path.split(".") if path else []
     around = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), 0, -1))
     return next((part for part in around if isinstance(part, PreTrainedModel)), model)
 
 
-def _copy(module: nn.Module) -> nn.Module:
+def _copy_without_parameters(module: nn.Module) -> nn.Module:
     """Copy a module, class and attributes, with empty parameters.
 
     The parameters may be sharded over ranks, which would all have to take part. `copy` would have FSDP2 call

@@ -10,13 +10,13 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from wanma.models.huggingface.forward_probe import Findings
-from wanma.models.huggingface.module_replacement import attentions
+from wanma.models.huggingface.forward_probe import ProbeResult
+from wanma.models.huggingface.module_replacement import find_attention_modules
 from wanma.models.layers.experts import MixtureOfExperts
-from wanma.models.layers.router import Router
-from wanma.models.structure.parallel_spec import Layout, TensorRole, find_blocks
+from wanma.models.layers.router import RouterGate
+from wanma.models.structure.parallel_spec import ParallelSpec, TensorParallelStyle, find_block_container
 
-_GPT2 = {
+_GPT2_TP_PLAN = {
     "transformer.wte": "embedding_rowwise",
     "transformer.wpe": "embedding_rowwise",
     "transformer.h.*.attn.c_attn.*": "colwise",
@@ -27,10 +27,10 @@ _GPT2 = {
 }
 """Tensor plan of GPT-2, for which transformers publishes none.
 
-Its query, key and value are one matrix there (`SplitAttention`).
+Its query, key and value are one matrix there (`UnfusedQKVAttention`).
 """
 
-_ROLES: dict[str, TensorRole] = {
+_STYLES: dict[str, TensorParallelStyle] = {
     "colwise": "column",
     "rowwise": "row",
     "embedding_rowwise": "vocabulary",
@@ -38,50 +38,50 @@ _ROLES: dict[str, TensorRole] = {
 }
 
 
-def blocks_of(model: nn.Module) -> str | None:
+def find_block_list(model: nn.Module) -> str | None:
     """Return the path of the repeated blocks, of which there may be only one."""
     lists = (path for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    return find_blocks(model) or next(lists, None)
+    return find_block_container(model) or next(lists, None)
 
 
-def layout_of(model: PreTrainedModel, findings: Findings) -> Layout:
+def derive_parallel_spec(model: PreTrainedModel, probe_result: ProbeResult) -> ParallelSpec:
     """Return the parallel spec of a model whose modules have been replaced by ours.
 
     If a style of the published tensor plan has no counterpart here, nothing is split over `tp`.
     """
-    config, blocks = model.config, blocks_of(model)
+    config, blocks = model.config, find_block_list(model)
     assert blocks is not None
     tied = cast(dict[str, str], model._tied_weights_keys or {}) if config.tie_word_embeddings else {}
-    cores = {_pattern(f"{path}.core", blocks) for path, _ in attentions(model)}
+    cores = {_pattern(f"{path}.core", blocks) for path, _ in find_attention_modules(model)}
     mixtures = {
         _pattern(path, blocks) for path, m in model.named_modules() if isinstance(m, MixtureOfExperts)
     }
-    return Layout(
+    return ParallelSpec(
         blocks=blocks,
-        first=findings.first,
-        last=findings.last,
-        tensor=_roles(model, blocks),
+        first_stage_modules=probe_result.first_stage_modules,
+        last_stage_modules=probe_result.last_stage_modules,
+        tensor_parallel_styles=_derive_styles(model, blocks),
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        mask="mask",
-        attention=cores.pop() if len(cores) == 1 else None,
-        experts=f"{mixtures.pop()}.experts" if len(mixtures) == 1 else None,
-        tied=tuple((kept, other) for other, kept in tied.items()),
+        mask_module="mask",
+        attention_cores=cores.pop() if len(cores) == 1 else None,
+        expert_modules=f"{mixtures.pop()}.experts" if len(mixtures) == 1 else None,
+        tied_parameters=tuple((kept, other) for other, kept in tied.items()),
     )
 
 
-def _roles(model: PreTrainedModel, blocks: str) -> dict[str, TensorRole]:
-    plan = _GPT2 if model.config.model_type == "gpt2" else dict(model._tp_plan or {})
-    roles: dict[str, TensorRole] = {}
+def _derive_styles(model: PreTrainedModel, blocks: str) -> dict[str, TensorParallelStyle]:
+    plan = _GPT2_TP_PLAN if model.config.model_type == "gpt2" else dict(model._tp_plan or {})
+    roles: dict[str, TensorParallelStyle] = {}
     for path, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if _matches(path, pattern)), None)
-        if isinstance(module, Router):
+        if isinstance(module, RouterGate):
             roles[path] = "norm"  # it acts on single tokens
-        elif path == _head(model) and style == "colwise_gather_output":
+        elif path == _output_layer_path(model) and style == "colwise_gather_output":
             roles[path] = "head"
-        elif style in _ROLES:
+        elif style in _STYLES:
             is_key_or_value = re.search(r"\.(k_proj|v_proj|key|value)$", path) is not None
-            roles[path] = "key_value" if style == "colwise" and is_key_or_value else _ROLES[style]
+            roles[path] = "key_value" if style == "colwise" and is_key_or_value else _STYLES[style]
         elif style is not None and ".experts" not in path:  # routed experts are ours, and split as ours
             return {}
         elif style is None and "norm" in type(module).__name__.lower() and _has_own_parameters(module):
@@ -97,17 +97,19 @@ def _roles(model: PreTrainedModel, blocks: str) -> dict[str, TensorRole]:
     ):
         return {}  # only transformers could say what a split means for a norm inside a rank's own heads
     roles |= dict.fromkeys(gathered, "gathered")
-    return _by_pattern(roles, [path for path, _ in model.named_modules()], blocks)
+    return _merge_into_patterns(roles, [path for path, _ in model.named_modules()], blocks)
 
 
-def _by_pattern(roles: Mapping[str, TensorRole], paths: Iterable[str], blocks: str) -> dict[str, TensorRole]:
+def _merge_into_patterns(
+    styles: Mapping[str, TensorParallelStyle], paths: Iterable[str], blocks: str
+) -> dict[str, TensorParallelStyle]:
     """Merge paths into one pattern for all blocks, where all blocks with such a module agree on its style."""
-    found: dict[str, set[TensorRole | None]] = {}
+    found: dict[str, set[TensorParallelStyle | None]] = {}
     for path in paths:
-        found.setdefault(_pattern(path, blocks), set()).add(roles.get(path))
+        found.setdefault(_pattern(path, blocks), set()).add(styles.get(path))
     return {
         pattern if len(found[pattern := _pattern(path, blocks)]) == 1 else path: role
-        for path, role in roles.items()
+        for path, role in styles.items()
     }
 
 
@@ -119,7 +121,7 @@ def _matches(path: str, pattern: str) -> bool:
     return path.count(".") == pattern.count(".") and fnmatchcase(path, pattern)
 
 
-def _head(model: PreTrainedModel) -> str:
+def _output_layer_path(model: PreTrainedModel) -> str:
     head = model.get_output_embeddings()
     paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
     return paths[id(head)]

@@ -20,44 +20,52 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.models.huggingface.module_replacement import ATTENTION, MASK, attend
-from wanma.models.huggingface.position_lookups import Lookups, first_position, longest_sequence
+from wanma.models.huggingface.module_replacement import (
+    ATTENTION_IMPLEMENTATION,
+    MASK_KEYWORD,
+    attention_forward,
+)
+from wanma.models.huggingface.position_lookups import (
+    PositionLookupTracer,
+    first_position,
+    max_sequence_length,
+)
 from wanma.models.huggingface.token_lookups import reads_tokens
 from wanma.models.layers.experts import MixtureOfExperts
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeResult:
     """Findings of a probe of one model."""
 
-    mask: str | None = None
+    mask_difference: str | None = None
     """Difference between transformers' attention mask and the causal one; None: they are equal."""
-    window: int | None = None
+    attention_window: int | None = None
     """Longest sequence, in tokens, that every layer's attention sees completely; None: the data's."""
     is_causal: bool = True
     """True if no layer's attention sees later tokens."""
     first_position: int = 0
     """First position number that the model uses if it is given no positions."""
-    longest: int | None = None
+    max_sequence_length: int | None = None
     """Longest sequence, in tokens, for whose positions the model has weights; None: the data's."""
-    draws: str | None = None
+    random_draw: str | None = None
     """First random draw of a training step that no layout could repeat; None: there is none."""
-    first: tuple[str, ...] = ()
+    first_stage_modules: tuple[str, ...] = ()
     """Modules with parameters that are called before the blocks."""
-    last: tuple[str, ...] = ()
+    last_stage_modules: tuple[str, ...] = ()
     """Modules with parameters that are called after the blocks."""
-    outputs: int | None = None
+    block_output_count: int | None = None
     """Length of the tuple that a block returns, hidden states first; None: it returns these alone."""
-    indivisible: str | None = None
+    split_obstacle: str | None = None
     """Reason why the model cannot be cut between blocks; None: it can."""
     reads_tokens: bool = False
     """True if the forward looks tokens up outside the input embedding: it then needs tokens."""
 
 
-def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dropout: bool) -> Findings:
+def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dropout: bool) -> ProbeResult:
     """Run `model`, which is on the meta device, on a sequence of that length.
 
     Args:
@@ -74,28 +82,28 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     try:
         for mixture in mixtures:
-            mixture.forward = _alike  # type: ignore[method-assign]  # theirs sorts tokens by their values
+            mixture.forward = _identity_experts  # type: ignore[method-assign]  # theirs sorts tokens by their values
         model.requires_grad_(False)
-        masks = _Masks(sequence_length)
-        default, given = Lookups(4 * sequence_length), Lookups(4 * sequence_length)
+        masks = _MaskProbe(sequence_length)
+        default, given = PositionLookupTracer(4 * sequence_length), PositionLookupTracer(4 * sequence_length)
         model.eval()
-        with _attention(model, attend):
-            by_tokens = reads_tokens(model, sequence_length, **{MASK: None})
-        with _attention(model, masks.attend, masks.mask), default:
-            _run_masked(model, sequence_length, by_tokens=by_tokens)
+        with _replaced_attention(model, attention_forward):
+            by_tokens = reads_tokens(model, sequence_length, **{MASK_KEYWORD: None})
+        with _replaced_attention(model, masks.attend, masks.mask), default:
+            _run_masked(model, sequence_length, reads_tokens=by_tokens)
         model.train()
         for module in model.modules() if keyed_dropout else ():
             if isinstance(module, nn.Dropout):
                 module.eval()
-        draws, order = _Draws(), _Order(model, blocks)
+        draws, order = _RandomDrawProbe(), _CallOrderProbe(model, blocks)
         if by_tokens:
-            order.indivisible = "it looks tokens up in more than its embedding"
-        with _attention(model, draws.attend), order.watching(), draws, given:
+            order.split_obstacle = "it looks tokens up in more than its embedding"
+        with _replaced_attention(model, draws.attend), order.record_calls(), draws, given:
             positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
             try:
-                order.end(*_run(model, sequence_length, by_tokens=by_tokens, position_ids=positions))
+                order.evaluate(*_run(model, sequence_length, reads_tokens=by_tokens, position_ids=positions))
             except Exception:  # a random number may decide to skip a block
-                if draws.found is None:
+                if draws.first_draw is None:
                     raise
     except WanmaError:
         raise
@@ -113,22 +121,22 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
             parameter.requires_grad_(requires_grad)
         for module, training in modes.items():
             module.training = training
-    return Findings(
-        mask=masks.difference,
-        window=masks.window,
+    return ProbeResult(
+        mask_difference=masks.difference,
+        attention_window=masks.attention_window,
         first_position=first_position(default, given),
-        longest=longest_sequence(default),
+        max_sequence_length=max_sequence_length(default),
         is_causal=masks.is_causal,
-        draws=draws.found,
-        first=_outermost(order.first),
-        last=_outermost(order.last),
-        outputs=order.outputs,
-        indivisible=order.indivisible,
+        random_draw=draws.first_draw,
+        first_stage_modules=_outermost(order.first_stage_modules),
+        last_stage_modules=_outermost(order.last_stage_modules),
+        block_output_count=order.block_output_count,
+        split_obstacle=order.split_obstacle,
         reads_tokens=by_tokens,
     )
 
 
-def _alike(x: Tensor) -> Tensor:
+def _identity_experts(x: Tensor) -> Tensor:
     return x * 1.0
 
 
@@ -137,7 +145,7 @@ def _outermost(paths: list[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
 
 
-def _run_masked(model: PreTrainedModel, sequence_length: int, *, by_tokens: bool) -> None:
+def _run_masked(model: PreTrainedModel, sequence_length: int, *, reads_tokens: bool) -> None:
     """Run the forward with a mask of ones, or without a mask if that fails.
 
     Some families look for documents in positions unless there is a mask, others for padding in a mask: at
@@ -145,16 +153,16 @@ def _run_masked(model: PreTrainedModel, sequence_length: int, *, by_tokens: bool
     """
     whole = torch.ones(1, sequence_length, dtype=torch.bool, device="meta")
     try:
-        _run(model, sequence_length, by_tokens=by_tokens, attention_mask=whole)
+        _run(model, sequence_length, reads_tokens=reads_tokens, attention_mask=whole)
     except (RuntimeError, NotImplementedError) as first:
         try:
-            _run(model, sequence_length, by_tokens=by_tokens)
+            _run(model, sequence_length, reads_tokens=reads_tokens)
         except (RuntimeError, NotImplementedError):
             raise first from None
 
 
 def _run(
-    model: PreTrainedModel, sequence_length: int, *, by_tokens: bool, **keywords: Tensor
+    model: PreTrainedModel, sequence_length: int, *, reads_tokens: bool, **keywords: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run the forward; return the embeddings that went in, and the logits."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
@@ -167,51 +175,53 @@ def _run(
 
     hook = table.register_forward_hook(cut)
     try:
-        given = {"input_ids": tokens} if by_tokens else {"inputs_embeds": table(tokens)}
-        output = model(**given, use_cache=False, **keywords, **{MASK: None})
+        given = {"input_ids": tokens} if reads_tokens else {"inputs_embeds": table(tokens)}
+        output = model(**given, use_cache=False, **keywords, **{MASK_KEYWORD: None})
     finally:
         hook.remove()
     return made[0], output.logits
 
 
 @contextmanager
-def _attention(
+def _replaced_attention(
     model: PreTrainedModel, function: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Let a model call `function` instead of `attend`, and `mask` to build its masks."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {
+        id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)
+    }
     were = {key: config._attn_implementation for key, config in configs.items()}
-    AttentionInterface.register(_PROBED, function)
+    AttentionInterface.register(_PROBED_ATTENTION, function)
     if mask is not None:
-        AttentionMaskInterface.register(_PROBED, mask)
+        AttentionMaskInterface.register(_PROBED_ATTENTION, mask)
     try:
         for config in configs.values():
-            config._attn_implementation = _PROBED
+            config._attn_implementation = _PROBED_ATTENTION
         yield
     finally:
         for key, config in configs.items():
             config._attn_implementation = were[key]
         for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(_PROBED, None)
+            interface._global_mapping.pop(_PROBED_ATTENTION, None)
 
 
-_PROBED = f"{ATTENTION}-probed"
+_PROBED_ATTENTION = f"{ATTENTION_IMPLEMENTATION}-probed"
 
 
-class _Masks:
+class _MaskProbe:
     """Comparison of transformers' attention masks with the causal mask."""
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
-        self._seen: dict[int, tuple[Tensor, _Visible]] = {}
+        self._recorded_masks: dict[int, tuple[Tensor, _MaskVisibility]] = {}
         self.difference: str | None = None
-        self.window: int | None = None
+        self.attention_window: int | None = None
         self.is_causal = True
 
     def mask(self, *, mask_function: Callable[..., Any], device: Any = None, **_: Any) -> Tensor:
         """Record the mask function and return a tensor that stands for the mask."""
         stands = torch.empty(1, 1, self._length, self._length, dtype=torch.bool, device=device)
-        self._seen[id(stands)] = stands, _visible(mask_function, self._length)
+        self._recorded_masks[id(stands)] = stands, _evaluate_mask(mask_function, self._length)
         return stands
 
     def attend(self, module: nn.Module, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
@@ -220,34 +230,36 @@ class _Masks:
             is_causal = keywords.get("is_causal")
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
-            visible = _Visible(ahead=not is_causal, window=None)
-        elif id(mask) in self._seen:
-            visible, mask = self._seen[id(mask)][1], None
+            visible = _MaskVisibility(sees_later_tokens=not is_causal, window=None)
+        elif id(mask) in self._recorded_masks:
+            visible, mask = self._recorded_masks[id(mask)][1], None
         else:
-            visible = _Visible(ahead=False, window=None)  # `attend` rejects a mask of its own
-        if visible.ahead:
+            visible = _MaskVisibility(
+                sees_later_tokens=False, window=None
+            )  # `attend` rejects a mask of its own
+        if visible.sees_later_tokens:
             self.is_causal = False
             self.difference = f"{type(module).__name__} sees later tokens"
         if visible.window is not None:
-            self.window = min(visible.window, self.window or visible.window)
+            self.attention_window = min(visible.window, self.attention_window or visible.window)
             self.difference = self.difference or (
                 f"{type(module).__name__} sees {visible.window} tokens of {self._length}"
             )
         keywords.pop("is_causal", None)
-        return attend(module, query, key, value, mask, **keywords)
+        return attention_forward(module, query, key, value, mask, **keywords)
 
 
 @dataclass(frozen=True)
-class _Visible:
+class _MaskVisibility:
     """Difference of a mask from the causal one."""
 
-    ahead: bool
+    sees_later_tokens: bool
     """True if later tokens are seen."""
     window: int | None
     """Longest sequence of which every position sees all earlier ones; None: the given one."""
 
 
-def _visible(mask_function: Callable[..., Any], length: int) -> _Visible:
+def _evaluate_mask(mask_function: Callable[..., Any], length: int) -> _MaskVisibility:
     """Evaluate some rows of a mask, among them those that reveal windows, chunks and prefixes."""
     rows = sorted({0, 1, length // 2, length - 2, length - 1} & set(range(length)))
     query = torch.tensor(rows, device="cpu").reshape(1, 1, -1, 1)
@@ -259,154 +271,162 @@ def _visible(mask_function: Callable[..., Any], length: int) -> _Visible:
     causal = key[0, 0] <= query[0, 0]
     ahead = bool((allowed & ~causal).any())
     if bool((allowed | ~causal).all()):
-        return _Visible(ahead, None)
+        return _MaskVisibility(ahead, None)
     every = torch.arange(length, device="cpu").reshape(1, 1, -1, 1)
     sees_first = torch.as_tensor(mask_function(zero, zero, every, zero), device="cpu").expand(1, 1, length, 1)
     blind = (~sees_first.flatten()).nonzero()
-    return _Visible(ahead, int(blind[0]) if len(blind) else 1)
+    return _MaskVisibility(ahead, int(blind[0]) if len(blind) else 1)
 
 
-class _Draws(TorchDispatchMode):
+class _RandomDrawProbe(TorchDispatchMode):
     """Dispatch mode that finds operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.found: str | None = None
+        self.first_draw: str | None = None
 
     def attend(self, module: nn.Module, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
         """Record dropout of attention weights as a draw, and call `attend`."""
         if keywords.pop("dropout", 0.0) > 0:
-            self.found = self.found or f"dropout of {type(module).__name__}'s weights"
-        return attend(module, *arguments, **keywords)
+            self.first_draw = self.first_draw or f"dropout of {type(module).__name__}'s weights"
+        return attention_forward(module, *arguments, **keywords)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found = self.found or str(func.overloadpacket).removeprefix("aten.")
+            self.first_draw = self.first_draw or str(func.overloadpacket).removeprefix("aten.")
         return func(*args, **(kwargs or {}))
 
 
 @dataclass
-class _Order:
+class _CallOrderProbe:
     """Order in which the modules of a model are called, and the tensors that pass from block to block."""
 
     model: PreTrainedModel
     blocks: str
-    first: list[str] = field(default_factory=list)
-    last: list[str] = field(default_factory=list)
-    outputs: int | None = None
-    indivisible: str | None = None
-    _done: int = 0
-    _leaves: list[Tensor] = field(default_factory=list)
+    first_stage_modules: list[str] = field(default_factory=list)
+    last_stage_modules: list[str] = field(default_factory=list)
+    block_output_count: int | None = None
+    split_obstacle: str | None = None
+    _finished_blocks: int = 0
+    _block_outputs: list[Tensor] = field(default_factory=list)
     """Hidden states that each block returned, detached from the graph that computed them."""
-    _handed: Tensor | None = None
+    _passed_tensor: Tensor | None = None
     """Tensor passed to the next block."""
     _called: set[str] = field(default_factory=set)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def record_calls(self) -> Iterator[None]:
         container = self.model.get_submodule(self.blocks)
         with ExitStack() as stack:
             for number, block in enumerate(container.children()):
-                before = block.register_forward_pre_hook(self._before(number), with_kwargs=True)
-                after = block.register_forward_hook(self._after(number), with_kwargs=True)
+                before = block.register_forward_pre_hook(self._block_pre_hook(number), with_kwargs=True)
+                after = block.register_forward_hook(self._block_hook(number), with_kwargs=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-            for path, module in self._outside():
-                stack.callback(module.register_forward_pre_hook(self._outer(path)).remove)
+            for path, module in self._outer_modules():
+                stack.callback(module.register_forward_pre_hook(self._outer_hook(path)).remove)
             yield
 
-    def end(self, embedded: Tensor, logits: Tensor) -> None:
+    def evaluate(self, embedded: Tensor, logits: Tensor) -> None:
         """Evaluate the order at the end of the forward."""
         count = len(list(self.model.get_submodule(self.blocks).children()))
-        if self._done != count:
-            self._reason(f"{self._done} of its {count} blocks are called, each once and in their order")
-        elif _depends(logits, [embedded, *self._leaves[:-1]]):
-            self._reason("what comes after its blocks takes more than the last one's output")
-        uncalled = [path for path, _ in self._outside() if path not in self._called]
+        if self._finished_blocks != count:
+            self._set_obstacle(
+                f"{self._finished_blocks} of its {count} blocks are called, each once and in their order"
+            )
+        elif _depends_on(logits, [embedded, *self._block_outputs[:-1]]):
+            self._set_obstacle("what comes after its blocks takes more than the last one's output")
+        uncalled = [path for path, _ in self._outer_modules() if path not in self._called]
         if uncalled:
-            self._reason(
+            self._set_obstacle(
                 f"its parameters of {uncalled[0] or 'the model itself'} are used outside of a module"
             )
 
-    def _reason(self, reason: str) -> None:
-        self.indivisible = self.indivisible or reason
+    def _set_obstacle(self, reason: str) -> None:
+        self.split_obstacle = self.split_obstacle or reason
 
-    def _outside(self) -> Iterator[tuple[str, nn.Module]]:
+    def _outer_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self.model.named_modules():
             if not path.startswith(f"{self.blocks}.") and any(True for _ in module.parameters(recurse=False)):
                 yield path, module
 
-    def _outer(self, path: str) -> Callable[..., None]:
+    def _outer_hook(self, path: str) -> Callable[..., None]:
         def note(module: nn.Module, arguments: Any) -> None:  # noqa: ARG001  # a hook's
             self._called.add(path)
             if self.blocks.startswith(f"{path}." if path else ""):
-                self._reason(f"{path or 'the model itself'} has parameters beside its blocks")
+                self._set_obstacle(f"{path or 'the model itself'} has parameters beside its blocks")
                 return
             count = len(list(self.model.get_submodule(self.blocks).children()))
-            if self._done == 0:
-                self.first.append(path)
+            if self._finished_blocks == 0:
+                self.first_stage_modules.append(path)
                 is_table = isinstance(module, nn.Embedding)
                 if not is_table and any(p.ndim > 1 for p in module.parameters(recurse=False)):
                     # Later stages run it on their inputs, whose width is that of the blocks.
-                    self._reason(f"{path} changes the width of embeddings before its blocks")
-            elif self._done == count:
-                self.last.append(path)
+                    self._set_obstacle(f"{path} changes the width of embeddings before its blocks")
+            elif self._finished_blocks == count:
+                self.last_stage_modules.append(path)
             else:
-                self._reason(f"{path} is called between its blocks")
+                self._set_obstacle(f"{path} is called between its blocks")
 
         return note
 
-    def _before(self, number: int) -> Callable[..., None]:
+    def _block_pre_hook(self, block_index: int) -> Callable[..., None]:
         def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            hidden, others = _split(module, arguments, keywords)
-            if number != self._done:
-                self._reason(f"block {number} is not called once and in its order")
-            elif self._handed is not None and hidden is not self._handed:
-                self._reason(f"something is computed between block {number - 1} and block {number}")
+            hidden, others = _split_block_inputs(module, arguments, keywords)
+            if block_index != self._finished_blocks:
+                self._set_obstacle(f"block {block_index} is not called once and in its order")
+            elif self._passed_tensor is not None and hidden is not self._passed_tensor:
+                self._set_obstacle(
+                    f"something is computed between block {block_index - 1} and block {block_index}"
+                )
             elif any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(others)):
-                self._reason(f"block {number} takes more of what comes before it than hidden states")
+                self._set_obstacle(
+                    f"block {block_index} takes more of what comes before it than hidden states"
+                )
 
         return note
 
-    def _after(self, number: int) -> Callable[..., Any]:
+    def _block_hook(self, block_index: int) -> Callable[..., Any]:
         def cut(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
             is_tuple = isinstance(output, tuple)
             hidden = output[0] if is_tuple else output
-            given, _ = _split(module, arguments, keywords)
+            given, _ = _split_block_inputs(module, arguments, keywords)
             if not isinstance(hidden, Tensor) or given is None or hidden.shape != given.shape:
-                self._reason(f"block {number} does not return hidden states alone")
-                self._done += 1
+                self._set_obstacle(f"block {block_index} does not return hidden states alone")
+                self._finished_blocks += 1
                 return None
-            if _depends(hidden, self._leaves[:-1]):
-                self._reason(f"block {number} takes more of earlier blocks than hidden states")
-            self.outputs = len(output) if is_tuple else None
-            self._leaves.append(hidden.detach().requires_grad_())
-            self._handed = self._leaves[-1].clone()  # a clone may be changed in place, as a leaf may not
-            self._done += 1
-            return (self._handed, *output[1:]) if is_tuple else self._handed
+            if _depends_on(hidden, self._block_outputs[:-1]):
+                self._set_obstacle(f"block {block_index} takes more of earlier blocks than hidden states")
+            self.block_output_count = len(output) if is_tuple else None
+            self._block_outputs.append(hidden.detach().requires_grad_())
+            self._passed_tensor = self._block_outputs[
+                -1
+            ].clone()  # a clone may be changed in place, as a leaf may not
+            self._finished_blocks += 1
+            return (self._passed_tensor, *output[1:]) if is_tuple else self._passed_tensor
 
         return cut
 
 
-def _split(
+def _split_block_inputs(
     module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Tensor | None, Any]:
     """Split a block's inputs into its hidden states and all others."""
     if arguments:
         return arguments[0], (arguments[1:], keywords)
-    name = hidden_name(module)
+    name = hidden_states_argument(module)
     return keywords.get(name), {key: value for key, value in keywords.items() if key != name}
 
 
-def hidden_name(block: nn.Module) -> str:
+def hidden_states_argument(block: nn.Module) -> str:
     """Return the name of the argument that takes the hidden states: the first one after `self`."""
     return list(inspect.signature(type(block).forward).parameters)[1]
 
 
-def _depends(output: Tensor, inputs: list[Tensor]) -> bool:
+def _depends_on(output: Tensor, inputs: list[Tensor]) -> bool:
     """Return True if autograd finds a path from `output` to one of `inputs`."""
     if not inputs or not output.requires_grad:
         return False

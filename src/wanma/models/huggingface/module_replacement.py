@@ -14,22 +14,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from wanma.job.errors import JobError
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.attention import DotProductAttention
 from wanma.models.layers.experts import MixtureOfExperts
 from wanma.models.layers.rms_norm import RMSNorm
 
-ATTENTION = "wanma"
-"""Name under which transformers finds `attend`."""
-MASK = "wanma_mask"
-"""Keyword that carries the mask from the model to `attend`, past transformers' own masks."""
+ATTENTION_IMPLEMENTATION = "wanma"
+"""Name under which transformers finds `attention_forward`."""
+MASK_KEYWORD = "wanma_mask"
+"""Keyword that carries the mask from the model to `attention_forward`, past transformers' own masks."""
 
-_PLAIN_NORMS = tuple(
+_RMS_NORM_CLASSES = tuple(
     f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 )
 """Classes that compute what our `RMSNorm` does; others of that name add one to the weight, or more."""
-_MIXTURES = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
-_HARMLESS = (
+_MOE_CLASSES = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+_IGNORED_KEYWORDS = (
     "position_ids",
     "use_cache",
     "cache_position",
@@ -40,32 +40,32 @@ _HARMLESS = (
 """Keywords without effect here: windows are refused if they are narrower than a sequence."""
 
 
-def replace_parts(model: PreTrainedModel) -> None:
+def replace_modules(model: PreTrainedModel) -> None:
     """Replace transformers' own modules by ours, in place; call it on the meta device."""
     for path, module in list(model.named_modules()):
         if type(module).__name__ == "GPT2Attention":
-            model.set_submodule(path, SplitAttention(module))
-        elif type(module).__name__ in _MIXTURES:
-            model.set_submodule(path, MixtureOfExperts(_mixture(model.config)))
+            model.set_submodule(path, UnfusedQKVAttention(module))
+        elif type(module).__name__ in _MOE_CLASSES:
+            model.set_submodule(path, MixtureOfExperts(_moe_config(model.config)))
     for path, module in list(model.named_modules()):
-        if type(module).__name__ in _PLAIN_NORMS:
+        if type(module).__name__ in _RMS_NORM_CLASSES:
             # Theirs computes in fp32 whatever the precision, and is six operations on a CPU.
             weight = module.get_parameter("weight")
             model.set_submodule(path, RMSNorm(weight.shape[0], eps=module.variance_epsilon))
         elif isinstance(module, Conv1D):
             model.set_submodule(path, nn.Linear(module.nx, module.nf))
-    for _, attention in attentions(model):
+    for _, attention in find_attention_modules(model):
         attention.core = DotProductAttention()
 
 
-def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of the attention modules that call `attend`."""
+def find_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of the attention modules that call `attention_forward`."""
     for path, module in model.named_modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "scaling"):
             yield path, module
 
 
-def attend(
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -79,28 +79,30 @@ def attend(
 
     Args:
         module: the attention module, with `core`.
-        query: (rows, heads, sequence, head_width), and so are key and value.
+        query: (rows, heads, sequence, head_dim), and so are key and value.
         key: likewise.
         value: likewise.
         attention_mask: must be None: the mask comes as a keyword.
         dropout: must be 0.
-        scaling: of the scores; None: 1 / sqrt(head_width).
+        scaling: of the scores; None: 1 / sqrt(head_dim).
         keywords: further options of the interface.
 
     Returns:
-        (rows, sequence, heads, head_width), and no weights.
+        (rows, sequence, heads, head_dim), and no weights.
 
     Raises:
         JobError: the model requires an attention option that the core does not have.
     """
-    if MASK not in keywords:
+    if MASK_KEYWORD not in keywords:
         raise JobError(
             f"model.huggingface: {type(module).__name__} was not handed the mask: its model passes no "
             "keyword arguments on",
             "give the model as model.factory, which works with data-parallel axes",
         )
-    mask = keywords.pop(MASK)
-    wants = sorted(k for k, v in keywords.items() if v is not None and v is not False and k not in _HARMLESS)
+    mask = keywords.pop(MASK_KEYWORD)
+    wants = sorted(
+        k for k, v in keywords.items() if v is not None and v is not False and k not in _IGNORED_KEYWORDS
+    )
     if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
         wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
         raise JobError(
@@ -113,22 +115,22 @@ def attend(
     return attended, None
 
 
-AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(ATTENTION_IMPLEMENTATION, attention_forward)
 
 
-class SplitAttention(nn.Module):
+class UnfusedQKVAttention(nn.Module):
     """GPT-2's attention with query, key and value as separate matrices, each split by whole heads."""
 
-    def __init__(self, fused: Any) -> None:
+    def __init__(self, attention: Any) -> None:
         super().__init__()
-        hidden = fused.embed_dim
-        self.config = fused.config
-        self.head_dim = fused.head_dim
-        self.scaling = fused.scaling
+        hidden = attention.embed_dim
+        self.config = attention.config
+        self.head_dim = attention.head_dim
+        self.scaling = attention.scaling
         self.c_attn = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in ("query", "key", "value")})
         self.c_proj = nn.Linear(hidden, hidden)
-        self.resid_dropout = fused.resid_dropout
-        self.dropout = float(fused.attn_dropout.p)
+        self.resid_dropout = attention.resid_dropout
+        self.dropout = float(attention.attn_dropout.p)
 
     def forward(self, hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
         """Map (rows, sequence, hidden) to the same shape."""
@@ -144,10 +146,10 @@ class SplitAttention(nn.Module):
         return joined, None
 
 
-def _mixture(config: Any) -> DecoderDimensions:
+def _moe_config(config: Any) -> DecoderConfig:
     """Return the dimensions for our mixture of experts, which scores in at least fp32 and can be split."""
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return DecoderDimensions(
+    return DecoderConfig(
         config.num_hidden_layers,
         config.hidden_size,
         config.num_attention_heads,
@@ -156,5 +158,5 @@ def _mixture(config: Any) -> DecoderDimensions:
         config.vocab_size,
         experts=config.num_local_experts,
         experts_per_token=config.num_experts_per_tok,
-        normalize_weights=getattr(config, "norm_topk_prob", True),
+        normalize_routing_weights=getattr(config, "norm_topk_prob", True),
     )

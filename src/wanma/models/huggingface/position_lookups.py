@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-class Lookups(TorchDispatchMode):
+class PositionLookupTracer(TorchDispatchMode):
     """Dispatch mode that records table rows looked up by integers that the forward itself computes.
 
     Args:
@@ -32,7 +32,7 @@ class Lookups(TorchDispatchMode):
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensor without memory, kept alive, and its values, by identity of the tensor."""
 
-    def tell(self, tensor: Tensor, values: Tensor) -> None:
+    def set_values(self, tensor: Tensor, values: Tensor) -> None:
         """Set the values that a tensor without memory stands for."""
         self._values[id(tensor)] = tensor, values
 
@@ -48,12 +48,14 @@ class Lookups(TorchDispatchMode):
         elif isinstance(result, Tensor) and not result.dtype.is_floating_point:
             if func._schema.is_mutable:
                 self._values.clear()  # a change in place is not traced
-            elif self._follows(func, result, args, kwargs or {}):
+            elif self._is_traceable(func, result, args, kwargs or {}):
                 with suppress(Exception):  # a result that cannot be computed here is not traced
-                    self.tell(result, func(*self._known(args), **self._known(kwargs or {})))
+                    self.set_values(
+                        result, func(*self._traced_values(args), **self._traced_values(kwargs or {}))
+                    )
         return result
 
-    def _follows(self, func: Any, result: Tensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    def _is_traceable(self, func: Any, result: Tensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         return (
             result.numel() <= self._limit
@@ -62,7 +64,7 @@ class Lookups(TorchDispatchMode):
             and "empty" not in str(func)
         )
 
-    def _known(self, given: Any) -> Any:
+    def _traced_values(self, given: Any) -> Any:
         def known(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return self._values[id(value)][1]
@@ -71,26 +73,26 @@ class Lookups(TorchDispatchMode):
         return tree_map(known, given)
 
 
-def first_position(default: Lookups, given: Lookups) -> int:
+def first_position(without_positions: PositionLookupTracer, with_positions: PositionLookupTracer) -> int:
     """Return the number from which a model counts its positions if it is given none.
 
     Args:
-        default: lookups of a forward without positions.
-        given: lookups of one with positions from 0.
+        without_positions: lookups of a forward without positions.
+        with_positions: lookups of one with positions from 0.
     """
-    for table, rows in default.rows.items():
-        if table in given.rows and given.rows[table].shape[-1] == rows.shape[-1]:
-            apart = (rows - given.rows[table]).flatten()
+    for table, rows in without_positions.rows.items():
+        if table in with_positions.rows and with_positions.rows[table].shape[-1] == rows.shape[-1]:
+            apart = (rows - with_positions.rows[table]).flatten()
             if bool((apart == apart[0]).all()) and int(apart[0]) != 0:
                 return int(apart[0])
     return 0
 
 
-def longest_sequence(default: Lookups) -> int | None:
+def max_sequence_length(without_positions: PositionLookupTracer) -> int | None:
     """Return the number of tokens for which every table has rows; None: all of the forward's."""
     too_short = [
-        rows.shape[-1] - (int(rows.max()) + 1 - len(default.tables[table]))
-        for table, rows in default.rows.items()
-        if int(rows.max()) >= len(default.tables[table])
+        rows.shape[-1] - (int(rows.max()) + 1 - len(without_positions.tables[table]))
+        for table, rows in without_positions.rows.items()
+        if int(rows.max()) >= len(without_positions.tables[table])
     ]
     return min(too_short, default=None)

@@ -14,21 +14,23 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError
-from wanma.models.huggingface.derived_parallel_spec import blocks_of
-from wanma.models.huggingface.forward_probe import Findings, probe
-from wanma.models.huggingface.validation import TESTED
+from wanma.models.huggingface.derived_parallel_spec import find_block_list
+from wanma.models.huggingface.forward_probe import ProbeResult, probe
+from wanma.models.huggingface.validation import TESTED_FAMILIES
 
-Make = Callable[[PreTrainedConfig], PreTrainedModel]
+ModelBuilder = Callable[[PreTrainedConfig], PreTrainedModel]
 """Function that builds the adapted model of a config."""
 
 
-def require_same_training(model: PreTrainedModel, sequence_length: int, make: Make) -> Findings:
+def require_same_training(
+    model: PreTrainedModel, sequence_length: int, build_model: ModelBuilder
+) -> ProbeResult:
     """Probe a model, and reject it if training would differ from transformers' own.
 
     Args:
         model: the adapted model, on the meta device.
         sequence_length: of the data.
-        make: builds a model for trying remedies; called with the meta device as the default.
+        build_model: builds a model for trying remedies; called with the meta device as the default.
 
     Raises:
         JobError: attention sees other tokens than all earlier ones, or random numbers are drawn by rank.
@@ -36,14 +38,14 @@ def require_same_training(model: PreTrainedModel, sequence_length: int, make: Ma
     findings = _probe(model, sequence_length)
     kind, config = type(model).__name__, model.config
 
-    def solves(changed: Mapping[str, Any]) -> Findings | None:
+    def solves(changed: Mapping[str, Any]) -> ProbeResult | None:
         """Return the findings of the model with other settings; None if it cannot be built."""
         other = copy.deepcopy(config)
         try:
             for key, value in changed.items():
                 setattr(other, key, value)
             with torch.device("meta"):
-                return _probe(make(other), sequence_length)
+                return _probe(build_model(other), sequence_length)
         except Exception:  # whatever a family says of settings that it does not know
             return None
 
@@ -53,52 +55,54 @@ def require_same_training(model: PreTrainedModel, sequence_length: int, make: Ma
         if tried is not None and tried.is_causal:
             more = "; to train this one as a decoder, set model.arguments = {is_decoder = true}"
         raise JobError(
-            f"model.huggingface: {kind} is no causal language model as its config has it: {findings.mask}",
+            f"model.huggingface: {kind} is no causal language model as its config has it: "
+            f"{findings.mask_difference}",
             f"name the config of a causal language model{more}",
         )
-    if findings.longest is not None:
+    if findings.max_sequence_length is not None:
         raise JobError(
-            f"data.sequence_length = {sequence_length}, but {kind} has learned {findings.longest} positions",
-            f"set data.sequence_length to at most {findings.longest}",
+            f"data.sequence_length = {sequence_length}, but {kind} has learned "
+            f"{findings.max_sequence_length} positions",
+            f"set data.sequence_length to at most {findings.max_sequence_length}",
         )
-    if findings.window is not None:
+    if findings.attention_window is not None:
         tried = solves({"sliding_window": None}) if getattr(config, "sliding_window", None) else None
         more = ""
-        if tried is not None and tried.mask is None:
+        if tried is not None and tried.mask_difference is None:
             more = ", or model.arguments = {sliding_window = 'null'}"
         window = getattr(config, "sliding_window", None)
-        told = f"its config has sliding_window = {window}" if window else findings.mask
+        told = f"its config has sliding_window = {window}" if window else findings.mask_difference
         raise JobError(
             f"model.huggingface: {told}, but wanma's attention sees all of the data's {sequence_length} "
             "tokens",
-            f"set data.sequence_length to at most {findings.window}{more}",
+            f"set data.sequence_length to at most {findings.attention_window}{more}",
         )
-    if findings.draws is not None:
-        _refuse_draws(kind, config, findings.draws, solves)
+    if findings.random_draw is not None:
+        _reject_random_draws(kind, config, findings.random_draw, solves)
     return findings
 
 
-def _probe(model: PreTrainedModel, sequence_length: int) -> Findings:
-    blocks = blocks_of(model)
+def _probe(model: PreTrainedModel, sequence_length: int) -> ProbeResult:
+    blocks = find_block_list(model)
     assert blocks is not None
-    return probe(model, blocks, sequence_length, keyed_dropout=model.config.model_type in TESTED)
+    return probe(model, blocks, sequence_length, keyed_dropout=model.config.model_type in TESTED_FAMILIES)
 
 
-def _refuse_draws(
+def _reject_random_draws(
     kind: str,
     config: PreTrainedConfig,
     draws: str,
-    solves: Callable[[Mapping[str, Any]], Findings | None],
+    solves: Callable[[Mapping[str, Any]], ProbeResult | None],
 ) -> None:
     """Raise an error that names all settings that make a model draw by rank, and no others."""
     settings = {
         key: value
         for key, value in config.to_dict().items()
-        if any(word in key for word in _DRAWING) and type(value) in (int, float) and value > 0
+        if any(word in key for word in _RANDOM_SETTING_WORDS) and type(value) in (int, float) and value > 0
     }
     off = dict.fromkeys(settings, 0.0)
     tried = solves(off)
-    if tried is None or tried.draws is not None:
+    if tried is None or tried.random_draw is not None:
         raise JobError(
             f"model.huggingface: {kind} draws random numbers in training ({draws}), which would depend on "
             "the rank",
@@ -107,7 +111,7 @@ def _refuse_draws(
     for key in settings:
         without = {other: value for other, value in off.items() if other != key}
         found = solves(without)
-        if found is not None and found.draws is None:
+        if found is not None and found.random_draw is None:
             off = without
     told = ", ".join(f"{key} = {settings[key]!r}" for key in off)
     remedy = ", ".join(f"{key} = 0.0" for key in off)
@@ -117,5 +121,5 @@ def _refuse_draws(
     )
 
 
-_DRAWING = ("drop", "noise", "jitter")
+_RANDOM_SETTING_WORDS = ("drop", "noise", "jitter")
 """Parts of the names of settings that make a model draw."""

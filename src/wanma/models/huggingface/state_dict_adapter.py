@@ -14,66 +14,74 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from wanma.models.layers.lora import is_adapter
-from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Shape, mixture, whole
-from wanma.models.structure.parallel_spec import Layout
+from wanma.models.layers.lora import is_lora_parameter
+from wanma.models.state_dict.tensor_mapping import (
+    Shape,
+    TensorMapping,
+    TensorSlice,
+    map_moe_parameter,
+    map_tensor,
+)
+from wanma.models.structure.parallel_spec import ParallelSpec
 
 
-class HuggingFacePublished(nn.Module):
-    """Base class that makes a transformers model a state-dict adapter (`Published`)."""
+class TransformersStateDictAdapter(nn.Module):
+    """Base class that makes a transformers model a state-dict adapter (`StateDictAdapter`)."""
 
-    layout: Layout
+    parallel_spec: ParallelSpec
     config: Any
 
     @property
-    def published_ties(self) -> tuple[tuple[str, str], ...]:
-        return self.layout.tied
+    def tied_tensors(self) -> tuple[tuple[str, str], ...]:
+        return self.parallel_spec.tied_parameters
 
-    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
-        if is_adapter(name):
+    def tensor_mappings(self, name: str, shape: Shape) -> tuple[TensorMapping, ...]:
+        if is_lora_parameter(name):
             return ()
-        names = next((pair for pair in self.layout.tied if name in pair), (name,))
-        found = tuple(way for other in names for way in _ways(other, shape, self.config.model_type))
+        names = next((pair for pair in self.parallel_spec.tied_parameters if name in pair), (name,))
+        found = tuple(way for other in names for way in _mappings(other, shape, self.config.model_type))
         # Some checkpoints are of the model without its head: names lack the first part.
         prefix = f"{cast(PreTrainedModel, self).base_model_prefix}."
-        found += tuple(_without(prefix, way) for way in found)
-        return found + tuple(dict.fromkeys(self._renamed(way) for way in found if self._renamed(way) != way))
+        found += tuple(_strip_prefix(prefix, way) for way in found)
+        return found + tuple(
+            dict.fromkeys(self._apply_renamings(way) for way in found if self._apply_renamings(way) != way)
+        )
 
-    def _renamed(self, pieces: Alternative) -> Alternative:
+    def _apply_renamings(self, mapping: TensorMapping) -> TensorMapping:
         """Apply the renamings with which transformers reads published weights, reversed."""
-        names = {piece.tensor: piece.tensor for piece in pieces}
+        names = {piece.tensor_name: piece.tensor_name for piece in mapping}
         for renaming in reversed(_renamings(_class_name(self), self.config.model_type)):
             names = {tensor: renaming.rename_source_key(name)[0] for tensor, name in names.items()}
-        return tuple(replace(piece, tensor=names[piece.tensor]) for piece in pieces)
+        return tuple(replace(piece, tensor_name=names[piece.tensor_name]) for piece in mapping)
 
-    def published_ignores(self, tensor: str) -> bool:
+    def is_ignored_tensor(self, tensor: str) -> bool:
         patterns = [*(cast(PreTrainedModel, self)._keys_to_ignore_on_load_unexpected or ())]
         if self.config.model_type == "gpt2":
             patterns.append(r"\.attn\.(masked_)?bias$")
-        tied = [other for _, other in self.layout.tied]
+        tied = [other for _, other in self.parallel_spec.tied_parameters]
         return (
             tensor in tied
             or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
             or any(re.search(pattern, tensor) for pattern in patterns)
         )
 
-    def published_differences(self, config: Mapping[str, Any]) -> list[str]:
-        here, theirs = _written_out(self.config), dict(config)
+    def config_mismatches(self, config: Mapping[str, Any]) -> list[str]:
+        here, theirs = _full_config(self.config), dict(config)
         if theirs.get("model_type") == here["model_type"]:
             # Settings that a config leaves out are its family's defaults.
-            theirs = _written_out(type(self.config).from_dict(theirs))
+            theirs = _full_config(type(self.config).from_dict(theirs))
         return [
             f"{key}: {here.get(key)} here, {theirs[key]} in its config.json"
-            for key in (*_ARITHMETIC, *sorted(key for key in theirs if _SCALES.search(key)))
+            for key in (*_ARCHITECTURE_KEYS, *sorted(key for key in theirs if _SCALE_KEY_PATTERN.search(key)))
             if theirs.get(key) is not None and here.get(key) != theirs[key]
         ]
 
-    def published_config(self, sequence_length: int) -> dict[str, Any]:  # noqa: ARG002  # its config says
+    def export_config(self, sequence_length: int) -> dict[str, Any]:  # noqa: ARG002  # its config says
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         return {**values, "architectures": [type(self).__name__]}
 
 
-_ARITHMETIC = (
+_ARCHITECTURE_KEYS = (
     "model_type",
     "hidden_act",
     "activation_function",
@@ -89,7 +97,7 @@ _ARITHMETIC = (
     "tie_word_embeddings",
 )
 """Settings that change the arithmetic without changing a shape."""
-_SCALES = re.compile("multiplier|(?<!rope_)scal|softcap|soft_cap")
+_SCALE_KEY_PATTERN = re.compile("multiplier|(?<!rope_)scal|softcap|soft_cap")
 """Pattern in names of further such settings, whatever the family."""
 
 
@@ -105,31 +113,31 @@ def _class_name(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
 
 
-def _written_out(config: Any) -> dict[str, Any]:
+def _full_config(config: Any) -> dict[str, Any]:
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return written
 
 
-def _ways(name: str, shape: Shape, family: str) -> list[Alternative]:
+def _mappings(name: str, shape: Shape, family: str) -> list[TensorMapping]:
     if family == "gpt2":
-        return [_gpt2(name, shape)]
+        return [_gpt2_mapping(name, shape)]
     found = re.fullmatch(r"(.+)\.mlp\.(router\.weight|experts\.(gate|up|down))", name)
     if found is not None:
-        return mixture(found[1], found[3], shape, family)
-    return [(whole(name, shape),)]
+        return map_moe_parameter(found[1], found[3], shape, family)
+    return [(map_tensor(name, shape),)]
 
 
-def _gpt2(name: str, shape: Shape) -> Alternative:
+def _gpt2_mapping(name: str, shape: Shape) -> TensorMapping:
     """Return the slices of GPT-2: linears are `Conv1D`, (inputs, outputs); query, key and value are one."""
     fused = re.fullmatch(r"(.+\.c_attn)\.(query|key|value)\.(weight|bias)", name)
     if fused is not None:
         path, part, kind = fused.groups()
         start = ("query", "key", "value").index(part) * shape[0]
         offset = (0, start) if kind == "weight" else (start,)
-        return (Piece(f"{path}.{kind}", 0, shape, offset, transposed=kind == "weight"),)
+        return (TensorSlice(f"{path}.{kind}", 0, shape, offset, is_transposed=kind == "weight"),)
     is_linear = re.search(r"\.(c_fc|c_proj)\.weight$", name) is not None
-    return (whole(name, shape, transposed=is_linear),)
+    return (map_tensor(name, shape, is_transposed=is_linear),)
 
 
-def _without(prefix: str, pieces: Alternative) -> Alternative:
-    return tuple(replace(piece, tensor=piece.tensor.removeprefix(prefix)) for piece in pieces)
+def _strip_prefix(prefix: str, mapping: TensorMapping) -> TensorMapping:
+    return tuple(replace(piece, tensor_name=piece.tensor_name.removeprefix(prefix)) for piece in mapping)

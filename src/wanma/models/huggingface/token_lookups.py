@@ -27,21 +27,21 @@ def reads_tokens(model: PreTrainedModel, sequence_length: int, **keywords: Any) 
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
     positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
-    reads = _Reads(tokens, model.get_input_embeddings().weight)
+    reads = _TokenLookupMode(tokens, model.get_input_embeddings().weight)
     # A forward that reads values fails here: tables of tokens come first.
     with suppress(Exception), torch.no_grad(), reads:
         model(input_ids=tokens, position_ids=positions, use_cache=False, **keywords)
-    return reads.found
+    return reads.reads_other_table
 
 
-class _Reads(TorchDispatchMode):
+class _TokenLookupMode(TorchDispatchMode):
     """Dispatch mode that traces tokens through pointwise operators to the tables they are looked up in."""
 
     def __init__(self, tokens: Tensor, embedding: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.found = False
+        self.reads_other_table = False
         self._embedding = embedding
-        self._followed = {id(tokens): tokens}
+        self._traced = {id(tokens): tokens}
         """Traced tensors by identity, and so kept alive."""
 
     def __torch_dispatch__(
@@ -50,14 +50,14 @@ class _Reads(TorchDispatchMode):
         del types
         result = func(*args, **(kwargs or {}))
         given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
-        if not any(id(tensor) in self._followed for tensor in given):
+        if not any(id(tensor) in self._traced for tensor in given):
             return result
-        is_by_token = torch.Tag.pointwise in func.tags or func.is_view or func in _COPIES
+        is_by_token = torch.Tag.pointwise in func.tags or func.is_view or func in _COPY_OPERATORS
         if func is torch.ops.aten.embedding.default:
-            self.found = self.found or args[0] is not self._embedding
+            self.reads_other_table = self.reads_other_table or args[0] is not self._embedding
         elif is_by_token and isinstance(result, Tensor) and not result.dtype.is_floating_point:
-            self._followed[id(result)] = result
+            self._traced[id(result)] = result
         return result
 
 
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+_COPY_OPERATORS = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)

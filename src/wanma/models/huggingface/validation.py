@@ -8,22 +8,24 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError
-from wanma.models.huggingface.derived_parallel_spec import blocks_of
-from wanma.models.huggingface.module_replacement import attentions
+from wanma.models.huggingface.derived_parallel_spec import find_block_list
+from wanma.models.huggingface.module_replacement import find_attention_modules
 
-TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+TESTED_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that are trained in wanma's own tests."""
 
-_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of attention whose window a probe can detect."""
 
 
-def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_length: int | None) -> None:
+def validate_config(
+    config: PreTrainedConfig, vocabulary_size: int | None, sequence_length: int | None
+) -> None:
     """Reject settings of the config that training would not follow.
 
     Args:
         config: the transformers config.
-        vocabulary: number of tokens of the tokenizer.
+        vocabulary_size: number of tokens of the tokenizer.
         sequence_length: of the data.
 
     Raises:
@@ -31,7 +33,7 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
     """
     needed = ("vocab_size", "num_attention_heads", "num_hidden_layers", "hidden_size")
     for key in (*needed, "num_key_value_heads"):
-        _refuse_differing(config, key)
+        _reject_per_layer_value(config, key)
     if lacks := [key for key in needed if not isinstance(getattr(config, key, None), int)]:
         raise JobError(
             f"model.huggingface: a config of {config.model_type} has no {lacks[0]}",
@@ -45,14 +47,14 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
             "name the config of a causal language model",
         )
     if settings.get("router_jitter_noise"):
-        _refuse(
+        _reject_key(
             "router_jitter_noise",
             settings["router_jitter_noise"],
             "it draws by rank",
             "router_jitter_noise = 0.0",
         )
     if settings.get("output_router_logits"):
-        _refuse(
+        _reject_key(
             "output_router_logits",
             True,
             "the balancing loss that it stands for couples the samples of a micro-batch, and is not computed",
@@ -60,30 +62,30 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
         )
     for key in ("add_cross_attention", "reorder_and_upcast_attn"):
         if settings.get(key):
-            _refuse(key, True, "wanma trains decoders with its own attention", f"{key} = false")
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
+            _reject_key(key, True, "wanma trains decoders with its own attention", f"{key} = false")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if kinds:
         raise JobError(
             f"model.huggingface: its config has layers of {', '.join(sorted(kinds))} (layer_types), but "
             "wanma's attention sees the whole sequence",
             "give the model as model.factory, which works with data-parallel axes",
         )
-    _refuse_positions(config, sequence_length)
-    if vocabulary is not None and config.vocab_size < vocabulary:
+    _validate_positions(config, sequence_length)
+    if vocabulary_size is not None and config.vocab_size < vocabulary_size:
         raise JobError(
             f"model.huggingface: its vocabulary of {config.vocab_size} is smaller than the tokenizer's "
-            f"{vocabulary}",
+            f"{vocabulary_size}",
             "use the model's own tokenizer, or set model.arguments = {vocab_size = ...}",
         )
 
 
-def longest_positions(config: PreTrainedConfig) -> int | None:
+def max_position_embeddings(config: PreTrainedConfig) -> int | None:
     """Return the longest sequence, in tokens, that the config states; None: it states none."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
-def refuse_model(model: PreTrainedModel) -> None:
+def validate_model(model: PreTrainedModel) -> None:
     """Reject a family that is not built as wanma needs it.
 
     Raises:
@@ -93,14 +95,14 @@ def refuse_model(model: PreTrainedModel) -> None:
     lacks = None
     if not model._supports_attention_backend:
         lacks = "its attention cannot be replaced (transformers' attention interface)"
-    elif blocks_of(model) is None:
+    elif find_block_list(model) is None:
         lacks = "it has no list of equal blocks"
     elif model.get_input_embeddings() is None or model.get_output_embeddings() is None:
         lacks = "its embedding or its head is not known"
-    elif not any(True for _ in attentions(model)):
+    elif not any(True for _ in find_attention_modules(model)):
         lacks = "its attention is not found"
-    elif any(_is_mixture(module) for module in model.modules()) and not (
-        model.config.model_type in TESTED and model.config.hidden_act == "silu"
+    elif any(_has_stacked_experts(module) for module in model.modules()) and not (
+        model.config.model_type in TESTED_FAMILIES and model.config.hidden_act == "silu"
     ):
         lacks = "its routed experts are not those of Mixtral or Qwen3-MoE"
     if lacks:
@@ -110,14 +112,14 @@ def refuse_model(model: PreTrainedModel) -> None:
         )
 
 
-def _is_mixture(module: nn.Module) -> bool:
+def _has_stacked_experts(module: nn.Module) -> bool:
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
-def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> None:
+def _validate_positions(config: PreTrainedConfig, sequence_length: int | None) -> None:
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
-        longest = longest_positions(config)
+        longest = max_position_embeddings(config)
         if longest is not None and sequence_length is not None and sequence_length > longest:
             raise JobError(
                 f"data.sequence_length = {sequence_length}, but the model has learned {longest} positions",
@@ -128,7 +130,7 @@ def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> 
     for part in [rope] if "rope_type" in rope else rope.values():
         kind = part.get("rope_type") if isinstance(part, dict) else None
         if kind in ("dynamic", "longrope"):
-            _refuse(
+            _reject_key(
                 "rope_parameters",
                 kind,
                 "its angles follow the longest position of a batch, which differs between ranks",
@@ -136,7 +138,7 @@ def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> 
             )
 
 
-def _refuse_differing(config: PreTrainedConfig, key: str) -> None:
+def _reject_per_layer_value(config: PreTrainedConfig, key: str) -> None:
     """Reject a config whose layers differ in `key`, which transformers does not report as one number."""
     try:
         getattr(config, key, None)
@@ -147,7 +149,7 @@ def _refuse_differing(config: PreTrainedConfig, key: str) -> None:
         ) from error
 
 
-def _refuse(key: str, value: Any, why: str, instead: str) -> None:
+def _reject_key(key: str, value: Any, why: str, instead: str) -> None:
     raise JobError(
         f"model.huggingface: its config has {key} = {value!r}: {why}", f"set model.arguments = {{{instead}}}"
     )

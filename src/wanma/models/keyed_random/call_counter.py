@@ -11,11 +11,11 @@ import torch
 from wanma.job.errors import WanmaError
 
 _BASE = 1 << 62
-_CALLS = 1 << 24
+_MAX_CALLS = 1 << 24
 """Maximum number of keyed draws of one forward."""
 
 
-class Calls:
+class CallCounter:
     """Counter of the calls of each drawing module within one forward.
 
     The count of all calls is kept in the seed of torch's CPU generator, which every form of
@@ -29,49 +29,49 @@ class Calls:
         Args:
             forward: number of the forward in this process.
         """
-        self._base = _BASE + (forward % (1 << 38)) * _CALLS
-        self._made: list[tuple[str, int]] = []
+        self._base = _BASE + (forward % (1 << 38)) * _MAX_CALLS
+        self._recorded_calls: list[tuple[str, int]] = []
         self._counts: Counter[str] = Counter()
-        self.ended = False
+        self.has_forward_ended = False
         """True if the forward has ended: every further call is a repeated one."""
-        self.is_over = False
+        self.has_backward_ended = False
         """True if backward has ended too: nothing is repeated any more."""
-        self._before = torch.default_generator.get_state()
+        self._saved_generator_state = torch.default_generator.get_state()
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> CallCounter:
         torch.default_generator.manual_seed(self._base)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.is_over = True
-        torch.default_generator.set_state(self._before)
+        self.has_backward_ended = True
+        torch.default_generator.set_state(self._saved_generator_state)
 
     @property
     def has_drawn(self) -> bool:
         """True if the generator has been drawn from since it was last seeded here."""
-        if self.is_seeded_by_another:
+        if self.is_reseeded:
             return False
         fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
         # Not torch.equal, which fake tensors do not support.
         return not np.array_equal(fresh.get_state().numpy(), torch.default_generator.get_state().numpy())
 
     @property
-    def is_seeded_by_another(self) -> bool:
+    def is_reseeded(self) -> bool:
         """True if the forward has seeded the generator itself."""
-        return not 0 <= torch.default_generator.initial_seed() - self._base <= len(self._made)
+        return not 0 <= torch.default_generator.initial_seed() - self._base <= len(self._recorded_calls)
 
-    def number(self, name: str) -> int:
+    def next_index(self, name: str) -> int:
         """Return the number of calls of `name` before this one in the forward.
 
         Raises:
             WanmaError: the call is a repeated one and cannot be told from others of the same module.
         """
         at = torch.default_generator.initial_seed() - self._base  # as checkpointing restores it
-        if 0 <= at < len(self._made) and self._made[at][0] == name:
-            call = self._made[at][1]
-        elif self.ended:
+        if 0 <= at < len(self._recorded_calls) and self._recorded_calls[at][0] == name:
+            call = self._recorded_calls[at][1]
+        elif self.has_forward_ended:
             if self._counts[name] != 1:
                 raise WanmaError(
                     f"'{name}' draws random numbers {self._counts[name]} times in a forward, and backward "
@@ -81,8 +81,8 @@ class Calls:
                 )
             return 0
         else:
-            at, call = len(self._made), self._counts[name]
+            at, call = len(self._recorded_calls), self._counts[name]
             self._counts[name] += 1
-            self._made.append((name, call))
+            self._recorded_calls.append((name, call))
         torch.default_generator.manual_seed(self._base + at + 1)
         return call

@@ -5,37 +5,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LANES = 1 << 16
+PROBABILITY_LEVELS = 1 << 16
 """Number of values of a 16-bit draw; one hash holds four draws."""
 
 # SplitMix64 (Steele et al. 2014): a counter times the golden ratio, then a finalizer of full avalanche.
 # Integer products wrap alike on every device; torch's >> keeps the sign, so the upper bits are masked.
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND_MULTIPLIER = 0x94D049BB133111EB - (1 << 64)
 
-_BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+_RANDOM_BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 """Random bits of a uniform number that is exact in its dtype; 24 for fp32."""
 
 
-def mix(x: Tensor) -> Tensor:
+def hash_int64(x: Tensor) -> Tensor:
     """Hash int64 to int64, element by element."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST_MULTIPLIER
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND_MULTIPLIER
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def mix_scalar(x: int) -> int:
-    """Return `mix` of one Python integer, as a signed 64-bit one."""
+def hash_scalar(x: int) -> int:
+    """Return `hash_int64` of one Python integer, as a signed 64-bit one."""
     mask = (1 << 64) - 1
     x &= mask
-    x = (x ^ (x >> 30)) * (_FIRST & mask) & mask
-    x = (x ^ (x >> 27)) * (_SECOND & mask) & mask
+    x = (x ^ (x >> 30)) * (_FIRST_MULTIPLIER & mask) & mask
+    x = (x ^ (x >> 27)) * (_SECOND_MULTIPLIER & mask) & mask
     x ^= x >> 31
     return x - (1 << 64) if x >> 63 else x
 
 
-def lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tensor:
+def draw_uniform_int16(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tensor:
     """Draw uniform int16 for every element of `shape` = (rows, columns, ...) or (rows, features).
 
     Args:
@@ -46,43 +46,43 @@ def lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tens
     columns, rest = (shape[1], shape[2:].numel()) if len(shape) > 2 else (1, shape[1:].numel())
     if positions is None or len(shape) <= 2:
         positions = torch.arange(columns, device=row_keys.device)
-    keys = mix(row_keys.unsqueeze(1) + positions * GOLDEN)  # (rows, columns)
-    quads = torch.arange(-(-rest // 4), device=keys.device) * GOLDEN
-    hashes = mix(keys.unsqueeze(2) + quads)  # (rows, columns, rest / 4)
+    keys = hash_int64(row_keys.unsqueeze(1) + positions * GOLDEN_GAMMA)  # (rows, columns)
+    quads = torch.arange(-(-rest // 4), device=keys.device) * GOLDEN_GAMMA
+    hashes = hash_int64(keys.unsqueeze(2) + quads)  # (rows, columns, rest / 4)
     return hashes.view(torch.int16)[..., :rest].reshape(shape)
 
 
-def elements(row_keys: Tensor, count: int) -> Tensor:
+def element_keys(row_keys: Tensor, count: int) -> Tensor:
     """Return keys (rows, count) int64 for `count` numbers of each row."""
-    return mix(row_keys.unsqueeze(1) + torch.arange(count, device=row_keys.device) * GOLDEN)
+    return hash_int64(row_keys.unsqueeze(1) + torch.arange(count, device=row_keys.device) * GOLDEN_GAMMA)
 
 
-def uniform(keys: Tensor, dtype: torch.dtype) -> Tensor:
+def draw_uniform(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Draw uniform numbers in [0, 1) of dtype `dtype`, none of which rounds up to 1."""
-    bits = _BITS.get(dtype, 24)
-    return (((keys >> (64 - bits)) & ((1 << bits) - 1)).to(_precise(dtype)) * 2.0**-bits).to(dtype)
+    bits = _RANDOM_BITS.get(dtype, 24)
+    return (((keys >> (64 - bits)) & ((1 << bits) - 1)).to(_compute_dtype(dtype)) * 2.0**-bits).to(dtype)
 
 
-def normal(keys: Tensor, dtype: torch.dtype) -> Tensor:
+def draw_normal(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Draw normal numbers of mean 0 and deviation 1 (Box and Muller 1958)."""
-    precise = _precise(dtype)
-    radius = (-2 * torch.log1p(-uniform(keys, precise))).sqrt()
-    return (radius * torch.cos(2 * torch.pi * uniform(mix(keys + 1), precise))).to(dtype)
+    precise = _compute_dtype(dtype)
+    radius = (-2 * torch.log1p(-draw_uniform(keys, precise))).sqrt()
+    return (radius * torch.cos(2 * torch.pi * draw_uniform(hash_int64(keys + 1), precise))).to(dtype)
 
 
-def exponential(keys: Tensor, dtype: torch.dtype) -> Tensor:
+def draw_exponential(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Draw exponential numbers of rate 1, never 0: their logarithm is finite, as with torch's own."""
-    precise = _precise(dtype)
-    draws = -torch.log1p(-uniform(keys, precise))
+    precise = _compute_dtype(dtype)
+    draws = -torch.log1p(-draw_uniform(keys, precise))
     return draws.clamp_(min=torch.finfo(precise).eps / 2).to(dtype)
 
 
-def integers(keys: Tensor, low: int, high: int) -> Tensor:
+def draw_integers(keys: Tensor, low: int, high: int) -> Tensor:
     """Draw integers in [low, high), int64."""
     return low + ((keys >> 1) & ((1 << 62) - 1)) % (high - low)
 
 
-def choices(keys: Tensor, weights: Tensor, count: int, replacement: bool) -> Tensor:
+def draw_categorical(keys: Tensor, weights: Tensor, count: int, replacement: bool) -> Tensor:
     """Draw indices in proportion to `weights`: (rows, classes) to (rows, count) int64.
 
     Args:
@@ -91,14 +91,14 @@ def choices(keys: Tensor, weights: Tensor, count: int, replacement: bool) -> Ten
         count: indices per row.
         replacement: if True, an index may be drawn again.
     """
-    weights = weights.to(_precise(weights.dtype))
+    weights = weights.to(_compute_dtype(weights.dtype))
     if not replacement:
         # The first arrivals of an exponential race are a sample without replacement.
-        return (weights / exponential(keys, weights.dtype)).topk(count).indices
+        return (weights / draw_exponential(keys, weights.dtype)).topk(count).indices
     upto = weights.cumsum(-1)
-    found = torch.searchsorted(upto, uniform(keys, weights.dtype) * upto[..., -1:], right=True)
+    found = torch.searchsorted(upto, draw_uniform(keys, weights.dtype) * upto[..., -1:], right=True)
     return found.clamp_(max=weights.shape[-1] - 1)
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

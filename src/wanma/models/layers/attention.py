@@ -33,17 +33,17 @@ class DotProductAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """Map (rows, sequence, heads, head_width) to the same shape, with the value's width.
+        """Map (rows, sequence, heads, head_dim) to the same shape, with the value's width.
 
         Args:
             query: as above.
-            key: (rows, sequence, key/value heads, head_width), and so is value.
+            key: (rows, sequence, key/value heads, head_dim), and so is value.
             value: likewise.
             mask: result of `AttentionMask`.
-            scale: of the scores; None: 1 / sqrt(head_width).
+            scale: of the scores; None: 1 / sqrt(head_dim).
         """
         attended = F.scaled_dot_product_attention(
-            query.transpose(1, 2),  # (rows, heads, sequence, head_width)
+            query.transpose(1, 2),  # (rows, heads, sequence, head_dim)
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=mask,

@@ -18,30 +18,30 @@ from wanma.job.errors import WanmaError
 
 
 @runtime_checkable
-class NotesStatistics(Protocol):
+class StepStatistics(Protocol):
     """Protocol of modules that collect statistics of samples and are updated by their sums over a step."""
 
     @property
-    def statistics_elements(self) -> int:
-        """Number of elements in the result of `take`."""
+    def statistics_numel(self) -> int:
+        """Number of elements in the result of `pop_sums`."""
 
-    def take(self) -> tuple[Tensor, ...]:
+    def pop_sums(self) -> tuple[Tensor, ...]:
         """Return the statistics since the last call, as sums over samples; start again from zero."""
 
-    def commit(self, *sums: Tensor) -> None:
-        """Update once per optimizer step, by results of `take` summed over ranks with different samples."""
+    def apply_sums(self, *sums: Tensor) -> None:
+        """Update once per optimizer step, by `pop_sums` summed over ranks with different samples."""
 
 
 class GroupedBatchNorm(_BatchNorm):
-    """Batch normalization whose training statistics are those of `group` consecutive samples.
+    """Batch normalization whose training statistics are those of `group_size` consecutive samples.
 
     Parameters, buffers, attributes and state-dict keys are those of `nn.BatchNorm2d`. Running
     statistics do not move in forward: it only adds up the groups' means and variances, and
-    `commit` applies one update per optimizer step, whatever ranks and micro-batches saw the groups.
+    `apply_sums` applies one update per optimizer step, whatever ranks and micro-batches saw the groups.
 
     Args:
         features: size of dim 1.
-        group: samples per statistic ("ghost batches", Hoffer et al. 2017).
+        group_size: samples per statistic ("ghost batches", Hoffer et al. 2017).
         epsilon: added to the variance.
         momentum: weight of a step in the running statistics; None: every step weighs the same.
         affine: if True, there are a weight and a bias.
@@ -50,32 +50,32 @@ class GroupedBatchNorm(_BatchNorm):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    kind: ClassVar[type[_BatchNorm] | None] = None
+    original_class: ClassVar[type[_BatchNorm] | None] = None
     """Class of a converted module before its conversion; None: it was made as a grouped one."""
 
     def __init__(
         self,
         features: int,
-        group: int,
+        group_size: int,
         *,
         epsilon: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
     ) -> None:
         super().__init__(features, epsilon, momentum, affine)
-        self._begin(group)
+        self._init_grouped(group_size)
 
-    def _begin(self, group: int) -> None:
+    def _init_grouped(self, group_size: int) -> None:
         """Set the attributes that torch's own batch normalization lacks."""
-        self.group = group
+        self.group_size = group_size
         self._mean_sum: Tensor | None = None
         self._variance_sum: Tensor | None = None
-        self._groups = 0
+        self._group_count = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.kind is None:
+        if self.original_class is None:
             return super().__reduce_ex__(protocol)
-        return _new_grouped, (self.kind,), self.__dict__
+        return _new_empty_grouped, (self.original_class,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, features, ...) to the same shape.
@@ -89,15 +89,15 @@ class GroupedBatchNorm(_BatchNorm):
         if not self.training:
             mean, variance = self.running_mean.to(precise), self.running_var.to(precise)
             return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
-        if x.shape[0] % self.group:
+        if x.shape[0] % self.group_size:
             raise WanmaError(
-                f"batch normalisation over groups of {self.group} samples cannot take {x.shape[0]} rows",
+                f"batch normalisation over groups of {self.group_size} samples cannot take {x.shape[0]} rows",
                 "make every rank's micro-batch a multiple of model.batch_norm_group "
                 "(parallel.micro_batch, train.global_batch), or change model.batch_norm_group",
             )
         normalized, means, variances = [], [], []
         # A single group is used as it is: gradients of slices would be copied together.
-        for samples in [x] if x.shape[0] == self.group else torch.split(x, self.group):
+        for samples in [x] if x.shape[0] == self.group_size else torch.split(x, self.group_size):
             # With momentum 1 torch's running statistics become this group's: the mean and, as in
             # nn.BatchNorm2d, the unbiased variance.
             mean = torch.zeros(self.num_features, dtype=precise, device=x.device)
@@ -105,14 +105,14 @@ class GroupedBatchNorm(_BatchNorm):
             normalized.append(F.batch_norm(samples, mean, variance, weight, bias, True, 1.0, self.eps))
             means.append(mean)
             variances.append(variance)
-        self._note(means, variances)
+        self._accumulate(means, variances)
         return normalized[0] if len(normalized) == 1 else torch.cat(normalized)
 
     @property
-    def statistics_elements(self) -> int:
+    def statistics_numel(self) -> int:
         return 2 * self.num_features + 1
 
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+    def pop_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sums over groups since the last call; start again from zero.
 
         Returns:
@@ -121,21 +121,21 @@ class GroupedBatchNorm(_BatchNorm):
         zero = torch.zeros_like(self.running_mean)
         mean_sum = zero if self._mean_sum is None else self._mean_sum
         variance_sum = zero.clone() if self._variance_sum is None else self._variance_sum
-        groups = torch.full((), self._groups, device=zero.device)
-        self._mean_sum, self._variance_sum, self._groups = None, None, 0
+        groups = torch.full((), self._group_count, device=zero.device)
+        self._mean_sum, self._variance_sum, self._group_count = None, None, 0
         return mean_sum, variance_sum, groups
 
     @torch.no_grad()
-    def commit(self, mean_sum: Tensor, variance_sum: Tensor, groups: Tensor | int) -> None:
+    def apply_sums(self, mean_sum: Tensor, variance_sum: Tensor, group_count: Tensor | int) -> None:
         """Update the running statistics once, by the average over a step's groups.
 
         Args:
-            mean_sum: (features,), from `take`, summed over all ranks with different samples.
+            mean_sum: (features,), from `pop_sums`, summed over all ranks with different samples.
             variance_sum: (features,), likewise.
-            groups: number of groups, likewise; with 0, nothing changes.
+            group_count: number of groups, likewise; with 0, nothing changes.
         """
         # All on the device: a check for groups would make the host wait for it.
-        count = torch.as_tensor(groups, device=self.running_mean.device)
+        count = torch.as_tensor(group_count, device=self.running_mean.device)
         moves = (count > 0).to(self.running_mean)
         count = count.clamp(min=1)
         self.num_batches_tracked += moves.to(torch.int64)
@@ -152,23 +152,23 @@ class GroupedBatchNorm(_BatchNorm):
         self.num_batches_tracked.zero_()
 
     def extra_repr(self) -> str:
-        return f"{self.num_features}, group={self.group}, eps={self.eps}, momentum={self.momentum}"
+        return f"{self.num_features}, group={self.group_size}, eps={self.eps}, momentum={self.momentum}"
 
     @torch.no_grad()
-    def _note(self, means: list[Tensor], variances: list[Tensor]) -> None:
+    def _accumulate(self, means: list[Tensor], variances: list[Tensor]) -> None:
         # Where backward recomputes forward every group is counted twice, which does not change the average.
         mean, variance = torch.stack(means).sum(0), torch.stack(variances).sum(0)
         self._mean_sum = mean if self._mean_sum is None else self._mean_sum + mean
         self._variance_sum = variance if self._variance_sum is None else self._variance_sum + variance
-        self._groups += len(means)
+        self._group_count += len(means)
 
 
-def noting_modules(model: nn.Module) -> dict[str, NotesStatistics]:
+def find_step_statistics_modules(model: nn.Module) -> dict[str, StepStatistics]:
     """Return the modules whose statistics must be committed after each optimizer step, by name, in order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, NotesStatistics)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, StepStatistics)}
 
 
-def couples_samples(model: nn.Module) -> list[str]:
+def find_sample_coupling_modules(model: nn.Module) -> list[str]:
     """List the modules whose result depends on which samples share a micro-batch.
 
     Only one process with one micro-batch per step computes such a model as its author meant; other
@@ -181,7 +181,7 @@ def couples_samples(model: nn.Module) -> list[str]:
     ]
 
 
-def keeps_statistics(model: nn.Module) -> list[str]:
+def find_instance_norm_statistics(model: nn.Module) -> list[str]:
     """List the instance normalizations whose running statistics cover only the samples of one rank."""
     return [
         name or type(module).__name__
@@ -190,16 +190,16 @@ def keeps_statistics(model: nn.Module) -> list[str]:
     ]
 
 
-def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
+def convert_batch_norm(model: nn.Module, group_size: int) -> nn.Module:
     """Convert torch's batch normalizations to grouped ones, in place.
 
     The modules stay the same objects, with their hooks and attributes, and only change their class. A
     subclass keeps its own forward, whose `super().forward` is the grouped one; one whose forward does not
-    call it is left as it is, and `couples_samples` names it.
+    call it is left as it is, and `find_sample_coupling_modules` names it.
 
     Args:
         model: the model.
-        group: samples per statistic.
+        group_size: samples per statistic.
 
     Returns:
         `model`.
@@ -215,33 +215,33 @@ def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
                 f"cannot convert {type(module).__name__} '{name}': it has no running statistics",
                 "use track_running_stats=True and a given number of features",
             )
-        if _reaches_torchs_forward(type(module)):
+        if _calls_torch_forward(type(module)):
             module.__class__ = _grouped_class(type(module))  # type: ignore[arg-type]  # a class is hashable
             assert isinstance(module, GroupedBatchNorm)
-            module._begin(group)
+            module._init_grouped(group_size)
     return model
 
 
-def _torchs_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+def _torch_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
     """Return torch's class that `kind` is or derives from."""
     return next(base for base in kind.__mro__ if base.__module__ == _BatchNorm.__module__)
 
 
-def _reaches_torchs_forward(kind: type[_BatchNorm]) -> bool:
+def _calls_torch_forward(kind: type[_BatchNorm]) -> bool:
     """Return True if every forward between `kind` and torch's own calls the next by `super()`."""
-    own = kind.__mro__[: kind.__mro__.index(_torchs_class(kind))]
+    own = kind.__mro__[: kind.__mro__.index(_torch_class(kind))]
     return all("super" in forward.__code__.co_names for base in own if (forward := vars(base).get("forward")))
 
 
 @cache
 def _grouped_class(kind: type[_BatchNorm]) -> type[GroupedBatchNorm]:
     """Return a subclass of `kind` whose normalization is the grouped one."""
-    torchs = _torchs_class(kind)
+    torchs = _torch_class(kind)
     bases = (GroupedBatchNorm, kind) if kind is torchs else (kind, _grouped_class(torchs))  # type: ignore[arg-type]
-    return type(f"Grouped{kind.__name__}", bases, {"__module__": kind.__module__, "kind": kind})
+    return type(f"Grouped{kind.__name__}", bases, {"__module__": kind.__module__, "original_class": kind})
 
 
-def _new_grouped(kind: type[_BatchNorm]) -> GroupedBatchNorm:
+def _new_empty_grouped(kind: type[_BatchNorm]) -> GroupedBatchNorm:
     """Return a grouped module without content, to be filled by `copy` and `pickle`."""
     grouped = _grouped_class(kind)  # type: ignore[arg-type]  # a class is hashable
     return grouped.__new__(grouped)

@@ -13,23 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.feed_forward import FeedForward
-from wanma.models.layers.router import Router, Routing
+from wanma.models.layers.router import RouterGate, TopKRouter
 
 
 class MixtureOfExperts(nn.Module):
     """Mixture of experts: routed experts, chosen per token, and shared ones, which process every token."""
 
-    def __init__(self, dimensions: DecoderDimensions) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        hidden, width = dimensions.hidden, dimensions.expert_width
-        self.router = Router(hidden, dimensions.experts)
-        self.routing = Routing(dimensions)
-        self.experts = Experts(dimensions.experts, hidden, width, drops=dimensions.capacity_factor > 0)
-        self.shared = (
-            FeedForward(hidden, dimensions.shared_experts * width) if dimensions.shared_experts else None
-        )
+        hidden, width = config.hidden, config.expert_width
+        self.router = RouterGate(hidden, config.experts)
+        self.routing = TopKRouter(config)
+        self.experts = Experts(config.experts, hidden, width, drops_tokens=config.capacity_factor > 0)
+        self.shared = FeedForward(hidden, config.shared_experts * width) if config.shared_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, sequence, hidden) to the same shape."""
@@ -45,40 +43,40 @@ class Experts(nn.Module):
         experts: number of experts.
         hidden: width of a token.
         width: inner width of an expert.
-        drops: if True, tokens may have fewer experts than choices.
+        drops_tokens: if True, tokens may have fewer experts than choices.
     """
 
-    def __init__(self, experts: int, hidden: int, width: int, *, drops: bool = False) -> None:
+    def __init__(self, experts: int, hidden: int, width: int, *, drops_tokens: bool = False) -> None:
         super().__init__()
         self.experts = experts
-        self.drops = drops
+        self.drops_tokens = drops_tokens
         self.gate = nn.Parameter(torch.empty(experts, width, hidden))
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
         self.core: nn.Module = GroupedFeedForward()
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, expert_indices: Tensor) -> Tensor:
         """Return the sum over a token's experts of weight · expert(token).
 
         Args:
             x: (rows, sequence, hidden).
             weights: (rows, sequence, choices), in at least fp32.
-            chosen: likewise, numbers of experts; `experts` for none.
+            expert_indices: likewise, numbers of experts; `experts` for none.
 
         Returns:
             (rows, sequence, hidden).
         """
-        flat = chosen.flatten()
+        flat = expert_indices.flatten()
         counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
         order = flat.argsort(stable=True)
-        if self.drops:
+        if self.drops_tokens:
             order = order[: int(counts.sum())]
-        places = positions_in(order, flat.numel()).view_as(chosen)
-        rows = spread(x, order, places)
-        row_weights = spread(weights.unsqueeze(-1), order, places.unsqueeze(-1))
+        places = inverse_permutation(order, flat.numel()).view_as(expert_indices)
+        rows = permute_tokens(x, order, places)
+        row_weights = permute_tokens(weights.unsqueeze(-1), order, places.unsqueeze(-1))
         results: Tensor = self.core(rows, row_weights, counts, self.gate, self.up, self.down)
-        return collect(results, order, places)
+        return unpermute_tokens(results, order, places)
 
 
 class GroupedFeedForward(nn.Module):
@@ -103,7 +101,7 @@ class GroupedFeedForward(nn.Module):
         Returns:
             (n, hidden).
         """
-        if _can_be_grouped(rows, gate):
+        if _supports_grouped_mm(rows, gate):
             ends = counts.cumsum(0, dtype=torch.int32)
             inner = weighted_swiglu(
                 torch._grouped_mm(rows, gate.transpose(1, 2), offs=ends),
@@ -111,7 +109,7 @@ class GroupedFeedForward(nn.Module):
                 weights,
             )
             return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
-        sizes = on_host(counts, len(rows))
+        sizes = counts_to_list(counts, len(rows))
         # All experts, also those without rows: every parameter then has a gradient on every rank, which
         # the reduction between them requires.
         parts = zip(
@@ -124,7 +122,7 @@ class GroupedFeedForward(nn.Module):
         return torch.cat(results)
 
 
-def on_host(counts: Tensor, total: int) -> list[Any]:
+def counts_to_list(counts: Tensor, total: int) -> list[Any]:
     """Copy `counts` to the host; in a dry run, whose tensors have no content, return even shares of `total`.
 
     Args:
@@ -153,40 +151,40 @@ def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def positions_in(order: Tensor, size: int) -> Tensor:
-    """Return the index in `order` of each number in [0, size); `len(order)` for absent numbers."""
-    places = torch.full((size,), len(order), dtype=order.dtype, device=order.device)
-    return places.scatter_(0, order, torch.arange(len(order), device=order.device))
+def inverse_permutation(permutation: Tensor, size: int) -> Tensor:
+    """Return the index in `permutation` of each number in [0, size); `len(order)` for absent numbers."""
+    places = torch.full((size,), len(permutation), dtype=permutation.dtype, device=permutation.device)
+    return places.scatter_(0, permutation, torch.arange(len(permutation), device=permutation.device))
 
 
-def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Copy vectors to rows: row i is vector order[i] // choices. Backward is `collect`.
+def permute_tokens(x: Tensor, expert_order: Tensor, inverse_order: Tensor) -> Tensor:
+    """Copy vectors to rows: row i is vector order[i] // choices. Backward is `unpermute_tokens`.
 
     Args:
         x: (..., width).
-        order: (rows,), each number in [0, vectors · choices) at most once.
-        places: (..., choices), from `positions_in`.
+        expert_order: (rows,), each number in [0, vectors · choices) at most once.
+        inverse_order: (..., choices), from `inverse_permutation`.
 
     Returns:
         (rows, width).
     """
-    rows: Tensor = _Spread.apply(x, order, places)  # type: ignore[no-untyped-call]  # torch's
+    rows: Tensor = _PermuteTokens.apply(x, expert_order, inverse_order)  # type: ignore[no-untyped-call]  # torch's
     return rows
 
 
-def collect(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+def unpermute_tokens(rows: Tensor, expert_order: Tensor, inverse_order: Tensor) -> Tensor:
     """Sum, for each vector and in the order of its choices, the rows that it was copied to.
 
-    Backward is `spread`; arguments are as there.
+    Backward is `permute_tokens`; arguments are as there.
 
     Returns:
         (..., width).
     """
-    result: Tensor = _Collect.apply(rows, order, places)  # type: ignore[no-untyped-call]  # torch's
+    result: Tensor = _UnpermuteTokens.apply(rows, expert_order, inverse_order)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
-def _can_be_grouped(rows: Tensor, gate: Tensor) -> bool:
+def _supports_grouped_mm(rows: Tensor, gate: Tensor) -> bool:
     """Return True if torch's grouped product applies: bf16 on GPUs, sizes in steps of 16 bytes."""
     return (
         rows.is_cuda
@@ -197,41 +195,41 @@ def _can_be_grouped(rows: Tensor, gate: Tensor) -> bool:
     )
 
 
-def _spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    choices = places.shape[-1]
-    return x.flatten(0, -2)[order if choices == 1 else order // choices]
+def _permute(x: Tensor, expert_order: Tensor, inverse_order: Tensor) -> Tensor:
+    choices = inverse_order.shape[-1]
+    return x.flatten(0, -2)[expert_order if choices == 1 else expert_order // choices]
 
 
-def _collect(rows: Tensor, places: Tensor) -> Tensor:
-    if len(rows) < places.numel():  # some have been dropped
+def _unpermute(rows: Tensor, inverse_order: Tensor) -> Tensor:
+    if len(rows) < inverse_order.numel():  # some have been dropped
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows[places.squeeze(-1)] if places.shape[-1] == 1 else rows[places].sum(-2)
+    return rows[inverse_order.squeeze(-1)] if inverse_order.shape[-1] == 1 else rows[inverse_order].sum(-2)
 
 
-class _Spread(torch.autograd.Function):
-    """Autograd function of `spread`; autograd's own backward of an index adds rows up in any order."""
+class _PermuteTokens(torch.autograd.Function):
+    """Autograd function of `permute_tokens`; autograd's own backward of an index sums rows in any order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return _spread(x, order, places)
+    def forward(ctx: Any, x: Tensor, expert_order: Tensor, inverse_order: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_order)
+        return _permute(x, expert_order, inverse_order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return _collect(gradient, places), None, None
+        return _unpermute(gradient, places), None, None
 
 
-class _Collect(torch.autograd.Function):
+class _UnpermuteTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return _collect(rows, places)
+    def forward(ctx: Any, rows: Tensor, expert_order: Tensor, inverse_order: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_order, inverse_order)
+        return _unpermute(rows, inverse_order)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         order, places = ctx.saved_tensors
-        return _spread(gradient, order, places), None, None
+        return _permute(gradient, order, places), None, None
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 
 
-def feed_forward_network(dimensions: DecoderDimensions) -> nn.Module:
-    """Build the network of width `dimensions.feed_forward` that processes every token."""
-    kind = FeedForward if dimensions.activation_function == "swiglu" else PlainFeedForward
-    return kind(dimensions.hidden, dimensions.feed_forward)
+def build_feed_forward(config: DecoderConfig) -> nn.Module:
+    """Build the network of width `config.feed_forward` that processes every token."""
+    kind = FeedForward if config.activation_function == "swiglu" else GeluFeedForward
+    return kind(config.hidden, config.feed_forward)
 
 
 class FeedForward(nn.Module):
@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
         return result
 
 
-class PlainFeedForward(nn.Module):
+class GeluFeedForward(nn.Module):
     """Feed-forward network of two matrices with tanh-approximated GELU between (Radford et al. 2019)."""
 
     def __init__(self, hidden: int, width: int) -> None:

@@ -25,7 +25,7 @@ from wanma.job.sections.job import ModelSection
 _A, _B = "lora_a", "lora_b"
 
 
-class Adapted(nn.Module):
+class LoRALinear(nn.Module):
     """Mixin beside `nn.Linear` or a similar class that adds the adapter's output."""
 
     lora_a: nn.Parameter
@@ -39,13 +39,13 @@ class Adapted(nn.Module):
         return result
 
 
-def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:
+def apply_lora(model: nn.Module, section: ModelSection) -> nn.Module:
     """Give `model` adapters (`lora_rank`, `lora_alpha`, `lora_targets`) and freeze the rest, in place.
 
     Raises:
         JobError: a target matches no linear layer, or the rank is not below a layer's dims.
     """
-    if any(isinstance(module, Adapted) for module in model.modules()):
+    if any(isinstance(module, LoRALinear) for module in model.modules()):
         return model
     layers = {
         path: module
@@ -58,20 +58,20 @@ def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for path in chosen:
-        _adapt(path, layers[path], section)
+        _apply_to_linear(path, layers[path], section)
     if hasattr(model, "initialize_parameter"):
         inputs = {path: layers[path].in_features for path in chosen}
         own: Any = model.initialize_parameter
-        setattr(model, "initialize_parameter", _Initialization(own, inputs))  # noqa: B010  # no parameter
+        setattr(model, "initialize_parameter", _LoRAInitializer(own, inputs))  # noqa: B010  # no parameter
     return model
 
 
-def is_adapter(name: str) -> bool:
+def is_lora_parameter(name: str) -> bool:
     """Return True if a parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in (_A, _B)
 
 
-def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+def merge_lora(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """Merge a model's adapters into the weights that they adapt: W + alpha / rank · B A.
 
     Args:
@@ -85,10 +85,10 @@ def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     Raises:
         WanmaError: an adapter without its other half or its weight.
     """
-    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    merged = {name: tensor for name, tensor in tensors.items() if not is_lora_parameter(name)}
     for name in tensors:
         layer = name.rpartition(".")[0]
-        if not is_adapter(name):
+        if not is_lora_parameter(name):
             continue
         needed = [f"{layer}.{part}" if layer else part for part in ("weight", _A, _B)]
         if missing := [part for part in needed if part not in tensors]:
@@ -103,7 +103,7 @@ def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     return merged
 
 
-def _adapt(path: str, layer: nn.Linear, section: ModelSection) -> None:
+def _apply_to_linear(path: str, layer: nn.Linear, section: ModelSection) -> None:
     rank, smallest = section.lora_rank, min(layer.in_features, layer.out_features)
     if rank >= smallest:
         raise JobError(
@@ -112,35 +112,35 @@ def _adapt(path: str, layer: nn.Linear, section: ModelSection) -> None:
             f"use a rank below {smallest}, or other model.lora_targets",
         )
     kind = type(layer)
-    layer.__class__ = type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+    layer.__class__ = type(f"Adapted{kind.__name__}", (LoRALinear, kind), {})
     new: Any = {"dtype": layer.weight.dtype, "device": layer.weight.device}
     adapted: Any = layer
     adapted.lora_scale = section.lora_alpha / rank
     adapted.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **new))
     adapted.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, **new))
-    _draw_a(adapted.lora_a, layer.in_features, None)
+    _init_lora_a(adapted.lora_a, layer.in_features, None)
 
 
-def _draw_a(tensor: Tensor, inputs: int, generator: torch.Generator | None) -> None:
+def _init_lora_a(tensor: Tensor, inputs: int, generator: torch.Generator | None) -> None:
     bound = 1 / math.sqrt(inputs)
     with torch.no_grad():
         tensor.uniform_(-bound, bound, generator=generator)
 
 
-class _Initialization:
+class _LoRAInitializer:
     """Initializer of a model with adapters: the model's own parameters keep their own rule."""
 
-    def __init__(self, own: Any, inputs: dict[str, int]) -> None:
-        self._own, self._inputs = own, inputs
+    def __init__(self, model_initializer: Any, inputs: dict[str, int]) -> None:
+        self._model_initializer, self._inputs = model_initializer, inputs
 
     def __call__(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         layer, _, part = name.rpartition(".")
         if layer in self._inputs and part == _A:
-            _draw_a(tensor, self._inputs[layer], generator)
+            _init_lora_a(tensor, self._inputs[layer], generator)
         elif layer in self._inputs and part == _B:
             tensor.zero_()
         else:
-            self._own(name, tensor, generator)
+            self._model_initializer(name, tensor, generator)
 
 
 def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) -> None:
@@ -155,11 +155,13 @@ def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) 
     )
     raise JobError(
         f"{told} matches no linear layer.{did_you_mean(useless[0], layers) if useless else ''}",
-        f"linear layers are named like {', '.join(_examples(layers))}" if layers else "this model has none",
+        f"linear layers are named like {', '.join(_example_paths(layers))}"
+        if layers
+        else "this model has none",
     )
 
 
-def _examples(paths: list[str]) -> list[str]:
+def _example_paths(paths: list[str]) -> list[str]:
     """Return one path of each kind: paths that differ only in numbers count as one."""
     kinds = {tuple(part for part in path.split(".") if not part.isdigit()): path for path in reversed(paths)}
     return [f"'{path}'" for path in list(kinds.values())[::-1][:8]]

@@ -21,11 +21,11 @@ class RMSNorm(nn.RMSNorm):
         # Wrapper subclasses (DTensor) have rules for torch's operator, not for ours.
         if x.device.type != "cpu" or torch.compiler.is_compiling() or hasattr(x, "__tensor_flatten__"):
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        result: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+        result: Tensor = _FusedCPURMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
         return result
 
 
-class _RMSNormOnCPU(torch.autograd.Function):
+class _FusedCPURMSNorm(torch.autograd.Function):
     """Autograd function y = x · r · w with r = 1 / sqrt(mean(x²) + ε), all in at least fp32."""
 
     @staticmethod

@@ -6,23 +6,25 @@ import torch
 from torch import Tensor
 
 
-class Rotary:
+class RotaryFrequencies:
     """Rotations of each pair of a head's elements at each position, in two views of one storage.
 
     A plain class and no dataclass or tuple: FSDP searches those to cast a block's inputs to
     bf16, in which angles of far positions would be lost.
 
     Attributes:
-        factors: unit complex numbers (sequence, 1, width / 2) or (rows, sequence, 1, width / 2).
+        complex_factors: unit complex numbers (sequence, 1, width / 2) or (rows, sequence, 1, width / 2).
         cosine_sine: the same as reals, with a last dim of 2.
     """
 
     def __init__(self, angles: Tensor) -> None:
-        self.factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
-        self.cosine_sine = torch.view_as_real(self.factors)
+        self.complex_factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
+        self.cosine_sine = torch.view_as_real(self.complex_factors)
 
 
-def rotary_factors(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotary:
+def compute_rotary_frequencies(
+    positions: Tensor, width: int, theta: float, dtype: torch.dtype
+) -> RotaryFrequencies:
     """Compute the rotations of `width` elements at each position.
 
     Args:
@@ -34,10 +36,10 @@ def rotary_factors(positions: Tensor, width: int, theta: float, dtype: torch.dty
     precise = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, width, 2, dtype=precise, device=positions.device) / width
     angles = positions.to(precise).unsqueeze(-1) * theta**-exponents
-    return Rotary(angles)
+    return RotaryFrequencies(angles)
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+def apply_rotary_embedding(x: Tensor, rotary: RotaryFrequencies) -> Tensor:
     """Rotate the pairs (0, 1), (2, 3), ... of the last dim, as the weights that Meta publishes expect.
 
     Args:
@@ -51,5 +53,5 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         cosine, sine = rotary.cosine_sine.unbind(-1)
         turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotary.factors)
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotary.complex_factors)
     return turned.flatten(-2).to(x.dtype)

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wanma.job.errors import WanmaError
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.keyed_random.sample_context import SampleAware
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.keyed_random.sample_context import SampleDependentModule
 
 
-class Router(nn.Module):
+class RouterGate(nn.Module):
     """Router gate: one logit per token and expert, in at least fp32: rounding would change choices."""
 
     def __init__(self, hidden: int, experts: int) -> None:
@@ -29,11 +29,11 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden) to (..., experts)."""
-        logits: Tensor = _PreciseLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's
+        logits: Tensor = _Float32Linear.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's
         return logits
 
 
-class Routing(SampleAware):
+class TopKRouter(SampleDependentModule):
     """Choice of each token's experts and their weights from a router's logits.
 
     Scores are the logits' softmax (Mixtral, Jiang et al. 2024, section 2.1) or sigmoid (DeepSeek-V3,
@@ -54,22 +54,22 @@ class Routing(SampleAware):
 
     Attributes:
         bias: (experts,), a buffer that checkpoints keep; only with balance = "bias".
-        factor: factor of the losses before backward; the balancing loss takes the same.
+        auxiliary_loss_scale: factor of the losses before backward; the balancing loss takes the same.
         parts: communication with other ranks where samples are split over several.
     """
 
     bias: Tensor | None
 
-    def __init__(self, dimensions: DecoderDimensions) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.dimensions = dimensions
-        bias = torch.zeros(dimensions.experts) if dimensions.balance == "bias" else None
+        self.config = config
+        bias = torch.zeros(config.experts) if config.balance == "bias" else None
         self.register_buffer("bias", bias)
-        self.parts = WholeSamples()
-        self.factor = 1.0
-        self._real: Tensor | None = None
+        self.parts = SampleReduction()
+        self.auxiliary_loss_scale = 1.0
+        self._row_mask: Tensor | None = None
         self._load: Tensor | None = None
-        self._balance: Tensor | None = None
+        self._balancing_loss_sum: Tensor | None = None
 
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
@@ -84,54 +84,54 @@ class Routing(SampleAware):
         Raises:
             WanmaError: training with a number of rows that is no multiple of the balancing group.
         """
-        shape = self.dimensions
+        shape = self.config
         scores = logits.softmax(-1) if shape.router == "softmax" else logits.sigmoid()
-        chosen = self._choose(scores.detach())
+        chosen = self._select_experts(scores.detach())
         weights = scores.gather(-1, chosen)
-        if shape.normalize_weights:
+        if shape.normalize_routing_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * shape.weight_scale
+        weights = weights * shape.routing_scale
         if self.training and torch.is_grad_enabled():
-            weights = self._note(weights, scores, chosen)
+            weights = self._attach_balancing_loss(weights, scores, chosen)
         if self.training and shape.capacity_factor > 0:
-            chosen = self._within_capacity(chosen)
+            chosen = self._drop_over_capacity(chosen)
         return weights, chosen
 
     # ---------------------------------------------------------------- statistics of a step
 
     @property
-    def statistics_elements(self) -> int:
-        """Number of elements in the result of `take`."""
-        return self.dimensions.experts + 1
+    def statistics_numel(self) -> int:
+        """Number of elements in the result of `pop_sums`."""
+        return self.config.experts + 1
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def pop_sums(self) -> tuple[Tensor, Tensor]:
         """Return the statistics that backward has collected since the last call; start again from zero.
 
         Returns:
             Tokens of each expert (experts,), and the sum over groups of tokens · balancing loss (). Sums
             over the ranks that hold different tokens.
         """
-        load, balance = self._load, self._balance
-        self._load, self._balance = None, None
+        load, balance = self._load, self._balancing_loss_sum
+        self._load, self._balancing_loss_sum = None, None
         device = self.bias.device if self.bias is not None else None
         if load is None:
-            load = torch.zeros(self.dimensions.experts, dtype=torch.int64, device=device)
+            load = torch.zeros(self.config.experts, dtype=torch.int64, device=device)
         if balance is None:
             balance = torch.zeros((), dtype=torch.float64, device=load.device)
         return load, balance
 
     @torch.no_grad()
-    def commit(self, load: Tensor, balance: Tensor) -> None:  # noqa: ARG002  # one protocol for all that note
+    def apply_sums(self, load: Tensor, balance: Tensor) -> None:  # noqa: ARG002  # one protocol for all that note
         """Move the bias by a step's counts.
 
         Args:
-            load: from `take`, summed over all ranks.
+            load: from `pop_sums`, summed over all ranks.
             balance: likewise; it moves nothing.
         """
         if self.bias is not None:
             # Without a division, so that counts that are even give exactly zero.
             direction = torch.sign(load.sum() - len(load) * load)
-            self.bias += self.dimensions.balance_rate * direction.to(self.bias)
+            self.bias += self.config.balance_rate * direction.to(self.bias)
 
     def reset_buffers(self) -> None:
         """Set the bias to its initial value, after allocation without any."""
@@ -140,55 +140,57 @@ class Routing(SampleAware):
 
     # ---------------------------------------------------------------- sample context
 
-    def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Tensor:  # noqa: ARG002
+    def build_sample_context(self, seed: int, sample_indices: Tensor, positions: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return the mask of real rows: padding rows have no sample."""
-        return samples >= 0
+        return sample_indices >= 0
 
     @property
-    def announced(self) -> Tensor | None:
-        return self._real
+    def sample_context(self) -> Tensor | None:
+        return self._row_mask
 
-    @announced.setter
-    def announced(self, real: Tensor | None) -> None:
-        self._real = real
+    @sample_context.setter
+    def sample_context(self, real: Tensor | None) -> None:
+        self._row_mask = real
 
     # ---------------------------------------------------------------- inside
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        shape = self.dimensions
+    def _select_experts(self, scores: Tensor) -> Tensor:
+        shape = self.config
         if self.bias is not None:
             scores = scores + self.bias
         if shape.expert_groups > 1:
             grouped = scores.unflatten(-1, (shape.expert_groups, -1))
             best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-            groups = best.topk(shape.groups_per_token, dim=-1).indices
+            groups = best.topk(shape.expert_groups_per_token, dim=-1).indices
             closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, False)
             scores = grouped.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(-2)
         return scores.topk(shape.experts_per_token, dim=-1).indices
 
-    def _note(self, weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    def _attach_balancing_loss(self, weights: Tensor, scores: Tensor, expert_indices: Tensor) -> Tensor:
         """Let backward count the load, and attach the balancing loss to the weights."""
-        counts = self._counts(chosen)
+        counts = self._counts(expert_indices)
         loss = None
-        if self.dimensions.balance == "loss":
+        if self.config.balance == "loss":
             loss = self._balancing_loss(scores, counts)
-        noted: Tensor = _Noted.apply(weights, loss, counts.sum(0), self, self.factor)  # type: ignore[no-untyped-call]
+        noted: Tensor = _BalancingLossAutograd.apply(
+            weights, loss, counts.sum(0), self, self.auxiliary_loss_scale
+        )  # type: ignore[no-untyped-call]
         return noted
 
-    def _counts(self, chosen: Tensor) -> Tensor:
+    def _counts(self, expert_indices: Tensor) -> Tensor:
         """Count each row's choices of each expert, (rows, experts); zero for padding rows."""
-        rows = chosen.shape[0]
-        flat = chosen.reshape(rows, -1)
-        counts = torch.zeros(rows, self.dimensions.experts, dtype=torch.int64, device=chosen.device)
+        rows = expert_indices.shape[0]
+        flat = expert_indices.reshape(rows, -1)
+        counts = torch.zeros(rows, self.config.experts, dtype=torch.int64, device=expert_indices.device)
         counts.scatter_add_(1, flat, torch.ones_like(flat))
-        if self._real is None:  # outside `keyed_samples` there is no padding
+        if self._row_mask is None:  # outside `bind_samples` there is no padding
             return counts
-        if self._real.shape[0] != rows:
+        if self._row_mask.shape[0] != rows:
             raise WanmaError(
-                f"a router sees {rows} rows of {self._real.shape[0]} samples",
+                f"a router sees {rows} rows of {self._row_mask.shape[0]} samples",
                 "keep dim 0 of every activation the batch",
             )
-        return counts * self._real.unsqueeze(1)
+        return counts * self._row_mask.unsqueeze(1)
 
     def _balancing_loss(self, scores: Tensor, counts: Tensor) -> Tensor:
         """Return this rank's summands of the sum over groups of tokens · loss: probabilities add over tokens.
@@ -197,17 +199,17 @@ class Routing(SampleAware):
             scores: (rows, sequence, experts).
             counts: (rows, experts), of this rank's tokens.
         """
-        shape = self.dimensions
+        shape = self.config
         probabilities = scores / scores.sum(-1, keepdim=True) if shape.router == "sigmoid" else scores
-        sums = self._by_group(probabilities.sum(1)).sum(1)  # (groups, experts)
-        chosen = self.parts.total(self._by_group(counts).sum(1))  # likewise, of all tokens
+        sums = self._group_samples(probabilities.sum(1)).sum(1)  # (groups, experts)
+        chosen = self.parts.all_reduce(self._group_samples(counts).sum(1))  # likewise, of all tokens
         choices = chosen.sum(-1).clamp(min=1)  # tokens · experts_per_token
         losses = shape.experts * (chosen.to(sums.dtype) * sums).sum(-1) / choices
         return shape.balance_rate * losses.sum()
 
-    def _by_group(self, rows: Tensor) -> Tensor:
+    def _group_samples(self, rows: Tensor) -> Tensor:
         """Reshape (rows, ...) to (groups, samples of each, ...)."""
-        group = self.dimensions.balance_group
+        group = self.config.balance_group
         if rows.shape[0] % group:
             raise WanmaError(
                 f"experts that are balanced over groups of {group} samples cannot take {rows.shape[0]} rows",
@@ -217,47 +219,51 @@ class Routing(SampleAware):
         grouped: Tensor = rows.unflatten(0, (-1, group))
         return grouped
 
-    def _within_capacity(self, chosen: Tensor) -> Tensor:
+    def _drop_over_capacity(self, expert_indices: Tensor) -> Tensor:
         """Return the choices, with those beyond an expert's capacity replaced by none."""
-        shape = self.dimensions
-        whole = self.parts.whole(chosen)  # (rows, whole sequence, experts_per_token), by position
-        groups = self._by_group(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
+        shape = self.config
+        whole = self.parts.gather_sequence(
+            expert_indices
+        )  # (rows, whole sequence, experts_per_token), by position
+        groups = self._group_samples(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
         tokens = groups.shape[1]
         room = math.ceil(shape.capacity_factor * tokens * shape.experts_per_token / shape.experts)
-        picked = torch.zeros(len(groups), tokens, shape.experts, dtype=torch.int32, device=chosen.device)
+        picked = torch.zeros(
+            len(groups), tokens, shape.experts, dtype=torch.int32, device=expert_indices.device
+        )
         picked.scatter_(-1, groups, 1)
         place = picked.cumsum(1, dtype=torch.int32).gather(-1, groups)
         kept = (place <= room).view_as(whole)
-        return chosen.masked_fill(~self.parts.own(kept), shape.experts)
+        return expert_indices.masked_fill(~self.parts.slice_sequence(kept), shape.experts)
 
 
-class WholeSamples(nn.Module):
+class SampleReduction(nn.Module):
     """Exchange of a router with ranks that hold other parts of its samples; here there are none.
 
     Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) replaces it.
     """
 
-    def total(self, counts: Tensor) -> Tensor:
+    def all_reduce(self, counts: Tensor) -> Tensor:
         """Sum over the ranks that hold parts of the same samples."""
         return counts
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_sequence(self, x: Tensor) -> Tensor:
         """Gather (rows, part of the sequence, ...) to (rows, sequence, ...), by position."""
         return x
 
-    def own(self, x: Tensor) -> Tensor:
+    def slice_sequence(self, x: Tensor) -> Tensor:
         """Return this rank's part of a result of `whole`."""
         return x
 
 
-def set_loss_factor(modules: Iterable[nn.Module], factor: float) -> None:
+def set_auxiliary_loss_scale(modules: Iterable[nn.Module], scale: float) -> None:
     """Set the factor of a step's losses before backward on its routers."""
     for module in modules:
-        if isinstance(module, Routing):
-            module.factor = factor
+        if isinstance(module, TopKRouter):
+            module.auxiliary_loss_scale = scale
 
 
-class _Noted(torch.autograd.Function):
+class _BalancingLossAutograd(torch.autograd.Function):
     """Autograd function that returns the weights unchanged.
 
     Its backward, which runs once per micro-batch even where forward is recomputed, counts the load and starts
@@ -266,7 +272,7 @@ class _Noted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, loss: Tensor | None, load: Tensor, routing: Routing, factor: float
+        ctx: Any, weights: Tensor, loss: Tensor | None, load: Tensor, routing: TopKRouter, factor: float
     ) -> Tensor:
         ctx.routing, ctx.factor, ctx.load = routing, factor, load
         ctx.loss = None if loss is None else loss.detach()
@@ -277,11 +283,12 @@ class _Noted(torch.autograd.Function):
         routing, loss = ctx.routing, ctx.loss
         noted = torch.zeros((), dtype=torch.float64, device=gradient.device) if loss is None else loss
         routing._load = ctx.load if routing._load is None else routing._load + ctx.load
-        routing._balance = noted.double() if routing._balance is None else routing._balance + noted
+        held = routing._balancing_loss_sum
+        routing._balancing_loss_sum = noted.double() if held is None else held + noted
         return gradient, None if loss is None else torch.full_like(loss, ctx.factor), None, None, None
 
 
-class _PreciseLinear(torch.autograd.Function):
+class _Float32Linear(torch.autograd.Function):
     """Autograd function of a linear in at least fp32 that saves its input in the original precision.
 
     In bf16 that is half of what autograd would save.

@@ -8,47 +8,47 @@ from dataclasses import asdict
 from typing import Any
 
 from wanma.job.errors import WanmaError
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.huggingface_config import decoder_of
-from wanma.models.layers.lora import is_adapter
-from wanma.models.state_dict.tensor_mapping import Alternative, Shape, mixture, whole
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.huggingface_config import decoder_config_from_huggingface
+from wanma.models.layers.lora import is_lora_parameter
+from wanma.models.state_dict.tensor_mapping import Shape, TensorMapping, map_moe_parameter, map_tensor
 
 
-class PublishedDecoder:
-    """Base class that makes `Decoder` a state-dict adapter (`Published`)."""
+class DecoderStateDictAdapter:
+    """Base class that makes `Decoder` a state-dict adapter (`StateDictAdapter`)."""
 
-    dimensions: DecoderDimensions
+    config: DecoderConfig
 
     @property
-    def published_ties(self) -> tuple[tuple[str, str], ...]:
-        return (("model.embed_tokens.weight", "lm_head.weight"),) if self.dimensions.tie_embeddings else ()
+    def tied_tensors(self) -> tuple[tuple[str, str], ...]:
+        return (("model.embed_tokens.weight", "lm_head.weight"),) if self.config.tie_embeddings else ()
 
-    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
-        if is_adapter(name):
+    def tensor_mappings(self, name: str, shape: Shape) -> tuple[TensorMapping, ...]:
+        if is_lora_parameter(name):
             return ()
-        family = _family(self.dimensions)
-        block, ours = _block_and_rest(name)
+        family = _family(self.config)
+        block, ours = _split_block_name(name)
         if block is None:
-            tied = self.dimensions.tie_embeddings and ours in ("embedding.weight", "head.weight")
-            names = self.published_ties[0] if tied else (_ENDS[ours],)
-            return tuple((whole(tensor, shape),) for tensor in names)
+            tied = self.config.tie_embeddings and ours in ("embedding.weight", "head.weight")
+            names = self.tied_tensors[0] if tied else (_OUTER_NAMES[ours],)
+            return tuple((map_tensor(tensor, shape),) for tensor in names)
         routed = re.fullmatch(r"feed_forward\.(router\.weight|experts\.(gate|up|down))", ours)
         if routed is not None:
-            return tuple(mixture(f"model.layers.{block}", routed[2], shape, family))
+            return tuple(map_moe_parameter(f"model.layers.{block}", routed[2], shape, family))
         module, _, kind = ours.rpartition(".")
-        turned = self.dimensions.head_width if module in _ROTARY else None
-        return ((whole(f"model.layers.{block}.{_BLOCK[module]}.{kind}", shape, head_width=turned),),)
+        turned = self.config.head_dim if module in _ROTARY_MODULES else None
+        return ((map_tensor(f"model.layers.{block}.{_BLOCK_NAMES[module]}.{kind}", shape, head_dim=turned),),)
 
-    def published_ignores(self, tensor: str) -> bool:
-        tied = {other for _, other in self.published_ties}
+    def is_ignored_tensor(self, tensor: str) -> bool:
+        tied = {other for _, other in self.tied_tensors}
         return tensor in tied or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
 
-    def published_differences(self, config: Mapping[str, Any]) -> list[str]:
-        theirs = decoder_of(config)
+    def config_mismatches(self, config: Mapping[str, Any]) -> list[str]:
+        theirs = decoder_config_from_huggingface(config)
         if theirs is None:
             kind = config["model_type"]
             return [f"its config.json (model_type {kind!r}) computes otherwise than a decoder of ours"]
-        ours, published = _comparable(self.dimensions), _comparable(theirs)
+        ours, published = _architecture_fields(self.config), _architecture_fields(theirs)
         differences = [
             f"{key}: {ours[key]} here, {published[key]} in its config.json"
             for key in published
@@ -60,10 +60,10 @@ class PublishedDecoder:
             differences.append("attention sees the whole sequence here, a sliding_window in its config.json")
         return differences
 
-    def published_config(self, sequence_length: int) -> dict[str, Any]:
-        dimensions, family = self.dimensions, _family(self.dimensions)
+    def export_config(self, sequence_length: int) -> dict[str, Any]:
+        dimensions, family = self.config, _family(self.config)
         values: dict[str, Any] = {
-            "architectures": [_ARCHITECTURES[family]],
+            "architectures": [_ARCHITECTURE_CLASSES[family]],
             "model_type": family,
             "hidden_act": "silu" if dimensions.activation_function == "swiglu" else "gelu_pytorch_tanh",
             "vocab_size": dimensions.vocabulary,
@@ -73,7 +73,7 @@ class PublishedDecoder:
             "num_attention_heads": dimensions.heads,
             "num_key_value_heads": dimensions.kv_heads,
             "max_position_embeddings": sequence_length,
-            "head_dim": dimensions.head_width,
+            "head_dim": dimensions.head_dim,
             "rms_norm_eps": dimensions.norm_epsilon,
             "rope_theta": dimensions.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": dimensions.rope_theta},
@@ -89,7 +89,7 @@ class PublishedDecoder:
             values |= {
                 "num_experts": dimensions.experts,
                 "moe_intermediate_size": dimensions.expert_width,
-                "norm_topk_prob": dimensions.normalize_weights,
+                "norm_topk_prob": dimensions.normalize_routing_weights,
                 "mlp_only_layers": list(range(dimensions.dense_layers)),
             }
         if dimensions.experts:
@@ -97,18 +97,18 @@ class PublishedDecoder:
         return values
 
 
-def _family(dimensions: DecoderDimensions) -> str:
+def _family(config: DecoderConfig) -> str:
     """Return the published family with this architecture.
 
     Raises:
         WanmaError: there is none.
     """
     is_plain = (
-        not (dimensions.is_latent or dimensions.shared_experts)
-        and dimensions.balance != "bias"
-        and (dimensions.router, dimensions.weight_scale, dimensions.expert_groups) == ("softmax", 1, 1)
+        not (config.uses_latent_attention or config.shared_experts)
+        and config.balance != "bias"
+        and (config.router, config.routing_scale, config.expert_groups) == ("softmax", 1, 1)
     )
-    is_mixtral = dimensions.normalize_weights and dimensions.dense_layers == 0
+    is_mixtral = config.normalize_routing_weights and config.dense_layers == 0
     gated: dict[tuple[bool, bool, bool], str | None] = {
         (False, False, False): "llama",
         (True, False, False): "qwen2",
@@ -117,23 +117,23 @@ def _family(dimensions: DecoderDimensions) -> str:
         (False, False, True): "mixtral" if is_mixtral else None,
     }
     # Arcee's network has two matrices, and its config names the function between them.
-    kinds = gated if dimensions.activation_function == "swiglu" else {(False, False, False): "arcee"}
-    found = kinds.get((dimensions.attention_bias, dimensions.head_norm, dimensions.experts > 0))
+    kinds = gated if config.activation_function == "swiglu" else {(False, False, False): "arcee"}
+    found = kinds.get((config.attention_bias, config.qk_norm, config.experts > 0))
     if not is_plain or found is None:
         raise WanmaError(
             "no published family that wanma knows has this decoder's architecture "
-            f"(known: {', '.join(_ARCHITECTURES)})",
+            f"(known: {', '.join(_ARCHITECTURE_CLASSES)})",
             "its weights are in wanma's own checkpoints",
         )
     return found
 
 
-def _block_and_rest(name: str) -> tuple[str | None, str]:
+def _split_block_name(name: str) -> tuple[str | None, str]:
     found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     return (found[1], found[2]) if found is not None else (None, name)
 
 
-_ARCHITECTURES = {
+_ARCHITECTURE_CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -141,12 +141,12 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "arcee": "ArceeForCausalLM",
 }
-_ENDS = {
+_OUTER_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_BLOCK = {
+_BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -159,24 +159,24 @@ _BLOCK = {
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
-_ROTARY = ("attention.query", "attention.key", "attention.query_norm", "attention.key_norm")
+_ROTARY_MODULES = ("attention.query", "attention.key", "attention.query_norm", "attention.key_norm")
 """Modules whose rows are elements of heads with rotary positions."""
 
 
-def _comparable(dimensions: DecoderDimensions) -> dict[str, Any]:
+def _architecture_fields(config: DecoderConfig) -> dict[str, Any]:
     """Return the dimensions that a config fixes too: no settings of training, all widths resolved."""
-    widths = {"head_width": dimensions.head_width, "expert_width": dimensions.expert_width}
-    values = {**asdict(dimensions), **widths}
+    widths = {"head_dim": config.head_dim, "expert_width": config.expert_width}
+    values = {**asdict(config), **widths}
     left_out = (
-        "head_size",
+        "explicit_head_dim",
         "expert_feed_forward",
         "dropout",
         "balance_rate",
         "balance_group",
         "capacity_factor",
     )
-    if dimensions.balance == "loss":
+    if config.balance == "loss":
         values["balance"] = "none"
-    if dimensions.experts and not dimensions.dense_layers:
+    if config.experts and not config.dense_layers:
         values["feed_forward"] = None  # of no block
     return {key: value for key, value in values.items() if key not in left_out}

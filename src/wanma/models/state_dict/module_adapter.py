@@ -6,47 +6,47 @@ from typing import Any
 
 from torch import nn
 
-from wanma.models.layers.lora import is_adapter
-from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Published, Shape
+from wanma.models.layers.lora import is_lora_parameter
+from wanma.models.state_dict.tensor_mapping import Shape, StateDictAdapter, TensorMapping, TensorSlice
 
 
-class OwnNames:
-    """State-dict adapter (`Published`) of a module that declares none.
+class ModuleStateDictAdapter:
+    """State-dict adapter (`StateDictAdapter`) of a module that declares none.
 
     Args:
         model: the whole module, or a rank's part of it.
     """
 
-    published_ties: tuple[tuple[str, str], ...] = ()
+    tied_tensors: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, model: nn.Module) -> None:
         self._first = {name for name, _ in model.named_parameters()}
         # Files hold a shared parameter under one of its names, or under several.
-        self._others: dict[int, list[str]] = {}
+        self._names_by_identity: dict[int, list[str]] = {}
         by_name = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in by_name.items():
-            self._others.setdefault(id(parameter), []).append(name)
-        self._names = {name: self._others[id(parameter)] for name, parameter in by_name.items()}
+            self._names_by_identity.setdefault(id(parameter), []).append(name)
+        self._names = {name: self._names_by_identity[id(parameter)] for name, parameter in by_name.items()}
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
-    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
+    def tensor_mappings(self, name: str, shape: Shape) -> tuple[TensorMapping, ...]:
         """Return the parameter under any of its own names."""
-        if is_adapter(name):
+        if is_lora_parameter(name):
             return ()
         start = (0,) * len(shape)
-        return tuple((Piece(other, 0, shape, start),) for other in self._names.get(name, [name]))
+        return tuple((TensorSlice(other, 0, shape, start),) for other in self._names.get(name, [name]))
 
-    def published_ignores(self, tensor: str) -> bool:
+    def is_ignored_tensor(self, tensor: str) -> bool:
         """Return True for further names of a shared parameter, and for buffers, which are filled by name."""
         return tensor in self._names or tensor in self._buffers
 
-    def published_differences(self, config: dict[str, Any]) -> list[str]:  # noqa: ARG002  # of no known model
+    def config_mismatches(self, config: dict[str, Any]) -> list[str]:  # noqa: ARG002  # of no known model
         """Return no differences: a user's module has no settings to compare."""
         return []
 
 
-def published_of(model: nn.Module) -> Published:
+def get_state_dict_adapter(model: nn.Module) -> StateDictAdapter:
     """Return a model's state-dict adapter: the model itself, else one by its own names."""
-    if hasattr(model, "published"):
+    if hasattr(model, "tensor_mappings"):
         return model  # type: ignore[return-value]  # looked for
-    return OwnNames(model)  # type: ignore[return-value]  # writes no config
+    return ModuleStateDictAdapter(model)  # type: ignore[return-value]  # writes no config

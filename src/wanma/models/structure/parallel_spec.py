@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-TensorRole = Literal["column", "key_value", "row", "vocabulary", "head", "norm", "head_norm", "gathered"]
+TensorParallelStyle = Literal[
+    "column", "key_value", "row", "vocabulary", "head", "norm", "head_norm", "gathered"
+]
 """Tensor-parallel style of a module (Shoeybi et al. 2019, Korthikanti et al. 2022).
 
 gathered    holds split matrices: its first input must be the whole sequence, which is gathered once
@@ -25,37 +27,37 @@ head_norm   replicated, but acts on a rank's own heads: its gradient is a sum ov
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelSpec:
     """Parallel spec of a model. Names are module paths, without the model's own name."""
 
     blocks: str | None
     """Container of the repeated blocks: units of staging, recompute, compilation and sharding."""
-    first: tuple[str, ...] = ()
+    first_stage_modules: tuple[str, ...] = ()
     """Modules that only the first pipeline stage holds."""
-    last: tuple[str, ...] = ()
+    last_stage_modules: tuple[str, ...] = ()
     """Modules that only the last pipeline stage holds."""
-    tensor: Mapping[str, TensorRole] = field(default_factory=dict)
+    tensor_parallel_styles: Mapping[str, TensorParallelStyle] = field(default_factory=dict)
     """Style by shell pattern on the module path; the first match counts, without one it is replicated."""
     heads: int = 0
     """Number of query heads, of which a rank takes whole ones; 0: no attention is split."""
     kv_heads: int = 0
     """Number of key and value heads."""
-    mask: str | None = None
-    """Path of the `AttentionMask`; context parallelism replaces it and `attention`."""
-    attention: str | None = None
+    mask_module: str | None = None
+    """Path of the `AttentionMask`; context parallelism replaces it and `attention_cores`."""
+    attention_cores: str | None = None
     """Shell pattern of the attention cores, `DotProductAttention` or alike."""
-    experts: str | None = None
+    expert_modules: str | None = None
     """Shell pattern of the modules whose parameters have the routed experts as dim 0."""
-    tied: tuple[tuple[str, str], ...] = ()
+    tied_parameters: tuple[tuple[str, str], ...] = ()
     """Weight tying: pairs of parameters that are one tensor under two names; the first one is saved."""
 
 
-def tie_parameters(model: nn.Module, tied: tuple[tuple[str, str], ...]) -> None:
+def tie_parameters(model: nn.Module, tied_parameters: tuple[tuple[str, str], ...]) -> None:
     """Make each second parameter the same object as its first, where the model holds both.
 
     Needed again after anything that replaces parameters one module at a time.
     """
-    for kept, other in tied:
+    for kept, other in tied_parameters:
         source, _, source_name = kept.rpartition(".")
         target, _, target_name = other.rpartition(".")
         present = dict(model.named_modules(remove_duplicate=False))
@@ -63,7 +65,7 @@ def tie_parameters(model: nn.Module, tied: tuple[tuple[str, str], ...]) -> None:
             setattr(present[target], target_name, getattr(present[source], source_name))
 
 
-def find_blocks(model: nn.Module) -> str | None:
+def find_block_container(model: nn.Module) -> str | None:
     """Find the path of a model's repeated blocks by structure.
 
     They are the list, dict or sequence of at least two children, all of one type, that holds the most

@@ -20,7 +20,7 @@ A rank draws in vain at most the tiles that its part cuts.
 """
 
 
-class InitializesParameters(Protocol):
+class ParameterInitializer(Protocol):
     """Protocol of a model with a rule for the initial value of each of its parameters."""
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -30,17 +30,19 @@ class InitializesParameters(Protocol):
         """
 
 
-def initial_value(model: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Return the full initial value of one parameter, on CPU; see `initial_part`."""
-    return initial_part(model, name, shape, (0,) * len(shape), shape, dtype, seed)
+def draw_initial_value(
+    model: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, seed: int
+) -> Tensor:
+    """Return the full initial value of one parameter, on CPU; see `draw_initial_shard`."""
+    return draw_initial_shard(model, name, shape, (0,) * len(shape), shape, dtype, seed)
 
 
-def initial_part(
+def draw_initial_shard(
     model: nn.Module,
     name: str,
     shape: Sequence[int],
-    offset: Sequence[int],
-    size: Sequence[int],
+    box_offset: Sequence[int],
+    box_shape: Sequence[int],
     dtype: torch.dtype,
     seed: int,
 ) -> Tensor:
@@ -54,8 +56,8 @@ def initial_part(
         model: the model, with its rule.
         name: of the parameter.
         shape: of the full parameter.
-        offset: of the box in it.
-        size: of the box.
+        box_offset: of the box in it.
+        box_shape: of the box.
         dtype: of the result.
         seed: the job's.
 
@@ -67,12 +69,12 @@ def initial_part(
             f"{type(model).__name__} does not say how parameter {name} begins",
             "give it initialize_parameter(name, tensor, generator), or let its constructor initialise it",
         )
-    draw = cast(InitializesParameters, model).initialize_parameter
-    part = torch.empty(tuple(size), dtype=dtype, device="cpu")
+    draw = cast(ParameterInitializer, model).initialize_parameter
+    part = torch.empty(tuple(box_shape), dtype=dtype, device="cpu")
     tile = tile_shape(shape)
     touched = [
         range(start // step, -(-(start + length) // step))
-        for start, length, step in zip(offset, size, tile, strict=True)
+        for start, length, step in zip(box_offset, box_shape, tile, strict=True)
     ]
     for index in itertools.product(*touched):
         corner = [at * step for at, step in zip(index, tile, strict=True)]
@@ -83,7 +85,7 @@ def initial_part(
         with torch.no_grad():
             draw(name, value, generator)
         inside, outside = [], []
-        for at, length, start, count in zip(corner, extent, offset, size, strict=True):
+        for at, length, start, count in zip(corner, extent, box_offset, box_shape, strict=True):
             first, last = max(at, start), min(at + length, start + count)
             inside.append(slice(first - at, last - at))
             outside.append(slice(first - start, last - start))

@@ -18,14 +18,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from wanma.job.sections.job import ParameterGroupSection
-from wanma.models.structure.repeated_blocks import repeated_blocks
+from wanma.models.structure.repeated_blocks import find_repeated_blocks
 
 
 @dataclass(frozen=True)
-class Role:
+class ParameterRole:
     """Role of one parameter."""
 
-    decays: bool
+    has_weight_decay: bool
     """True if `train.weight_decay` applies: it is neither a bias nor part of a norm."""
     is_hidden_matrix: bool | None
     """True if it is a hidden layer's matrix, which Muon orthogonalizes; None: its module does not tell."""
@@ -33,9 +33,9 @@ class Role:
     """True if it has two dimensions."""
 
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-_PRODUCTS = (
+_NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)
+_MATMUL_CLASSES = (
     nn.Linear,
     nn.Bilinear,
     nn.modules.conv._ConvNd,
@@ -45,13 +45,13 @@ _PRODUCTS = (
 )
 # User-written classes are recognised by the usual ending of their names. transformers' Conv1D is a
 # linear layer with its weight transposed.
-_NAMED_NORM = re.compile(r"Norm(\d*[dD])?$")
-_NAMED_TABLE = re.compile(r"Embeddings?$")
-_NAMED_PRODUCT = re.compile(r"(Linear|Router|Conv1D)$")
+_NORM_CLASS_NAME = re.compile(r"Norm(\d*[dD])?$")
+_EMBEDDING_CLASS_NAME = re.compile(r"Embeddings?$")
+_MATMUL_CLASS_NAME = re.compile(r"(Linear|Router|RouterGate|Conv1D)$")
 _BIAS = re.compile(r"(^|_)bias(_|$)")
 
 
-def parameter_roles(model: nn.Module) -> dict[str, Role]:
+def find_parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     """Return the role of each parameter of a whole model, by name.
 
     Weight decay leaves out norms (whatever their weights' shape), biases, and other parameters of one
@@ -59,75 +59,75 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     weights of linear, recurrent and attention layers, except for the output layer: that of
     `get_output_embeddings`, the last linear layer of a module without it, and parameters tied to either.
     """
-    outputs = {id(parameter) for layer in output_layers(model) for parameter in layer.parameters()}
-    owners: dict[int, list[Role]] = {}
+    outputs = {id(parameter) for layer in find_output_layers(model) for parameter in layer.parameters()}
+    owners: dict[int, list[ParameterRole]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             role = _role(module, name, parameter)
             if id(parameter) in outputs:
                 role = replace(role, is_hidden_matrix=False)
             owners.setdefault(id(parameter), []).append(role)
-    return {name: _together(owners[id(parameter)]) for name, parameter in model.named_parameters()}
+    return {name: _combine_roles(owners[id(parameter)]) for name, parameter in model.named_parameters()}
 
 
-def group_of(name: str, groups: Iterable[ParameterGroupSection]) -> ParameterGroupSection | None:
+def find_parameter_group(name: str, groups: Iterable[ParameterGroupSection]) -> ParameterGroupSection | None:
     """Return the first group of `train.parameter_groups` that matches parameter `name`; None: no group."""
     return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 
 def is_frozen(name: str, groups: Iterable[ParameterGroupSection]) -> bool:
     """Return True if `train.parameter_groups` freezes parameter `name`."""
-    group = group_of(name, groups)
+    group = find_parameter_group(name, groups)
     return group is not None and group.frozen
 
 
-def output_layers(model: nn.Module) -> list[nn.Module]:
+def find_output_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that compute a model's output, several if it has heads for several tasks."""
-    own = _declared(model)
+    own = _declared_output_layer(model)
     if own is not None:
         return [own]
-    inside = (_declared(module) for module in model.modules())
+    inside = (_declared_output_layer(module) for module in model.modules())
     return [*_last_linear_layers(model), *(layer for layer in inside if layer is not None)]
 
 
-def _declared(module: nn.Module) -> nn.Module | None:
+def _declared_output_layer(module: nn.Module) -> nn.Module | None:
     """Return the output layer that a transformers model declares; None: none."""
     told: Any = getattr(module, "get_output_embeddings", None)
     found = told() if callable(told) else None
     return found if isinstance(found, nn.Module) else None
 
 
-def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> Role:
+def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> ParameterRole:
     """Return the role of a parameter as one of its modules owns it."""
     is_matrix = parameter.ndim == 2
-    if parameter.ndim < 2 or _BIAS.search(name) or _is(module, _NORMS, _NAMED_NORM):
-        return Role(False, False, is_matrix)
-    if _is(module, _TABLES, _NAMED_TABLE):
-        return Role(True, False, is_matrix)
-    if _is(module, _PRODUCTS, _NAMED_PRODUCT):
-        return Role(True, is_matrix, is_matrix)
+    if parameter.ndim < 2 or _BIAS.search(name) or _is_kind_of(module, _NORM_CLASSES, _NORM_CLASS_NAME):
+        return ParameterRole(False, False, is_matrix)
+    if _is_kind_of(module, _EMBEDDING_CLASSES, _EMBEDDING_CLASS_NAME):
+        return ParameterRole(True, False, is_matrix)
+    if _is_kind_of(module, _MATMUL_CLASSES, _MATMUL_CLASS_NAME):
+        return ParameterRole(True, is_matrix, is_matrix)
     if sum(size > 1 for size in parameter.shape) < 2:
-        return Role(False, False, is_matrix)
-    return Role(True, None if is_matrix else False, is_matrix)
+        return ParameterRole(False, False, is_matrix)
+    return ParameterRole(True, None if is_matrix else False, is_matrix)
 
 
-def _together(roles: list[Role]) -> Role:
+def _combine_roles(roles: list[ParameterRole]) -> ParameterRole:
     """Combine the roles of a parameter that several modules own: tied to a table it is no hidden matrix."""
     hidden = {role.is_hidden_matrix for role in roles}
     known = False if False in hidden else (None if None in hidden else True)
-    return Role(all(role.decays for role in roles), known, roles[0].is_matrix)
+    return ParameterRole(all(role.has_weight_decay for role in roles), known, roles[0].is_matrix)
 
 
-def _is(module: nn.Module, kinds: tuple[type[nn.Module], ...], named: re.Pattern[str]) -> bool:
-    if isinstance(module, kinds):
+def _is_kind_of(module: nn.Module, classes: tuple[type[nn.Module], ...], class_name: re.Pattern[str]) -> bool:
+    if isinstance(module, classes):
         return True
-    return any(named.search(kind.__name__) for kind in type(module).__mro__ if kind is not nn.Module)
+    return any(class_name.search(kind.__name__) for kind in type(module).__mro__ if kind is not nn.Module)
 
 
 def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the linear layer that a model registers last, and its neighbours that are heads like it."""
-    inside = {id(m) for block in repeated_blocks(model) for m in block.modules() if m is not block}
-    layers = list(_products(model))
+    inside = {id(m) for block in find_repeated_blocks(model) for m in block.modules() if m is not block}
+    layers = list(_matmul_layers(model))
     if not layers or not isinstance(layers[-1][1], nn.Linear) or id(layers[-1][1]) in inside:
         return []
     parent, last = layers[-1]
@@ -148,14 +148,14 @@ def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
     return heads
 
 
-def _products(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _matmul_layers(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield (parent, layer) of every layer with a matrix product, in the order of registration."""
-    if isinstance(module, _PRODUCTS):
+    if isinstance(module, _MATMUL_CLASSES):
         yield module, module
     for child in module.children():
         if isinstance(child, NonDynamicallyQuantizableLinear):
             continue  # part of torch's attention, which counts as one layer
-        if isinstance(child, _PRODUCTS):
+        if isinstance(child, _MATMUL_CLASSES):
             yield module, child
         else:
-            yield from _products(child)
+            yield from _matmul_layers(child)

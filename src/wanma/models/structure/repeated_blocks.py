@@ -11,14 +11,14 @@ from itertools import chain
 
 from torch import nn
 
-SMALLEST_SHARE = 0.01
+MINIMUM_BLOCK_SHARE = 0.01
 """Minimum share of a model's parameters: smaller lists, such as a pair of projections, are no blocks."""
 
-_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_CONTAINER_CLASSES = (nn.ModuleList, nn.ModuleDict)
 _Blocks = list[nn.Module]
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Find a model's repeated blocks by structure, in the model's order.
 
     They are the members of its lists, dicts and sequences of at least two modules of one type, wherever
@@ -26,11 +26,16 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     if most of its members are alike, as layers with experts are; if they are not, as the stages of a
     pyramid are not, the inner ones do where they hold most of the parameters.
     """
-    total = _size([model])
-    return [block for blocks in _lists(model) if _size(blocks) >= SMALLEST_SHARE * total for block in blocks]
+    total = _parameter_count([model])
+    return [
+        block
+        for blocks in _block_lists(model)
+        if _parameter_count(blocks) >= MINIMUM_BLOCK_SHARE * total
+        for block in blocks
+    ]
 
 
-def shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
+def find_shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the parameters that one of `blocks` has in common with the rest of the model."""
     blocks = list(blocks)
     inside = Counter(id(p) for block in blocks for p in set(block.parameters()))
@@ -40,37 +45,37 @@ def shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]
     return {key for key, count in inside.items() if count > 1 or key in outside}
 
 
-def _lists(module: nn.Module) -> list[_Blocks]:
+def _block_lists(module: nn.Module) -> list[_Blocks]:
     """Return the lists of blocks in `module`, from the outermost on."""
-    inside = list(chain.from_iterable(_lists(child) for child in module.children()))
-    if not isinstance(module, (*_WITHOUT_FORWARD, nn.Sequential)):
+    inside = list(chain.from_iterable(_block_lists(child) for child in module.children()))
+    if not isinstance(module, (*_CONTAINER_CLASSES, nn.Sequential)):
         return inside
     children = list(module.children())
     members = [child for child in children if any(True for _ in child.parameters())]
     # A sequence of a layer, an activation and a layer is one block.
-    kinds = {_kind(child) for child in (children if isinstance(module, nn.Sequential) else members)}
+    kinds = {_module_type(child) for child in (children if isinstance(module, nn.Sequential) else members)}
     if len(members) < 2 or len(kinds) > 1:
         return inside
     _, most = Counter(tuple(p.shape for p in member.parameters()) for member in members).most_common(1)[0]
-    of_inside = _size(chain.from_iterable(inside))
-    if 2 * most <= len(members) and 2 * of_inside > _size(members):
+    of_inside = _parameter_count(chain.from_iterable(inside))
+    if 2 * most <= len(members) and 2 * of_inside > _parameter_count(members):
         return inside
-    return [list(chain.from_iterable(_callable(member) for member in members))]
+    return [list(chain.from_iterable(_callable_modules(member) for member in members))]
 
 
-def _kind(module: nn.Module) -> object:
+def _module_type(module: nn.Module) -> object:
     """Return the type of a module; for one without a forward, the types of its members too."""
-    if isinstance(module, _WITHOUT_FORWARD):
-        return type(module), tuple(_kind(child) for child in module.children())
+    if isinstance(module, _CONTAINER_CLASSES):
+        return type(module), tuple(_module_type(child) for child in module.children())
     return type(module)
 
 
-def _callable(module: nn.Module) -> _Blocks:
+def _callable_modules(module: nn.Module) -> _Blocks:
     """Return `module`, or the modules that are called in its place."""
-    if isinstance(module, _WITHOUT_FORWARD):
-        return list(chain.from_iterable(_callable(child) for child in module.children()))
+    if isinstance(module, _CONTAINER_CLASSES):
+        return list(chain.from_iterable(_callable_modules(child) for child in module.children()))
     return [module] if any(True for _ in module.parameters()) else []
 
 
-def _size(modules: Iterable[nn.Module]) -> int:
+def _parameter_count(modules: Iterable[nn.Module]) -> int:
     return sum({p: p.numel() for module in modules for p in module.parameters()}.values())

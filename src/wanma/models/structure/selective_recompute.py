@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-PRODUCTS = frozenset(
+MATMUL_OPERATORS = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
@@ -22,7 +22,7 @@ Half of them run again, for about half of the memory (as in torchtitan,
 `distributed/activation_checkpoint.py`).
 """
 
-ALWAYS = frozenset(
+SAVED_OPERATORS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -37,14 +37,14 @@ ALWAYS = frozenset(
 )
 
 
-class Costly:
+class SelectiveRecomputePolicy:
     """Policy that decides, operator by operator of one run of a block, if the result is saved."""
 
     def __init__(self) -> None:
-        self._products = 0
+        self._matmul_count = 0
 
-    def keeps(self, operator: Any) -> bool:
-        if operator in PRODUCTS:
-            self._products += 1
-            return self._products % 2 == 1
-        return operator in ALWAYS
+    def must_save(self, operator: Any) -> bool:
+        if operator in MATMUL_OPERATORS:
+            self._matmul_count += 1
+            return self._matmul_count % 2 == 1
+        return operator in SAVED_OPERATORS

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from wanma.job.errors import WanmaError
-from wanma.job.user_frames import users_line
+from wanma.job.user_frames import user_frame_text
 
-_NOT_THE_MODELS = (Path(__file__).parents[2], Path(torch.distributed.__file__).parent)
+_FRAMEWORK_FOLDERS = (Path(__file__).parents[2], Path(torch.distributed.__file__).parent)
 """Folders of code whose exceptions do not come from the model: wanma's, and torch.distributed's."""
-_SHOWN = 8
-_LONGEST = 300
+_MAX_SHOWN_SAMPLES = 8
+_MAX_MESSAGE_CHARACTERS = 300
 
 
 class ForwardError(WanmaError):
@@ -28,7 +28,7 @@ def forward_error(
     model: nn.Module,
     inputs: Sequence[Any],
     keywords: Mapping[str, Any],
-    samples: Sequence[int],
+    sample_indices: Sequence[int],
 ) -> ForwardError | None:
     """Build an error that names the samples, the module that failed, and the model's inputs.
 
@@ -37,22 +37,22 @@ def forward_error(
         model: the model.
         inputs: its positional arguments.
         keywords: its keyword arguments.
-        samples: indices of the samples in the training data.
+        sample_indices: indices of the samples in the training data.
 
     Returns:
         None for an exception that is not the model's own: of wanma, of the network, or lack of memory.
     """
-    if type(model).__module__.startswith("wanma.") or not is_users(error):
+    if type(model).__module__.startswith("wanma.") or not is_user_error(error):
         return None
-    first = ", ".join(map(str, samples[:_SHOWN]))
-    numbers = f"{first}, ..." if len(samples) > _SHOWN else first
-    lines = [f"the model failed on samples {numbers}: {type(error).__name__}: {_cut(str(error))}"]
-    if (inner := _innermost(error.__traceback__, model)) is not None:
+    first = ", ".join(map(str, sample_indices[:_MAX_SHOWN_SAMPLES]))
+    numbers = f"{first}, ..." if len(sample_indices) > _MAX_SHOWN_SAMPLES else first
+    lines = [f"the model failed on samples {numbers}: {type(error).__name__}: {_truncate(str(error))}"]
+    if (inner := _innermost_failing_module(error.__traceback__, model)) is not None:
         lines.append(f"    in {inner}")
-    if line := users_line(error, or_library=False):
+    if line := user_frame_text(error, allow_library=False):
         lines.append(f"    at {line}")
-    given = [described(value) for value in inputs]
-    given += [f"{name}={described(value)}" for name, value in keywords.items()]
+    given = [describe_value(value) for value in inputs]
+    given += [f"{name}={describe_value(value)}" for name, value in keywords.items()]
     return ForwardError(
         "\n".join(lines),
         f"{type(model).__name__} was called with {', '.join(given) or 'nothing'}; mend the model or the "
@@ -60,7 +60,7 @@ def forward_error(
     )
 
 
-def is_users(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Return True if an exception came from a user's model or loss.
 
     It did not if it came from wanma, from communication between ranks, or for lack of memory.
@@ -69,49 +69,49 @@ def is_users(error: BaseException) -> bool:
         return True
     if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
         return False
-    return not _raised_in(error.__traceback__, _NOT_THE_MODELS)
+    return not _raised_in(error.__traceback__, _FRAMEWORK_FOLDERS)
 
 
 def loss_error(error: Exception, loss: object, output: Any, targets: Any) -> ForwardError | None:
     """Build the error of a loss that raised `error`: its line, and its inputs; None as of `forward_error`."""
     if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
         return None
-    if _raised_in(error.__traceback__, _NOT_THE_MODELS[1:]):
+    if _raised_in(error.__traceback__, _FRAMEWORK_FOLDERS[1:]):
         return None
     name = getattr(loss, "__name__", type(loss).__name__)
-    lines = [f"the loss {name} failed: {type(error).__name__}: {_cut(str(error))}"]
-    if line := users_line(error, or_library=False):
+    lines = [f"the loss {name} failed: {type(error).__name__}: {_truncate(str(error))}"]
+    if line := user_frame_text(error, allow_library=False):
         lines.append(f"    at {line}")
     return ForwardError(
         "\n".join(lines),
-        f"it was called with (output, targets): {described(output)}, {described(targets)}",
+        f"it was called with (output, targets): {describe_value(output)}, {describe_value(targets)}",
     )
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Format type and shape of one argument: 'float32 [4, 5]'."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
 
 
-def _cut(message: str) -> str:
-    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+def _truncate(message: str) -> str:
+    return message if len(message) <= _MAX_MESSAGE_CHARACTERS else f"{message[:_MAX_MESSAGE_CHARACTERS]} ..."
 
 
-def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:
+def _innermost_failing_module(traceback: TracebackType | None, model: nn.Module) -> str | None:
     """Return name and description of the innermost module whose forward raised."""
     names = {id(module): name for name, module in model.named_modules()}
     found = None
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(id(module)):
-            found = f"{names[id(module)]}: {_short(module)}"
+            found = f"{names[id(module)]}: {_format_module(module)}"
         traceback = traceback.tb_next
     return found
 
 
-def _short(module: nn.Module) -> str:
+def _format_module(module: nn.Module) -> str:
     """Format a module: 'Linear(in_features=4, out_features=3, bias=True)'; with children, its class."""
     if next(module.children(), None) is not None:
         return type(module).__name__

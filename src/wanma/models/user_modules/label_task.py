@@ -14,7 +14,7 @@ from torch import nn
 
 from wanma.job.errors import JobError
 
-Task = Literal["causal", "classes", "samples", "sequence_to_sequence"]
+LabelTask = Literal["causal", "classes", "samples", "sequence_to_sequence"]
 """Label task of a model, by its loss.
 
 causal: cross entropy of (rows, sequence, classes), labels[i] predicted from position i - 1; classes: cross
@@ -26,14 +26,14 @@ shifted.
 LABEL_KEYS = ("label", "labels")
 """Keys of a dict sample under which datasets for transformers have their targets."""
 
-_BY_LOSS: dict[str, Task] = {
+_TASK_BY_LOSS: dict[str, LabelTask] = {
     "ForCausalLMLoss": "causal",
     "ForMaskedLMLoss": "classes",
     "ForTokenClassification": "classes",
     "ForSequenceClassificationLoss": "samples",
 }
 """Tasks by transformers' loss functions (`LOSS_MAPPING`) that are means over labels which are not -100."""
-_BY_REGISTRY: tuple[tuple[str, Task], ...] = (
+_TASK_BY_REGISTRY: tuple[tuple[str, LabelTask], ...] = (
     ("SEQ_TO_SEQ_CAUSAL_LM", "sequence_to_sequence"),
     ("MASKED_LM", "classes"),
     ("TOKEN_CLASSIFICATION", "classes"),
@@ -46,38 +46,38 @@ _BY_REGISTRY: tuple[tuple[str, Task], ...] = (
 """Tasks by registry, for classes that implement their own loss: all of a registry implement the same."""
 
 
-def label_task(model: nn.Module) -> Task | None:
+def find_label_task(model: nn.Module) -> LabelTask | None:
     """Return the meaning of `labels` to a transformers model; None for another model.
 
     Raises:
         JobError: its class has a loss that is not known here, or one that couples samples.
     """
-    own = base_of_adapters(model)
-    if not is_of_transformers(own):
+    own = unwrap_peft_model(model)
+    if not is_transformers_model(own):
         return None
     kind = _class_with_forward(own)
     name = kind.__name__
     if not kind.__module__.startswith("transformers."):
-        raise _unknown(name, f"{name} has a forward of its own")
+        raise _unknown_loss_error(name, f"{name} has a forward of its own")
     config: Any = own.config
     parts = (config, getattr(config, "text_config", None))
     if any(getattr(part, "output_router_logits", False) for part in parts):
-        raise _unknown(
+        raise _unknown_loss_error(
             name, "output_router_logits adds a balancing loss that couples the samples of a micro-batch"
         )
-    task = _task_of(own, kind)
+    task = _determine_task(own, kind)
     if task is None:
-        raise _unknown(name, f"{name} computes a loss that wanma does not know")
+        raise _unknown_loss_error(name, f"{name} computes a loss that wanma does not know")
     return task
 
 
-def is_of_transformers(model: object) -> bool:
+def is_transformers_model(model: object) -> bool:
     """Return True if a model is of one of transformers' classes, or derived from one."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def base_of_adapters(model: nn.Module) -> nn.Module:
+def unwrap_peft_model(model: nn.Module) -> nn.Module:
     """Return the model inside a wrapper of `peft`; other models unchanged.
 
     Raises:
@@ -95,25 +95,25 @@ def base_of_adapters(model: nn.Module) -> nn.Module:
     return base
 
 
-def _task_of(model: Any, kind: type) -> Task | None:
+def _determine_task(model: Any, kind: type) -> LabelTask | None:
     """Determine the task by the loss function that the class calls, or by the registries that list it."""
     try:
         source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]  # it was found by that
     except OSError:
         source = ""
     decodes = bool(getattr(model.config, "is_encoder_decoder", False))
-    task: Task | None
+    task: LabelTask | None
     if "self.loss_function(" in source:
         # A class without a type has the loss of causal models; asking for it would warn.
         by_default = model.loss_type is None and not hasattr(model, "_loss_function")
-        task = "causal" if by_default else _BY_LOSS.get(model.loss_function.__name__)
+        task = "causal" if by_default else _TASK_BY_LOSS.get(model.loss_function.__name__)
         if decodes and task in ("causal", "classes"):
             return "sequence_to_sequence" if task == "classes" and _shifts_labels(model, source) else None
         return task
     from transformers.models.auto import modeling_auto
 
     names = {one.__name__ for one in kind.__mro__}
-    for registry, task in _BY_REGISTRY:
+    for registry, task in _TASK_BY_REGISTRY:
         known = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES", {}).values()
         if names & {name for one in known for name in ([one] if isinstance(one, str) else one)}:
             if task == "sequence_to_sequence" and not _shifts_labels(model, source):
@@ -132,7 +132,7 @@ def _class_with_forward(model: nn.Module) -> type:
     return next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
 
 
-def _unknown(name: str, why: str) -> JobError:
+def _unknown_loss_error(name: str, why: str) -> JobError:
     return JobError(
         f"the labels of a dataset mean what {name}'s own loss makes of them, and {why}",
         "give the loss: loss= of wanma.train, model.loss of a job, a function (output, targets) -> one loss "

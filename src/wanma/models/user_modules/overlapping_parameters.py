@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wanma.job.errors import JobError
 
 
-def refuse_shared_memory(model: nn.Module) -> None:
+def reject_overlapping_parameters(model: nn.Module) -> None:
     """Reject a model of which two tensors, one of them a parameter, have an element in common.
 
     Raises:
@@ -32,20 +32,20 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors in one storage have an element in common."""
-    if one.dtype != other.dtype:
+    if first.dtype != second.dtype:
         return True
-    (start, end), (begin, stop) = _span(one), _span(other)
+    (start, end), (begin, stop) = _storage_span(first), _storage_span(second)
     if end <= begin or stop <= start:
         return False
-    elements = one.untyped_storage().nbytes() // one.itemsize
+    elements = first.untyped_storage().nbytes() // first.itemsize
     taken = torch.zeros(elements, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    taken.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return bool(taken.as_strided(second.shape, second.stride(), second.storage_offset()).any())
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _storage_span(tensor: Tensor) -> tuple[int, int]:
     """Return the span in the storage: index of the first element and one past the last."""
     start = int(tensor.storage_offset())
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -15,23 +15,23 @@ Hook = Callable[[Tensor], Any]
 class ParameterHooks:
     """Hooks of one parameter, in the dictionaries that torch made, from which a handle removes its hook."""
 
-    on_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
+    gradient_hooks: list[Mapping[int, Hook]] = field(default_factory=list)
     """Hooks of `Tensor.register_hook`: gradient → another one or None."""
-    after_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
+    post_accumulate_hooks: list[Mapping[int, Hook]] = field(default_factory=list)
     """Hooks of `Tensor.register_post_accumulate_grad_hook`: parameter → None."""
 
-    def take(self, parameter: nn.Parameter) -> None:
+    def take_from(self, parameter: nn.Parameter) -> None:
         """Take over the hooks of a parameter that backward does not reach."""
         held: Any = parameter
         if held._backward_hooks:
-            self.on_gradient.append(held._backward_hooks)
+            self.gradient_hooks.append(held._backward_hooks)
             held._backward_hooks = None
         if held._post_accumulate_grad_hooks:
-            self.after_gradient.append(held._post_accumulate_grad_hooks)
+            self.post_accumulate_hooks.append(held._post_accumulate_grad_hooks)
             held._post_accumulate_grad_hooks = None
 
     def __bool__(self) -> bool:
-        return any(map(len, (*self.on_gradient, *self.after_gradient)))
+        return any(map(len, (*self.gradient_hooks, *self.post_accumulate_hooks)))
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -39,7 +39,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
 
 
-def hooks_of(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
+def collect_hooks(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
     """Return the hooks by parameter name, in a form that `register_hooks` accepts in another process."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def hooks_of(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
 
 
 def register_hooks(model: nn.Module, hooks: Mapping[str, tuple[list[Hook], list[Hook]]]) -> None:
-    """Register the hooks that `hooks_of` returned."""
+    """Register the hooks that `collect_hooks` returned."""
     for name, (on_gradient, after_gradient) in hooks.items():
         parameter = model.get_parameter(name)
         # torch accepts no hooks on a frozen parameter, but allows freezing one with hooks.

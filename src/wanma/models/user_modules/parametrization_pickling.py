@@ -19,23 +19,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            return _empty, (kind,), vars(obj), None, None, _fill
+            return _new_empty_module, (kind,), vars(obj), None, None, _restore_attributes
         return super().reducer_override(obj)
 
 
-def dumps_by_value(thing: Any) -> bytes:
-    """Pickle `thing` as `cloudpickle.dumps`, modules with parametrizations too; `pickle.loads` reads it."""
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle `value` as `cloudpickle.dumps`, modules with parametrizations too; `pickle.loads` reads it."""
     with io.BytesIO() as file:
-        _Pickler(file).dump(thing)
+        _Pickler(file).dump(value)
         return file.getvalue()
 
 
-def _empty(kind: type[nn.Module]) -> nn.Module:
+def _new_empty_module(kind: type[nn.Module]) -> nn.Module:
     made: nn.Module = kind.__new__(kind)
     return made
 
 
-def _fill(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     """Give a module its attributes, and a class of its own with the parametrizations."""
     modules = dict(attributes["_modules"])
     lists = modules.pop("parametrizations")

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from wanma.job.errors import JobError
 
 
-def check_ready(model: object) -> None:
+def validate_module(model: object) -> None:
     """Reject a model that cannot be trained.
 
     Raises:

@@ -12,7 +12,7 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
-def without_storage() -> Iterator[FakeTensorMode]:
+def fake_tensor_mode() -> Iterator[FakeTensorMode]:
     """Enter a mode in which new tensors are torch's fake tensors, and others are treated as such.
 
     Failures are reported by their exception alone: torch's log would repeat them.

@@ -5,74 +5,83 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from wanma.job.forecast.forecast import Layer, Workload
-from wanma.job.forecast.operators import Operator, Product
+from wanma.job.forecast.forecast import LayerWorkload, Workload
+from wanma.job.forecast.operators import Matmul, Operator
 
 _A, _B = ".lora_a", ".lora_b"  # as in `lora`, which needs torch
 
 
-def with_frozen_parts(
-    plain: Workload, sizes: Mapping[str, tuple[int, ...]], path: str, frozen: Callable[[str], bool]
+def apply_freezing_to_workload(
+    workload: Workload,
+    parameter_shapes: Mapping[str, tuple[int, ...]],
+    block_container: str,
+    is_frozen: Callable[[str], bool],
 ) -> Workload:
-    """Return `plain` with the numbers of trained parameters, and with the adapters' parameters and operators.
+    """Return `workload` with its numbers of trained parameters, and the adapters' parameters and operators.
 
     Args:
-        plain: workload of the decoder without adapters.
-        sizes: shapes of all its parameters with those of adapters, by name, in their order.
-        path: path of the module that holds its blocks.
-        frozen: returns True if the parameter of a name is not trained.
+        workload: workload of the decoder without adapters.
+        parameter_shapes: shapes of all its parameters with those of adapters, by name, in their order.
+        block_container: path of the module that holds its blocks.
+        is_frozen: returns True if the parameter of a name is not trained.
     """
-    first = next((number for number, layer in enumerate(plain.layers) if layer.is_block), len(plain.layers))
-    owners = [number for number, layer in enumerate(plain.layers) for _ in range(layer.count)]
+    first = next(
+        (number for number, layer in enumerate(workload.layers) if layer.is_block), len(workload.layers)
+    )
+    owners = [number for number, layer in enumerate(workload.layers) for _ in range(layer.count)]
     """Index of the workload's layer, for the embedding, each block and the head."""
     held: list[dict[str, tuple[int, ...]]] = [{} for _ in owners]
     has_seen_blocks = False
-    for name, size in sizes.items():
-        index = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
+    for name, size in parameter_shapes.items():
+        index = (
+            name.removeprefix(f"{block_container}.").partition(".")[0]
+            if name.startswith(f"{block_container}.")
+            else ""
+        )
         has_seen_blocks |= index.isdecimal()
         place = first + int(index) if index.isdecimal() else (-1 if has_seen_blocks else 0)
         held[place][name] = size
-    trained = [sum(_elements(size) for name, size in one.items() if not frozen(name)) for one in held]
+    trained = [sum(_numel(size) for name, size in one.items() if not is_frozen(name)) for one in held]
     reached = next((number for number, elements in enumerate(trained) if elements), len(trained))
-    tokens = plain.tokens_per_sample
+    tokens = workload.tokens_per_sample
     layers = []
-    for number, layer in enumerate(plain.layers):
+    for number, layer in enumerate(workload.layers):
         places = [place for place, owner in enumerate(owners) if owner == number]
         adapters = {name: size for name, size in held[places[0]].items() if name.endswith((_A, _B))}
-        layers.append(_with_part(layer, [trained[place] for place in places], adapters, tokens))
-        layers[-1] = replace(layers[-1], unreached=sum(place < reached for place in places))
-    return replace(plain, layers=tuple(layers))
+        layers.append(_apply_to_layer(layer, [trained[place] for place in places], adapters, tokens))
+        layers[-1] = replace(layers[-1], layers_without_backward=sum(place < reached for place in places))
+    return replace(workload, layers=tuple(layers))
 
 
-def _with_part(
-    layer: Layer, trained: list[int], adapters: Mapping[str, tuple[int, ...]], tokens: int
-) -> Layer:
-    parameters = layer.parameters + sum(map(_elements, adapters.values()))
+def _apply_to_layer(
+    layer: LayerWorkload, trained: list[int], adapters: Mapping[str, tuple[int, ...]], tokens: int
+) -> LayerWorkload:
+    parameters = layer.parameters + sum(map(_numel, adapters.values()))
     mean = sum(trained) / layer.count
     is_whole = all(elements == parameters for elements in trained)
     pairs = [(adapters[name], adapters[name.replace(_A, _B)]) for name in adapters if name.endswith(_A)]
     return replace(
         layer,
         parameters=parameters,
-        trained_parameters=None if is_whole else int(mean) if mean == int(mean) else mean,
-        operators=tuple(one for a, b in pairs for one in _adapter(a[1], a[0], b[0], tokens)),
+        trainable_parameters=None if is_whole else int(mean) if mean == int(mean) else mean,
+        operators=tuple(one for a, b in pairs for one in _lora_operators(a[1], a[0], b[0], tokens)),
     )
 
 
-def _elements(size: tuple[int, ...]) -> int:
+def _numel(size: tuple[int, ...]) -> int:
     found = 1
     for extent in size:
         found *= extent
     return found
 
 
-def _adapter(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator]:
-    """Return the operators of an adapter (`lora.Adapted.forward`) beside its layer, forward and backward."""
+def _lora_operators(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator]:
+    """Return an adapter's operators (`lora.LoRALinear.forward`) beside its layer, forward and backward."""
 
     def product(phase: str, m: int, n: int, k: int, grows: str) -> Operator:
         whole = {"m": m * n + m * k, "k": m * k + k * n}[grows]
         fixed = {"m": n * k, "k": m * n}[grows]
-        sized = Product(m, n, k, grows=grows)  # type: ignore[arg-type]  # "m" or "k"
+        sized = Matmul(m, n, k, batch_dimension=grows)  # type: ignore[arg-type]  # "m" or "k"
         return Operator("product", phase, 1, float(whole), float(fixed), sized)  # type: ignore[arg-type]
 
     def stream(phase: str, elements: int, kernels: int, when: str) -> Operator:
@@ -81,7 +90,7 @@ def _adapter(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator
             phase,  # type: ignore[arg-type]  # "forward" or "inputs"
             kernels,
             float(tokens * elements),
-            when=when,  # type: ignore[arg-type]  # "eager" or "compiled"
+            execution_mode=when,  # type: ignore[arg-type]  # "eager" or "compiled"
         )
 
     return [

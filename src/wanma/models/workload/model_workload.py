@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.sections.job import ModelSection, ParameterGroupSection, Precision
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.huggingface_config import decoder_of, read_config
-from wanma.models.config.resolution import decoder_dimensions, model_kind
-from wanma.models.workload.sublayer_cost import attention_half, feed_forward_half
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.huggingface_config import decoder_config_from_huggingface, read_section_config
+from wanma.models.config.resolution import input_kind, resolve_decoder_config
+from wanma.models.workload.sublayer_cost import attention_cost, feed_forward_cost
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,90 +22,96 @@ if TYPE_CHECKING:
     from wanma.models.model_spec import ModelSpec
 
 
-def section_workload(
+def build_section_workload(
     section: ModelSection,
     *,
-    vocabulary: int | None,
+    vocabulary_size: int | None,
     sequence_length: int,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
     precision: Precision = "fp32",
-    groups: Sequence[ParameterGroupSection] = (),
+    parameter_groups: Sequence[ParameterGroupSection] = (),
 ) -> Workload | None:
-    """Return the workload of a `[model]` section; arguments as for `model_spec`.
+    """Return the workload of a `[model]` section; arguments as for `resolve_model_spec`.
 
     Args:
         section: the job's `[model]`.
-        vocabulary: number of tokens of the tokenizer; None without one.
+        vocabulary_size: number of tokens of the tokenizer; None without one.
         sequence_length: tokens per sample.
         image_shape: (channels, height, width); None without images.
         classes: number of classes of labelled data; None without labels.
         precision: precision of a traced model's computation.
-        groups: `train.parameter_groups`, which may freeze parameters.
+        parameter_groups: `train.parameter_groups`, which may freeze parameters.
 
     Returns:
-        None for a factory, whose inputs only its user knows: see `module_workload`.
+        None for a factory, whose inputs only its user knows: see `trace_module_workload`.
 
     Raises:
-        JobError: as `model_spec`.
+        JobError: as `resolve_model_spec`.
     """
-    kind = model_kind(section)
+    kind = input_kind(section)
     if kind == "custom":
         return None
-    dimensions = section_dimensions(section, vocabulary) if kind == "tokens" else None
-    freezes = section.lora_rank > 0 or any(group.frozen for group in groups)
+    dimensions = resolve_section_decoder_config(section, vocabulary_size) if kind == "tokens" else None
+    freezes = section.lora_rank > 0 or any(group.frozen for group in parameter_groups)
     if dimensions is not None and not freezes:
-        return decoder_workload(dimensions, sequence_length)
+        return compute_decoder_workload(dimensions, sequence_length)
     import torch
 
-    from wanma.models.model_spec import model_spec
+    from wanma.models.model_spec import resolve_model_spec
     from wanma.models.structure.parameter_roles import is_frozen
 
-    spec = model_spec(
+    spec = resolve_model_spec(
         section,
-        vocabulary=vocabulary,
+        vocabulary_size=vocabulary_size,
         sequence_length=sequence_length,
         image_shape=image_shape,
         classes=classes,
     )
 
     def frozen(name: str) -> bool:
-        return spec.frozen(name) or is_frozen(name, groups)
+        return spec.is_frozen(name) or is_frozen(name, parameter_groups)
 
     if dimensions is not None:
-        from wanma.models.workload.frozen_parts import with_frozen_parts
+        from wanma.models.workload.frozen_parts import apply_freezing_to_workload
 
         with torch.device("meta"):
-            sizes = {name: tuple(one.shape) for name, one in spec.make().named_parameters()}
-        path = spec.require_layout("model").blocks
-        return with_frozen_parts(decoder_workload(dimensions, sequence_length), sizes, path or "", frozen)
+            sizes = {name: tuple(one.shape) for name, one in spec.build_module().named_parameters()}
+        path = spec.require_parallel_spec("model").blocks
+        return apply_freezing_to_workload(
+            compute_decoder_workload(dimensions, sequence_length), sizes, path or "", frozen
+        )
     if kind == "tokens":
-        return _measured_huggingface(spec, sequence_length, precision, frozen)
-    from wanma.models.config.resolution import vision_dimensions
+        return _trace_transformers_workload(spec, sequence_length, precision, frozen)
+    from wanma.models.config.resolution import resolve_vision_config
 
-    vision = vision_dimensions(section, image_shape, classes)
+    vision = resolve_vision_config(section, image_shape, classes)
     with torch.device("meta"):
         images = torch.empty(vision.batch_norm_group, vision.channels, vision.height, vision.width)
-        return module_workload(spec.make(), (images,), blocks=(), precision=precision, frozen=frozen)
+        return trace_module_workload(
+            spec.build_module(), (images,), blocks=(), precision=precision, is_frozen=frozen
+        )
 
 
-def section_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions | None:
+def resolve_section_decoder_config(
+    section: ModelSection, vocabulary_size: int | None
+) -> DecoderConfig | None:
     """Return the dimensions of the decoder of a `[model]` section of kind "tokens".
 
-    Arguments are as for `model_spec`.
+    Arguments are as for `resolve_model_spec`.
 
     Returns:
         None for a Hugging Face model of another architecture than our decoder's.
 
     Raises:
-        JobError: as `model_spec`.
+        JobError: as `resolve_model_spec`.
     """
     if section.huggingface is None:
-        return decoder_dimensions(section, vocabulary)
-    return decoder_of(read_config(section))
+        return resolve_decoder_config(section, vocabulary_size)
+    return decoder_config_from_huggingface(read_section_config(section))
 
 
-def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal: bool = True) -> Workload:
+def compute_decoder_workload(config: DecoderConfig, sequence_length: int, causal: bool = True) -> Workload:
     """Return the workload of a `Decoder`, by formula.
 
     FLOPs are matrix products, 2 per multiply-add. Attention counts the half of its scores that a
@@ -117,57 +123,57 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
     attention's output and every second product's.
 
     Args:
-        dimensions: of the decoder.
+        config: of the decoder.
         sequence_length: tokens per sample.
         causal: if True, count only the scores of earlier tokens.
     """
-    if dimensions.vocabulary is None:
+    if config.vocabulary is None:
         raise ValueError("a workload needs dimensions with a vocabulary")
-    hidden = dimensions.hidden
-    table = dimensions.vocabulary * hidden
+    hidden = config.hidden
+    table = config.vocabulary * hidden
     scores = sequence_length * sequence_length * (0.5 if causal else 1.0)
 
-    def blocks(numbers: range, *, experts: bool) -> Layer:
-        halves = (attention_half(dimensions), feed_forward_half(dimensions, experts=experts))
-        kept = sum(half.kept for half in halves) + (hidden if dimensions.dropout > 0 else 0)
-        products = [width for half in halves for width in half.products]
-        costly = sum(half.always for half in halves) + sum(products[::2])
-        name = "layers" if len(numbers) == dimensions.layers else f"layers.{numbers[0]}-{numbers[-1]}"
-        return Layer(
+    def blocks(numbers: range, *, experts: bool) -> LayerWorkload:
+        halves = (attention_cost(config), feed_forward_cost(config, has_experts=experts))
+        kept = sum(half.saved_elements for half in halves) + (hidden if config.dropout > 0 else 0)
+        products = [width for half in halves for width in half.matmul_widths]
+        costly = sum(half.always_saved_elements for half in halves) + sum(products[::2])
+        name = "layers" if len(numbers) == config.layers else f"layers.{numbers[0]}-{numbers[-1]}"
+        return LayerWorkload(
             name,
             len(numbers),
             sum(half.parameters for half in halves),
             2.0 * sequence_length * sum(half.multiply_adds for half in halves)
-            + 2.0 * scores * sum(half.score_width for half in halves),
+            + 2.0 * scores * sum(half.score_multiply_adds for half in halves),
             float(sequence_length * kept),
             float(sequence_length * hidden),
             float(sequence_length * costly),
-            expert_parameters=sum(half.experts for half in halves),
-            idle_parameters=sum(half.idle for half in halves),
+            expert_parameters=sum(half.expert_parameters for half in halves),
+            inactive_expert_parameters=sum(half.inactive_expert_parameters for half in halves),
             is_block=True,
         )
 
-    dense = range(dimensions.dense_layers if dimensions.experts else dimensions.layers)
-    sparse = range(len(dense), dimensions.layers)
+    dense = range(config.dense_layers if config.experts else config.layers)
+    sparse = range(len(dense), config.layers)
     return Workload(
         layers=(
-            Layer("embedding", 1, table, 0.0, 0.0),
+            LayerWorkload("embedding", 1, table, 0.0, 0.0),
             *([blocks(dense, experts=False)] if dense else []),
             *([blocks(sparse, experts=True)] if sparse else []),
             # The loss saves its logits.
-            Layer(
+            LayerWorkload(
                 "head",
                 1,
-                hidden + (0 if dimensions.tie_embeddings else table),
+                hidden + (0 if config.tie_embeddings else table),
                 2.0 * sequence_length * table,
-                float(sequence_length * (2 * hidden + 1 + dimensions.vocabulary)),
+                float(sequence_length * (2 * hidden + 1 + config.vocabulary)),
             ),
         ),
         tokens_per_sample=sequence_length,
     )
 
 
-def module_workload(
+def trace_module_workload(
     module: nn.Module | Callable[[], nn.Module],
     example_inputs: Sequence[Tensor],
     targets_per_sample: int = 1,
@@ -176,14 +182,14 @@ def module_workload(
     blocks: Collection[str] | None = None,
     precision: Precision | None = None,
     autocast: bool = False,
-    frozen: Callable[[str], bool] | None = None,
+    is_frozen: Callable[[str], bool] | None = None,
 ) -> Workload:
     """Trace the workload of any module by one forward and backward on tensors without storage.
 
     Its layers are its repeated blocks and the top-level children beside them; lists and dicts of modules
     count as their members; equal neighbours become one layer with a count. Everything outside of them
-    is a last layer named like the module's class. FLOPs are as in `decoder_workload`: attention that says
-    it is causal counts half its scores. Dropout is counted as wanma's own, which it becomes.
+    is a last layer named like the module's class. FLOPs are as in `compute_decoder_workload`: attention that
+    says it is causal counts half its scores. Dropout is counted as wanma's own, which it becomes.
 
     Args:
         module: on any device, the meta device too; neither run nor changed. Or a function that makes one:
@@ -191,36 +197,40 @@ def module_workload(
         example_inputs: positional arguments of its forward, dim 0 the samples; only shapes and types count.
         targets_per_sample: number of targets of the loss per sample.
         keywords: keyword arguments likewise.
-        blocks: names of the repeated blocks; None: found by structure (`repeated_blocks`).
+        blocks: names of the repeated blocks; None: found by structure (`find_repeated_blocks`).
         precision: precision of the model's computation, in which elements are counted; None: its own.
         autocast: if True, it computes under autocast, as users' modules do.
-        frozen: returns True if the job freezes the parameter of a name; None: as `requires_grad` says.
+        is_frozen: returns True if the job freezes the parameter of a name; None: as `requires_grad` says.
 
     Raises:
         WanmaError: the forward or backward fails on such tensors, e.g. because it looks at values.
     """
     import torch
 
-    from wanma.models.workload.module_trace import Reading, measure
+    from wanma.models.workload.module_trace import TraceOptions, trace_workload
 
     dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = None if precision is None else dtypes[precision]
-    return measure(
-        module, example_inputs, keywords or {}, targets_per_sample, Reading(blocks, dtype, autocast, frozen)
+    return trace_workload(
+        module,
+        example_inputs,
+        keywords or {},
+        targets_per_sample,
+        TraceOptions(blocks, dtype, autocast, is_frozen),
     )
 
 
-def _measured_huggingface(
+def _trace_transformers_workload(
     spec: ModelSpec, sequence_length: int, precision: Precision, frozen: Callable[[str], bool]
 ) -> Workload:
     import torch
 
     with torch.device("meta"):
         tokens = torch.zeros(1, sequence_length, dtype=torch.int64)
-        model = spec.make()
-    path = spec.require_layout("model.huggingface").blocks
+        model = spec.build_module()
+    path = spec.require_parallel_spec("model.huggingface").blocks
     assert path is not None
     names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
-    return module_workload(
-        model, (tokens,), sequence_length, blocks=names, precision=precision, frozen=frozen
+    return trace_module_workload(
+        model, (tokens,), sequence_length, blocks=names, precision=precision, is_frozen=frozen
     )

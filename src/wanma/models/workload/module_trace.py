@@ -16,48 +16,48 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from wanma.job.errors import WanmaError
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.forecast.operators import Operator
-from wanma.models.keyed_random.dropout import keyed_samples, replace_dropout
+from wanma.models.keyed_random.dropout import bind_samples, replace_dropout
 from wanma.models.layers.batch_norm import GroupedBatchNorm
-from wanma.models.structure.repeated_blocks import repeated_blocks
-from wanma.models.workload.fake_tensors import without_storage
-from wanma.models.workload.operator_fusion import operators_by_unit
-from wanma.models.workload.operator_trace import Scale, Trace, storage_of
+from wanma.models.structure.repeated_blocks import find_repeated_blocks
+from wanma.models.workload.fake_tensors import fake_tensor_mode
+from wanma.models.workload.operator_fusion import group_operators
+from wanma.models.workload.operator_trace import OperatorTrace, SampleScaling, storage_id
 
 
 @dataclass(frozen=True)
-class Reading:
+class TraceOptions:
     """Options of a trace."""
 
     blocks: Collection[str] | None = ()
-    """Names of its repeated blocks; None: found by structure (`repeated_blocks`)."""
+    """Names of its repeated blocks; None: found by structure (`find_repeated_blocks`)."""
     precision: torch.dtype | None = None
     """Dtype to which parameters and floating-point inputs are cast; None: unchanged."""
     autocast: bool = False
     """True if the forward runs under autocast to that precision, as users' modules do."""
-    frozen: Callable[[str], bool] | None = None
+    is_frozen: Callable[[str], bool] | None = None
     """Predicate of a parameter's name: True if the job freezes it; None: as `requires_grad` says."""
 
 
-def measure(
+def trace_workload(
     module: nn.Module | Callable[[], nn.Module],
     example_inputs: Sequence[Tensor],
     keywords: Mapping[str, Tensor],
     targets_per_sample: int,
-    reading: Reading,
+    options: TraceOptions,
 ) -> Workload:
-    """Return the workload of `module_workload`; see there.
+    """Return the workload of `trace_module_workload`; see there.
 
     The tensors pretend to be on the CPU rather than on the meta device, because there attention is
     one fused operator, as on a GPU, and does not save its scores.
     """
     name = type(module).__name__ if isinstance(module, nn.Module) else "the module"
     try:
-        with without_storage():
-            shadow = _without_storage(module) if isinstance(module, nn.Module) else module()
+        with fake_tensor_mode():
+            shadow = _copy_without_storage(module) if isinstance(module, nn.Module) else module()
             name = type(shadow).__name__
-            run = _Run(shadow, (*example_inputs, *keywords.values()), reading)
+            run = _TracedRun(shadow, (*example_inputs, *keywords.values()), options)
             outputs = run.forward(example_inputs, keywords)
             run.backward(outputs)
     except WanmaError:
@@ -68,94 +68,94 @@ def measure(
             "its forward must take the example inputs, in any number of samples (dim 0), and must not depend "
             "on the values of tensors; without a measurement a plan has no forecast",
         ) from error
-    lines = tuple(_merge(run.lines(), name))
+    lines = tuple(_merge_equal_modules(run.module_costs(), name))
     numbers = sum(math.prod(tensor.shape[1:]) for tensor in example_inputs if tensor.is_floating_point())
     return Workload(
         lines,
         targets_per_sample,
         run.outputs_per_sample,
-        run.samples_together,
+        run.coupled_samples,
         float(numbers) if numbers else None,
     )
 
 
-class _Run:
+class _TracedRun:
     """Forward and backward of a module whose tensors have no storage. Inside a fake mode."""
 
-    def __init__(self, shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> None:
-        replace_dropout(shadow)
-        self.shadow, self.reading = shadow.train(), reading
-        for name, parameter in shadow.named_parameters():
-            if reading.precision is not None and parameter.is_floating_point():
-                parameter.data = torch.empty_like(parameter, dtype=reading.precision)
-            if reading.frozen is not None and reading.frozen(name):
+    def __init__(self, module: nn.Module, examples: Sequence[Tensor], options: TraceOptions) -> None:
+        replace_dropout(module)
+        self.module, self.options = module.train(), options
+        for name, parameter in module.named_parameters():
+            if options.precision is not None and parameter.is_floating_point():
+                parameter.data = torch.empty_like(parameter, dtype=options.precision)
+            if options.is_frozen is not None and options.is_frozen(name):
                 parameter.requires_grad_(False)
-        grouped = [part for part in shadow.modules() if isinstance(part, GroupedBatchNorm)]
-        self.samples_together = math.lcm(*(part.group for part in grouped))
+        grouped = [part for part in module.modules() if isinstance(part, GroupedBatchNorm)]
+        self.coupled_samples = math.lcm(*(part.group_size for part in grouped))
         for part in grouped:
-            part.register_forward_pre_hook(_one_group)
-        self.scale = _scale(shadow, examples, reading)
-        self.trace = Trace(self.scale)
-        self.units = list(_units(shadow, _block_names(shadow, reading)))
-        self.kept: defaultdict[str, float] = defaultdict(float)
-        self.inputs: defaultdict[str, float] = defaultdict(float)
+            part.register_forward_pre_hook(_set_single_group)
+        self.scale = _choose_scaling(module, examples, options)
+        self.trace = OperatorTrace(self.scale)
+        self.traced_modules = list(_traced_modules(module, _block_names(module, options)))
+        self.saved_elements: defaultdict[str, float] = defaultdict(float)
+        self.input_elements: defaultdict[str, float] = defaultdict(float)
         # Tensors are kept alive so that no storage's identity is reused.
-        self.saved: dict[int, Tensor] = {}
-        self.own = {storage_of(tensor) for tensor in (*shadow.parameters(), *shadow.buffers())}
+        self.saved_tensors: dict[int, Tensor] = {}
+        self.own_storages = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self.outputs_per_sample = 0.0
-        self._unit = ""
-        for name, unit, _ in self.units:
-            self._follow(name, unit)
+        self._module_path = ""
+        for name, unit, _ in self.traced_modules:
+            self._register_hooks(name, unit)
 
     def forward(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> list[Tensor]:
         """Run the forward; return its outputs that have a gradient."""
-        given = [self._grown(tensor) for tensor in inputs]
-        named = {key: self._grown(tensor) for key, tensor in keywords.items()}
+        given = [self._scale_example(tensor) for tensor in inputs]
+        named = {key: self._scale_example(tensor) for key, tensor in keywords.items()}
         samples = torch.zeros(self.scale.samples, dtype=torch.int64)
-        precision = self.reading.precision
+        precision = self.options.precision
         cast = (
             torch.autocast("cpu", dtype=precision)
-            if self.reading.autocast and precision in (torch.bfloat16, torch.float16)
+            if self.options.autocast and precision in (torch.bfloat16, torch.float16)
             else nullcontext()
         )
-        saving = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-        self._turn_to("")
+        saving = torch.autograd.graph.saved_tensors_hooks(self._record_saved_tensor, lambda tensor: tensor)
+        self._enter_module("")
         with (
             torch.enable_grad(),
             _without_mkldnn(),
-            keyed_samples(self.shadow, 0, samples),
+            bind_samples(self.module, 0, samples),
             cast,
             saving,
             self.trace,
         ):
-            outputs = self.shadow(*given, **named)
-        self._turn_to("")
+            outputs = self.module(*given, **named)
+        self._enter_module("")
         found = [
             leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
         self.outputs_per_sample = sum(tensor.numel() for tensor in found) / self.scale.samples
-        self._keep_outputs(found)
+        self._record_outputs(found)
         return [tensor for tensor in found if tensor.requires_grad]
 
     def backward(self, outputs: list[Tensor]) -> None:
         if not outputs:
             return
         gradients = [torch.empty_like(tensor) for tensor in outputs]
-        self.trace.backward = True
+        self.trace.is_backward = True
         with self.trace:
             torch.autograd.backward(outputs, gradients)
 
-    def lines(self) -> list[_Line]:
+    def module_costs(self) -> list[_ModuleCost]:
         """Return the record of each unit, and last that of everything outside of them."""
-        operators = operators_by_unit(self.trace.calls, {*self.saved, *self.own})
+        operators = group_operators(self.trace.calls, {*self.saved_tensors, *self.own_storages})
         costly: defaultdict[str, float] = defaultdict(float)
         for call in self.trace.calls:
-            if call.is_kept:
-                costly[call.unit] += sum(piece.per_sample for piece in call.writes)
+            if call.is_saved_by_selective_recompute:
+                costly[call.module_path] += sum(piece.elements_per_sample for piece in call.writes)
         counted: set[int] = set()
         found = []
-        sparse = _sparse_tables(self.shadow)
-        for name, part, is_block in [*self.units, ("", self.shadow, False)]:
+        sparse = _sparse_gradient_parameters(self.module)
+        for name, part, is_block in [*self.traced_modules, ("", self.module, False)]:
             # Parameters that an earlier line has counted are not counted again.
             new = {
                 id(parameter): parameter for parameter in part.parameters() if id(parameter) not in counted
@@ -163,62 +163,62 @@ class _Run:
             counted.update(new)
             trained = sum(p.numel() for key, p in new.items() if p.requires_grad and key not in sparse)
             found.append(
-                _Line(
+                _ModuleCost(
                     name,
                     type(part),
                     is_block,
                     sum(parameter.numel() for parameter in new.values()),
                     trained,
                     operators.get(name, ()),
-                    self.kept[name],
-                    self.inputs[name],
+                    self.saved_elements[name],
+                    self.input_elements[name],
                     costly[name],
                 )
             )
         return found
 
-    def _grown(self, example: Tensor) -> Tensor:
+    def _scale_example(self, example: Tensor) -> Tensor:
         """Make a tensor like `example` with more rows, by the scale's prime."""
-        precision = self.reading.precision
+        precision = self.options.precision
         dtype = precision if precision is not None and example.is_floating_point() else example.dtype
         shape = list(example.shape)
         if shape:
             shape[0] *= self.scale.prime
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    def _follow(self, name: str, unit: nn.Module) -> None:
+    def _register_hooks(self, name: str, unit: nn.Module) -> None:
         def enter(_: nn.Module, arguments: Any, keywords: Any) -> None:
-            self._turn_to(name)
-            self.inputs[name] += self._floating((arguments, keywords))
+            self._enter_module(name)
+            self.input_elements[name] += self._floating_point_elements((arguments, keywords))
 
         unit.register_forward_pre_hook(enter, with_kwargs=True)
-        unit.register_forward_hook(lambda *_: self._turn_to(""))
+        unit.register_forward_hook(lambda *_: self._enter_module(""))
 
-    def _turn_to(self, unit: str) -> None:
-        self._unit = unit
-        self.trace.turn_to(unit)
+    def _enter_module(self, unit: str) -> None:
+        self._module_path = unit
+        self.trace.enter_module(unit)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _record_saved_tensor(self, tensor: Tensor) -> Tensor:
         """Count a saved tensor; further views of one storage, and parameters, add nothing.
 
         Neither does a tensor whose size does not depend on the samples, such as a table of positions.
         """
-        storage, size = storage_of(tensor), tensor.untyped_storage().nbytes()
-        if storage not in self.own and storage not in self.saved:
-            self.saved[storage] = tensor
-            if self.scale.grows(size):
-                self.kept[self._unit] += size / self.scale.element_bytes / self.scale.samples
+        storage, size = storage_id(tensor), tensor.untyped_storage().nbytes()
+        if storage not in self.own_storages and storage not in self.saved_tensors:
+            self.saved_tensors[storage] = tensor
+            if self.scale.scales_with_samples(size):
+                self.saved_elements[self._module_path] += size / self.scale.element_bytes / self.scale.samples
         return tensor
 
-    def _keep_outputs(self, outputs: list[Tensor]) -> None:
+    def _record_outputs(self, outputs: list[Tensor]) -> None:
         """Count the outputs, which the loss saves too, for the units that wrote them."""
-        written = {piece.storage: call.unit for call in self.trace.calls for piece in call.writes}
+        written = {piece.storage: call.module_path for call in self.trace.calls for piece in call.writes}
         for tensor in outputs:
-            self._unit = written.get(storage_of(tensor), "")
-            self._keep(tensor)
-        self._unit = ""
+            self._module_path = written.get(storage_id(tensor), "")
+            self._record_saved_tensor(tensor)
+        self._module_path = ""
 
-    def _floating(self, tree: Any) -> float:
+    def _floating_point_elements(self, tree: Any) -> float:
         """Count the elements of all floating-point tensors in `tree`, of one sample."""
         leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         return sum(leaf.numel() * leaf.element_size() for leaf in leaves) / (
@@ -227,7 +227,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _ModuleCost:
     """Record of one unit; elements are of one sample."""
 
     name: str
@@ -236,9 +236,9 @@ class _Line:
     parameters: int
     trained_parameters: int
     operators: tuple[Operator, ...]
-    kept_elements: float
+    saved_elements: float
     input_elements: float
-    costly_elements: float
+    selective_recompute_elements: float
 
     @property
     def flops_per_sample(self) -> float:
@@ -247,15 +247,15 @@ class _Line:
     @property
     def is_layer(self) -> bool:
         """True if the unit has parameters, operators or saved elements."""
-        return bool(self.parameters or self.operators or self.kept_elements)
+        return bool(self.parameters or self.operators or self.saved_elements)
 
 
-def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
+def _merge_equal_modules(module_costs: list[_ModuleCost], model_name: str) -> Iterator[LayerWorkload]:
     """Merge equal neighbours into one layer; the largest of their saved elements counts for each."""
-    *units, outside = lines
+    *units, outside = module_costs
     units = [unit for unit in units if unit.is_layer]
 
-    def likeness(line: _Line) -> tuple[object, ...]:
+    def likeness(line: _ModuleCost) -> tuple[object, ...]:
         container = line.name.rpartition(".")[0]
         sizes = (line.parameters, line.trained_parameters, line.flops_per_sample)
         return container, line.kind, line.is_block, *sizes
@@ -267,30 +267,32 @@ def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
         if len(same) > 1:
             name = str(container) or f"{name}-{last.name}"
         # The last one is the most typical: the first may prepare what they share.
-        yield _layer(last, name, len(same), max(line.kept_elements for line in same))
+        yield _make_layer(last, name, len(same), max(line.saved_elements for line in same))
     if outside.is_layer:
-        yield _layer(outside, whole, 1, outside.kept_elements)
+        yield _make_layer(outside, model_name, 1, outside.saved_elements)
 
 
-def _layer(line: _Line, name: str, count: int, kept: float) -> Layer:
-    is_frozen = line.parameters > 0 and line.trained_parameters == 0
-    is_unreached = is_frozen and all(one.phase == "forward" for one in line.operators)
-    return Layer(
+def _make_layer(module_cost: _ModuleCost, name: str, count: int, saved_elements: float) -> LayerWorkload:
+    is_frozen = module_cost.parameters > 0 and module_cost.trained_parameters == 0
+    is_unreached = is_frozen and all(one.phase == "forward" for one in module_cost.operators)
+    return LayerWorkload(
         name,
         count,
-        line.parameters,
-        line.flops_per_sample,
-        kept,
-        line.input_elements,
-        line.costly_elements,
-        trained_parameters=None if line.trained_parameters == line.parameters else line.trained_parameters,
-        unreached=count if is_unreached else 0,
-        is_block=line.is_block,
-        operators=line.operators,
+        module_cost.parameters,
+        module_cost.flops_per_sample,
+        saved_elements,
+        module_cost.input_elements,
+        module_cost.selective_recompute_elements,
+        trainable_parameters=None
+        if module_cost.trained_parameters == module_cost.parameters
+        else module_cost.trained_parameters,
+        layers_without_backward=count if is_unreached else 0,
+        is_block=module_cost.is_block,
+        operators=module_cost.operators,
     )
 
 
-def _units(
+def _traced_modules(
     module: nn.Module, blocks: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield top-level children; containers of blocks, and those without a forward, are replaced by theirs.
@@ -302,31 +304,31 @@ def _units(
         path = f"{prefix}{name}"
         holds = any(block.startswith(f"{path}.") for block in blocks)
         if path not in blocks and (holds or isinstance(child, (nn.ModuleList, nn.ModuleDict))):
-            yield from _units(child, blocks, f"{path}.")
+            yield from _traced_modules(child, blocks, f"{path}.")
         else:
             yield path, child, path in blocks
 
 
-def _block_names(shadow: nn.Module, reading: Reading) -> Collection[str]:
+def _block_names(shadow: nn.Module, reading: TraceOptions) -> Collection[str]:
     if reading.blocks is not None:
         return reading.blocks
-    found = {id(block) for block in repeated_blocks(shadow)}
+    found = {id(block) for block in find_repeated_blocks(shadow)}
     return {name for name, module in shadow.named_modules() if id(module) in found}
 
 
-def _scale(shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> Scale:
+def _choose_scaling(shadow: nn.Module, examples: Sequence[Tensor], reading: TraceOptions) -> SampleScaling:
     tensors = [*shadow.parameters(), *shadow.buffers()]
     sizes = [size for tensor in tensors for size in tensor.shape]
     sizes += [size for tensor in examples for size in tensor.shape]
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     dtype = reading.precision or (floating.dtype if floating is not None else torch.float32)
-    return Scale.beside(sizes, examples[0].shape[0], dtype.itemsize)
+    return SampleScaling.choose(sizes, examples[0].shape[0], dtype.itemsize)
 
 
-def _one_group(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+def _set_single_group(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
     """Treat all traced samples as one group, so that its kernels are counted once."""
     assert isinstance(module, GroupedBatchNorm)
-    module.group = arguments[0].shape[0]
+    module.group_size = arguments[0].shape[0]
 
 
 @contextmanager
@@ -343,7 +345,7 @@ def _without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def _sparse_tables(shadow: nn.Module) -> set[int]:
+def _sparse_gradient_parameters(shadow: nn.Module) -> set[int]:
     """Return the ids of the parameters whose gradients are sparse."""
     return {
         id(module.weight)
@@ -352,7 +354,7 @@ def _sparse_tables(shadow: nn.Module) -> set[int]:
     }
 
 
-def _without_storage(module: nn.Module) -> nn.Module:
+def _copy_without_storage(module: nn.Module) -> nn.Module:
     """Copy a module with every tensor replaced by one of its shape; call it inside a fake mode."""
     copies: dict[int, Any] = {}
     for parameter in module.parameters():

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanma.job.errors import WanmaError
-from wanma.job.forecast.operators import Attention, Kind, Phase, Product
-from wanma.models.structure.selective_recompute import Costly
-from wanma.models.workload.kernel_calls import AttentionCall, Work, work_of
+from wanma.job.forecast.operators import Attention, Matmul, OperatorKind, OperatorPhase
+from wanma.models.structure.selective_recompute import SelectiveRecomputePolicy
+from wanma.models.workload.kernel_calls import AttentionShape, KernelCall, list_kernel_calls
 
 
 @dataclass(frozen=True)
-class Scale:
+class SampleScaling:
     """Conversion of sizes of the run to sizes of one sample."""
 
     prime: int
@@ -33,18 +33,18 @@ class Scale:
     """Bytes of an element in the precision of the model's computation."""
 
     @classmethod
-    def beside(cls, sizes: Iterable[int], rows: int, element_bytes: int) -> Scale:
-        """Choose a prime that divides none of `sizes`; the number of samples is `rows` times the prime."""
-        taken = {size for size in sizes if size}
+    def choose(cls, model_sizes: Iterable[int], rows: int, element_bytes: int) -> SampleScaling:
+        """Choose a prime that divides none of `model_sizes`; the trace has `rows` times as many samples."""
+        taken = {size for size in model_sizes if size}
         candidate = 1009
         while any(size % candidate == 0 for size in taken) or not _is_prime(candidate):
             candidate += 2
         return cls(candidate, candidate * rows, element_bytes)
 
-    def grows(self, size: float) -> bool:
+    def scales_with_samples(self, size: float) -> bool:
         return size == int(size) and int(size) % self.prime == 0 and size > 0
 
-    def elements(self, tensor: Tensor) -> tuple[float, float]:
+    def count_elements(self, tensor: Tensor) -> tuple[float, float]:
         """Return (elements of one sample, elements whatever the number of samples).
 
         Broadcast elements are in memory once.
@@ -53,7 +53,7 @@ class Scale:
             WanmaError: they grow with the square of the samples.
         """
         sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-        growing = sum(map(self.grows, sizes))
+        growing = sum(map(self.scales_with_samples, sizes))
         if growing > 1:
             raise WanmaError(
                 f"a tensor of {tuple(tensor.shape)} grows with the square of the samples",
@@ -62,134 +62,150 @@ class Scale:
         elements = math.prod(sizes) * tensor.element_size() / self.element_bytes
         return (elements / self.samples, 0.0) if growing else (0.0, elements)
 
-    def product(self, m: float, n: float, k: float, count: float) -> Product:
+    def scale_matmul(self, m: float, n: float, k: float, count: float) -> Matmul:
         sizes = {"m": m, "n": n, "k": k, "count": count}
-        growing = [name for name, size in sizes.items() if self.grows(size)]
+        growing = [name for name, size in sizes.items() if self.scales_with_samples(size)]
         if not growing:
-            return Product(m, n, k, count)
+            return Matmul(m, n, k, count)
         sizes[growing[0]] /= self.samples
-        return Product(**sizes, grows=growing[0])  # type: ignore[arg-type]  # one of its own names
+        return Matmul(**sizes, batch_dimension=growing[0])  # type: ignore[arg-type]  # one of its own names
 
-    def attention(self, call: AttentionCall) -> Attention:
+    def scale_attention(self, call: AttentionShape) -> Attention:
         (batch, heads, queries, width), (_, kv_heads, keys, _) = call.query, call.key
-        sequences = batch / self.samples if self.grows(batch) else float(batch)
-        return Attention(sequences, queries, keys, heads, kv_heads, width, float(call.value[-1]), call.causal)
+        sequences = batch / self.samples if self.scales_with_samples(batch) else float(batch)
+        return Attention(
+            sequences, queries, keys, heads, kv_heads, width, float(call.value[-1]), call.is_causal
+        )
 
 
 @dataclass(frozen=True)
-class Piece:
+class StorageAccess:
     """Elements of one storage that a call reads or writes."""
 
     storage: int | None
     """Identity of the storage; None: scattered rows of a table."""
-    per_sample: float
-    fixed: float
+    elements_per_sample: float
+    fixed_elements: float
 
 
 @dataclass(frozen=True)
-class Call:
-    """Traced call: one `Work` with its unit and phase."""
+class OperatorCall:
+    """Traced call: one `KernelCall` with its unit and phase."""
 
-    unit: str
-    phase: Phase
-    kind: Kind
-    kernels: int
-    passes: int
-    reads: tuple[Piece, ...]
-    writes: tuple[Piece, ...]
-    product: Product | None
+    module_path: str
+    phase: OperatorPhase
+    kind: OperatorKind
+    kernel_count: int
+    input_passes: int
+    reads: tuple[StorageAccess, ...]
+    writes: tuple[StorageAccess, ...]
+    matmul: Matmul | None
     attention: Attention | None
-    row_elements: float | None
-    is_kept: bool
+    embedding_row_elements: float | None
+    is_saved_by_selective_recompute: bool
 
-    def elements(self) -> tuple[float, float]:
+    def count_elements(self) -> tuple[float, float]:
         """Return the elements read and written: (of one sample, fixed)."""
         read, written = self.reads, self.writes
         return (
-            self.passes * sum(piece.per_sample for piece in read)
-            + sum(piece.per_sample for piece in written),
-            self.passes * sum(piece.fixed for piece in read) + sum(piece.fixed for piece in written),
+            self.input_passes * sum(piece.elements_per_sample for piece in read)
+            + sum(piece.elements_per_sample for piece in written),
+            self.input_passes * sum(piece.fixed_elements for piece in read)
+            + sum(piece.fixed_elements for piece in written),
         )
 
 
-class Trace(TorchDispatchMode):
+class OperatorTrace(TorchDispatchMode):
     """Dispatch mode that records every operator for the unit whose forward runs, or once ran."""
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scaling: SampleScaling) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.scale = scale
-        self.calls: list[Call] = []
-        self.backward = False
-        self._unit = ""
-        self._judge = Costly()
-        self._held: list[torch.UntypedStorage] = []
+        self.scaling = scaling
+        self.calls: list[OperatorCall] = []
+        self.is_backward = False
+        self._module_path = ""
+        self._recompute_policy = SelectiveRecomputePolicy()
+        self._held_storages: list[torch.UntypedStorage] = []
         """Storages kept alive, so that no storage's identity is reused.
 
         Not the tensors: autograd copies a gradient unless nothing else holds it.
         """
-        self._starts: list[int] = []
-        self._units: list[str] = []
+        self._start_nodes: list[int] = []
+        self._module_paths: list[str] = []
 
-    def turn_to(self, unit: str) -> None:
-        """Assign operators, and nodes of the backward, from here on to `unit`.
+    def enter_module(self, module_path: str) -> None:
+        """Assign operators, and nodes of the backward, from here on to `module_path`.
 
         Nodes of the backward are numbered in the forward's order.
         """
-        self._unit = unit
-        self._judge = Costly()
-        self._starts.append(_next_node())
-        self._units.append(unit)
+        self._module_path = module_path
+        self._recompute_policy = SelectiveRecomputePolicy()
+        self._start_nodes.append(_next_node())
+        self._module_paths.append(module_path)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return result
-        is_kept = not self.backward and self._judge.keeps(func)
-        for work in work_of(func, args, kwargs or {}, result):
-            self._held += [tensor.untyped_storage() for tensor in (*work.reads, *work.writes)]
-            self.calls.append(self._call(work, is_kept))
+        is_kept = not self.is_backward and self._recompute_policy.must_save(func)
+        for work in list_kernel_calls(func, args, kwargs or {}, result):
+            self._held_storages += [tensor.untyped_storage() for tensor in (*work.reads, *work.writes)]
+            self.calls.append(self._record_call(work, is_kept))
         return result
 
-    def _call(self, work: Work, is_kept: bool) -> Call:
-        product = None if work.product is None else self.scale.product(*work.product)
-        phase: Phase = work.phase or ("inputs" if self.backward else "forward")
-        if self.backward and work.phase is None and product is not None and product.grows == "k":
+    def _record_call(self, kernel_call: KernelCall, is_saved_by_selective_recompute: bool) -> OperatorCall:
+        product = None if kernel_call.matmul is None else self.scaling.scale_matmul(*kernel_call.matmul)
+        phase: OperatorPhase = kernel_call.phase or ("inputs" if self.is_backward else "forward")
+        if (
+            self.is_backward
+            and kernel_call.phase is None
+            and product is not None
+            and product.batch_dimension == "k"
+        ):
             phase = "weights"  # it sums over the samples
-        reads = [self._piece(tensor) for tensor in work.reads]
-        if work.moved_rows is not None:
-            indices, width, times = work.moved_rows
+        reads = [self._storage_access(tensor) for tensor in kernel_call.reads]
+        if kernel_call.gathered_rows is not None:
+            indices, width, times = kernel_call.gathered_rows
             rows = indices.numel() * width * times
-            growing = self.scale.grows(indices.numel())
-            reads.append(Piece(None, rows / self.scale.samples, 0.0) if growing else Piece(None, 0.0, rows))
-        return Call(
-            unit=self._unit_of_node() if self.backward else self._unit,
+            growing = self.scaling.scales_with_samples(indices.numel())
+            reads.append(
+                StorageAccess(None, rows / self.scaling.samples, 0.0)
+                if growing
+                else StorageAccess(None, 0.0, rows)
+            )
+        return OperatorCall(
+            module_path=self._module_of_node() if self.is_backward else self._module_path,
             phase=phase,
-            kind=work.kind,
-            kernels=work.kernels,
-            passes=work.passes,
+            kind=kernel_call.kind,
+            kernel_count=kernel_call.kernel_count,
+            input_passes=kernel_call.input_passes,
             reads=tuple(reads),
-            writes=tuple(self._piece(tensor) for tensor in work.writes),
-            product=product,
-            attention=None if work.attention is None else self.scale.attention(work.attention),
-            row_elements=None if work.moved_rows is None else work.moved_rows[1],
-            is_kept=is_kept,
+            writes=tuple(self._storage_access(tensor) for tensor in kernel_call.writes),
+            matmul=product,
+            attention=None
+            if kernel_call.attention is None
+            else self.scaling.scale_attention(kernel_call.attention),
+            embedding_row_elements=None
+            if kernel_call.gathered_rows is None
+            else kernel_call.gathered_rows[1],
+            is_saved_by_selective_recompute=is_saved_by_selective_recompute,
         )
 
-    def _piece(self, tensor: Tensor) -> Piece:
-        return Piece(storage_of(tensor), *self.scale.elements(tensor))
+    def _storage_access(self, tensor: Tensor) -> StorageAccess:
+        return StorageAccess(storage_id(tensor), *self.scaling.count_elements(tensor))
 
-    def _unit_of_node(self) -> str:
+    def _module_of_node(self) -> str:
         """Return the unit of the running backward node; one that adds up gradients counts for the last."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return self._unit
+            return self._module_path
         number = node._sequence_nr()
-        if number <= self._starts[-1]:
-            self._unit = self._units[max(bisect.bisect_right(self._starts, number) - 1, 0)]
-        return self._unit
+        if number <= self._start_nodes[-1]:
+            self._module_path = self._module_paths[max(bisect.bisect_right(self._start_nodes, number) - 1, 0)]
+        return self._module_path
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, unique among those in use."""
     identity: int = tensor.untyped_storage()._cdata
     return identity

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Half:
+class SublayerCost:
     """Cost of one sublayer: attention or feed-forward network, with the normalization before it."""
 
     parameters: int
-    products: tuple[int, ...]
+    matmul_widths: tuple[int, ...]
     """Widths of the outputs of its matrix products, in their order."""
     multiply_adds: int
     """Number of multiply-adds of those products."""
-    kept: int
-    experts: int = 0
+    saved_elements: int
+    expert_parameters: int = 0
     """Number of parameters of routed experts, included in `parameters`."""
-    idle: int = 0
+    inactive_expert_parameters: int = 0
     """Number of parameters of experts that a token is not routed to, included in `experts`."""
-    score_width: int = 0
+    score_multiply_adds: int = 0
     """Number of multiply-adds per pair of tokens in attention."""
-    always: int = 0
+    always_saved_elements: int = 0
     """Elements that selective recompute saves beside every second product, included in `kept`."""
 
 
-def attention_half(dimensions: DecoderDimensions) -> Half:
+def attention_cost(config: DecoderConfig) -> SublayerCost:
     """Return the cost of attention.
 
     Plain attention, with q = heads · head width and k likewise of the key/value heads, saves
@@ -40,31 +40,32 @@ def attention_half(dimensions: DecoderDimensions) -> Half:
         2 q + 2 k + heads   query, key, value, attention's output and its log-sum-exp
         1                   the normalization's scale
 
-    and with normalized heads also q + k + heads + key/value heads. See `_latent_half` for the other kind.
+    and with normalized heads also q + k + heads + key/value heads. See `_latent_attention_cost` for the
+    other kind.
     """
-    if dimensions.is_latent:
-        return _latent_half(dimensions)
-    hidden, heads, kv_heads = dimensions.hidden, dimensions.heads, dimensions.kv_heads
-    query, key = heads * dimensions.head_width, kv_heads * dimensions.head_width
+    if config.uses_latent_attention:
+        return _latent_attention_cost(config)
+    hidden, heads, kv_heads = config.hidden, config.heads, config.kv_heads
+    query, key = heads * config.head_dim, kv_heads * config.head_dim
     matrices = hidden * (2 * query + 2 * key)
     parameters = matrices + hidden
     kept = 2 * hidden + 2 * query + 2 * key + heads + 1
-    if dimensions.attention_bias:
+    if config.attention_bias:
         parameters += query + 2 * key
-    if dimensions.head_norm:
-        parameters += 2 * dimensions.head_width
+    if config.qk_norm:
+        parameters += 2 * config.head_dim
         kept += query + key + heads + kv_heads
-    return Half(
+    return SublayerCost(
         parameters,
         (query, key, key, hidden),
         matrices,
         kept,
-        score_width=2 * query,
-        always=query + heads,
+        score_multiply_adds=2 * query,
+        always_saved_elements=query + heads,
     )
 
 
-def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
+def feed_forward_cost(config: DecoderConfig, *, has_experts: bool) -> SublayerCost:
     """Return the cost of the feed-forward network, or of the experts.
 
     One network of `feed_forward` saves
@@ -81,28 +82,30 @@ def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
         2 experts                          the router's scores, before and after the sigmoid or softmax
         4 · shared width                   as above, of the shared experts
     """
-    hidden = dimensions.hidden
-    if not experts:
-        wide = dimensions.feed_forward
-        into = dimensions.network_matrices - 1
+    hidden = config.hidden
+    if not has_experts:
+        wide = config.feed_forward
+        into = config.feed_forward_matrices - 1
         matrices = (into + 1) * hidden * wide
-        return Half(matrices + hidden, (*[wide] * into, hidden), matrices, 2 * hidden + 2 * into * wide + 1)
-    count, choices, width = dimensions.experts, dimensions.experts_per_token, dimensions.expert_width
-    shared = dimensions.shared_experts * width
+        return SublayerCost(
+            matrices + hidden, (*[wide] * into, hidden), matrices, 2 * hidden + 2 * into * wide + 1
+        )
+    count, choices, width = config.experts, config.experts_per_token, config.expert_width
+    shared = config.shared_experts * width
     one = 3 * hidden * width
     always_used = hidden * count + 3 * hidden * shared
     products = (count, choices * width, choices * width, choices * hidden)
-    return Half(
+    return SublayerCost(
         hidden + always_used + count * one,
         (*products, shared, shared, hidden) if shared else products,
         always_used + choices * one,
         2 * hidden + 1 + choices * (hidden + 3 * width + 1) + 2 * count + 4 * shared,
-        experts=count * one,
-        idle=(count - choices) * one,
+        expert_parameters=count * one,
+        inactive_expert_parameters=(count - choices) * one,
     )
 
 
-def _latent_half(dimensions: DecoderDimensions) -> Half:
+def _latent_attention_cost(config: DecoderConfig) -> SublayerCost:
     """Return the cost of multi-head latent attention.
 
     It saves
@@ -114,19 +117,19 @@ def _latent_half(dimensions: DecoderDimensions) -> Half:
         heads · (head + value width)          the plain part of the key and the value, which are one tensor
         heads · (value width + 1)             attention's output and its log-sum-exp
     """
-    hidden, heads = dimensions.hidden, dimensions.heads
-    query_rank, rank = dimensions.query_rank, dimensions.key_value_rank
-    plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+    hidden, heads = config.hidden, config.heads
+    query_rank, rank = config.query_rank, config.key_value_rank
+    plain, turned, value = config.head_dim, config.rope_head_dim, config.value_head_dim
     products = (query_rank, heads * (plain + turned), rank + turned, heads * (plain + value), hidden)
     inputs = (hidden, query_rank, hidden, rank, heads * value)
     matrices = sum(into * out for into, out in zip(inputs, products, strict=True))
     kept = 2 * hidden + 2 * query_rank + 2 * rank + turned + 3
     kept += 2 * heads * (plain + turned) + heads * (plain + value) + heads * (value + 1)
-    return Half(
+    return SublayerCost(
         matrices + hidden + query_rank + rank,
         products,
         matrices,
         kept,
-        score_width=heads * (plain + turned + value),
-        always=heads * (value + 1),
+        score_multiply_adds=heads * (plain + turned + value),
+        always_saved_elements=heads * (value + 1),
     )

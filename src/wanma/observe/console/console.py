@@ -11,18 +11,18 @@ from typing import Self, TextIO
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.observe.console.fault_tolerant_stream import LastingStream
+from wanma.observe.console.fault_tolerant_stream import FaultTolerantStream
 from wanma.observe.console.progress import (
-    Progress,
+    RunProgress,
     checkpoint_text,
     finish_text,
-    growth_text,
     recovery_text,
+    resize_event_text,
     validation_text,
 )
 from wanma.observe.units import duration_text
 
-LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
+LEVEL_PREFIXES = {"info": "", "warning": "warning: ", "error": "error: "}
 
 
 class Console:
@@ -30,8 +30,8 @@ class Console:
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
         self.run = run
-        self.stream = LastingStream(stream)
-        self.progress = Progress(steps)
+        self.stream = FaultTolerantStream(stream)
+        self.progress = RunProgress(steps)
 
     def __enter__(self) -> Self:
         return self
@@ -40,21 +40,21 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        self.stream.let_go()
+        self.stream.discard_pending()
 
     def write(self, event: Event) -> None:
         """Handle one event of the stream."""
-        self.progress.see(event)
+        self.progress.update(event)
         if event["kind"] == "message" and event.get("level") in ("warning", "error"):
-            self.show(event)
+            self.print_message(event)
         elif event["kind"] in ("recovery", "resize"):
-            self.show(recovery_message(event))
+            self.print_message(recovery_as_message(event))
 
-    def show(self, event: Event) -> None:
+    def print_message(self, event: Event) -> None:
         """Print the text of a message event."""
-        self.line(LEVELS.get(event.get("level", "info"), "") + str(event["text"]))
+        self.print_line(LEVEL_PREFIXES.get(event.get("level", "info"), "") + str(event["text"]))
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.stream.write(text + "\n")
         self.stream.flush()
 
@@ -67,56 +67,56 @@ class PlainConsole(Console):
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO, log_every_steps: int) -> None:
         super().__init__(run, steps, stream)
-        self._every = log_every_steps
+        self._log_every_steps = log_every_steps
 
     def __enter__(self) -> Self:
-        self.line(f"run directory: {self.run.path}")
+        self.print_line(f"run directory: {self.run.path}")
         return self
 
     def write(self, event: Event) -> None:
-        self.progress.see(event)
+        self.progress.update(event)
         kind = event["kind"]
         if kind == "step":
-            if self._due(event["step"]):
-                self.line(self._step_line())
+            if self._is_logged_step(event["step"]):
+                self.print_line(self._step_line())
         elif kind == "start":
             if not event.get("is_restart"):  # the recovery tells it, when it is done
-                self.line(start_text(self.progress))
+                self.print_line(start_text(self.progress))
         elif kind in ("recovery", "resize"):
-            self.show(recovery_message(event))
+            self.print_message(recovery_as_message(event))
         elif kind in ("message", "joined", "batch_shares"):
-            self.show(event)
+            self.print_message(event)
         elif kind == "validation":
-            self.line(validation_text(event))
+            self.print_line(validation_text(event))
         elif kind == "checkpoint":
-            self.line(checkpoint_text(event))
+            self.print_line(checkpoint_text(event))
         elif kind == "finish":
-            self.line(finish_text(event))
+            self.print_line(finish_text(event))
 
     def close(self) -> None:
         if self.run.report.exists():
-            self.line(f"report: {self.run.report}")
+            self.print_line(f"report: {self.run.report}")
 
-    def _due(self, step: int) -> bool:
-        return step % self._every == 0 or step in (self.progress.first_step, self.progress.steps)
+    def _is_logged_step(self, step: int) -> bool:
+        return step % self._log_every_steps == 0 or step in (self.progress.first_step, self.progress.steps)
 
     def _step_line(self) -> str:
         progress = self.progress
         width = len(str(progress.steps))
-        parts = [f"step {progress.step:>{width}}/{progress.steps}", *progress.numbers()]
+        parts = [f"step {progress.step:>{width}}/{progress.steps}", *progress.metric_texts()]
         if progress.step < progress.steps:
             parts.append(f"ETA {duration_text(progress.remaining_seconds())}")
         return "  ".join(parts)
 
 
-def recovery_message(event: Event) -> Event:
+def recovery_as_message(event: Event) -> Event:
     """Return a recovery, or a growth of the run, as a message event, which every console shows."""
     if event["kind"] == "resize":
-        return {"kind": "message", "level": "info", "text": growth_text(event)}
+        return {"kind": "message", "level": "info", "text": resize_event_text(event)}
     return {"kind": "message", "level": "warning", "text": recovery_text(event)}
 
 
-def start_text(progress: Progress) -> str:
+def start_text(progress: RunProgress) -> str:
     """Return 'training 300 steps' or, after a resume, 'carrying on from step 200 of 300 (step-00000200)'."""
     if progress.first_step > progress.steps:
         return (

@@ -10,31 +10,33 @@ from typing import TextIO
 
 from wanma.observe.units import bytes_text
 
-LINE_SECONDS = 5.0
+LINE_INTERVAL_SECONDS = 5.0
 """Seconds between two lines without a terminal."""
 
 
 @contextmanager
-def show_preparing(quiet: bool, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+def show_dataset_progress(
+    is_quiet: bool, stream: TextIO | None = None
+) -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in total); nothing is shown if it is never called.
 
-    with show_preparing(quiet=False) as progress:
+    with show_dataset_progress(quiet=False) as progress:
         prepare(section, progress)
     """
     stream = stream or sys.stdout
-    if quiet:
-        yield _nothing
+    if is_quiet:
+        yield _ignore_progress
     elif stream.isatty():
-        yield from _bar(stream)
+        yield from _bar_progress(stream)
     else:
-        yield _lines(stream)
+        yield _line_progress(stream)
 
 
-def _nothing(_done: int, _total: int) -> None:
+def _ignore_progress(_done: int, _total: int) -> None:
     pass
 
 
-def _bar(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
+def _bar_progress(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -50,13 +52,13 @@ def _bar(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
-def _lines(stream: TextIO) -> Callable[[int, int], None]:
+def _line_progress(stream: TextIO) -> Callable[[int, int], None]:
     last: float | None = None
 
     def advance(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if last is None or now - last > LINE_SECONDS:
+        if last is None or now - last > LINE_INTERVAL_SECONDS:
             print(f"building token files: {bytes_text(done)} of {bytes_text(total)}", file=stream, flush=True)
             last = now
 

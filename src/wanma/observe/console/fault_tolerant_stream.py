@@ -9,16 +9,16 @@ import time
 from collections import deque
 from typing import Any, TextIO
 
-WAIT_SECONDS = 0.2
+MAX_WRITE_WAIT_SECONDS = 0.2
 """Maximum seconds, of each second, for which writes wait for a slow reader."""
-LAST_SECONDS = 5.0
+CLOSE_TIMEOUT_SECONDS = 5.0
 """Maximum seconds for which the end of a run waits for the reader."""
-KEPT_BYTES = 4 << 20
+MAX_PENDING_BYTES = 4 << 20
 """Maximum bytes that wait for the reader; further lines are dropped, and counted."""
 _WRITE_BYTES = 1 << 16
 
 
-class LastingStream:
+class FaultTolerantStream:
     """Text stream that ignores write failures: a log on a full disk, a closed pipe or terminal.
 
     Each write is tried anew, so a log continues once its disk has room again. A terminal or pipe that is not
@@ -28,11 +28,11 @@ class LastingStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_broken = False
-        self._slow = _SlowReader(stream) if _may_block(stream) else None
+        self._queue = _WriteQueue(stream) if _may_block(stream) else None
 
     def write(self, text: str) -> int:
-        if self._slow is not None:
-            self._slow.add(text)
+        if self._queue is not None:
+            self._queue.add(text)
             return len(text)
         try:
             self._stream.write(text)
@@ -41,7 +41,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        if self._slow is not None:
+        if self._queue is not None:
             return  # the thread buffers nothing
         try:
             self._stream.flush()
@@ -50,11 +50,11 @@ class LastingStream:
         else:
             self._is_broken = False
 
-    def let_go(self) -> None:
+    def discard_pending(self) -> None:
         """Drop unwritten text at the end of a run; Python would write it again at exit, and fail."""
-        if self._slow is not None:
-            if self._slow.close(LAST_SECONDS):
-                self._slow = None  # nothing waits: from now on as into a file
+        if self._queue is not None:
+            if self._queue.close(CLOSE_TIMEOUT_SECONDS):
+                self._queue = None  # nothing waits: from now on as into a file
             return
         self.flush()
         if self._is_broken:
@@ -66,18 +66,18 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
-class _SlowReader:
+class _WriteQueue:
     """Queue of bytes for a descriptor that may block, and the thread that writes them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._changed = threading.Condition()
-        self._waiting: deque[bytes] = deque()
-        self._bytes = 0
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
         """Bytes in `_waiting`, and those that are being written."""
-        self._dropped = 0
+        self._dropped_lines = 0
         """Lines dropped since the reader last kept up."""
-        self._waited, self._since = 0.0, 0.0
+        self._waited_seconds, self._window_start = 0.0, 0.0
         """Seconds that writes have waited since a time, at most a second ago."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -86,11 +86,11 @@ class _SlowReader:
         data = text.encode(self._stream.encoding or "utf-8", "replace")
         with self._changed:
             if not self._has_room(len(data)):
-                self._dropped += max(text.count("\n"), 1)
+                self._dropped_lines += max(text.count("\n"), 1)
                 return
-            self._note_dropped()
-            self._waiting.append(data)
-            self._bytes += len(data)
+            self._report_dropped()
+            self._pending.append(data)
+            self._pending_bytes += len(data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
                 self._thread.start()
@@ -99,7 +99,9 @@ class _SlowReader:
     def close(self, seconds: float) -> bool:
         """Stop writing after a last chance for the reader; return True if it has read everything."""
         with self._changed:
-            has_read = self._changed.wait_for(lambda: not self._bytes and not self._dropped, seconds)
+            has_read = self._changed.wait_for(
+                lambda: not self._pending_bytes and not self._dropped_lines, seconds
+            )
             self._is_closed = True
             self._changed.notify_all()
             return has_read
@@ -113,49 +115,51 @@ class _SlowReader:
                     written = os.write(descriptor, view[:_WRITE_BYTES])
                     view = view[written:]
                     with self._changed:
-                        self._bytes -= written
+                        self._pending_bytes -= written
                         self._changed.notify_all()
                 except BlockingIOError:  # somebody else has made it so
                     time.sleep(0.01)
                 except OSError:
                     break  # the terminal has gone: the next write is tried anew
             with self._changed:
-                self._bytes -= len(view)
+                self._pending_bytes -= len(view)
                 self._changed.notify_all()
 
     def _next(self) -> bytes | None:
         with self._changed:
-            if not self._waiting:
-                self._note_dropped()
+            if not self._pending:
+                self._report_dropped()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: bool(self._waiting) or self._is_closed)
+            self._changed.wait_for(lambda: bool(self._pending) or self._is_closed)
             if self._is_closed:
                 return None
-            data = b"".join(self._waiting)
-            self._waiting.clear()
+            data = b"".join(self._pending)
+            self._pending.clear()
             return data
 
     def _has_room(self, size: int) -> bool:
         """Return True if the reader keeps up; a merely slow one gets a short wait."""
-        if self._dropped:  # until half of what waits has been read
-            return self._bytes <= KEPT_BYTES // 2
-        if not self._bytes or self._bytes + size <= KEPT_BYTES:
+        if self._dropped_lines:  # until half of what waits has been read
+            return self._pending_bytes <= MAX_PENDING_BYTES // 2
+        if not self._pending_bytes or self._pending_bytes + size <= MAX_PENDING_BYTES:
             return True
         began = time.monotonic()
-        if began - self._since > 1.0:
-            self._since, self._waited = began, 0.0
-        left = max(WAIT_SECONDS - self._waited, 0.0)
-        has_room = self._changed.wait_for(lambda: self._bytes + size <= KEPT_BYTES, left)
-        self._waited += time.monotonic() - began
+        if began - self._window_start > 1.0:
+            self._window_start, self._waited_seconds = began, 0.0
+        left = max(MAX_WRITE_WAIT_SECONDS - self._waited_seconds, 0.0)
+        has_room = self._changed.wait_for(lambda: self._pending_bytes + size <= MAX_PENDING_BYTES, left)
+        self._waited_seconds += time.monotonic() - began
         return has_room
 
-    def _note_dropped(self) -> None:
-        if self._dropped:
-            lines = f"{self._dropped:,} {'line was' if self._dropped == 1 else 'lines were'} dropped"
+    def _report_dropped(self) -> None:
+        if self._dropped_lines:
+            lines = (
+                f"{self._dropped_lines:,} {'line was' if self._dropped_lines == 1 else 'lines were'} dropped"
+            )
             note = f"\nwarning: {lines}: the terminal or pipe was not read; the run directory has all\n"
-            self._dropped = 0
-            self._waiting.append(note.encode())
-            self._bytes += len(note)
+            self._dropped_lines = 0
+            self._pending.append(note.encode())
+            self._pending_bytes += len(note)
 
 
 def _may_block(stream: TextIO) -> bool:

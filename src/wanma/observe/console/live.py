@@ -15,11 +15,11 @@ from rich.text import Text
 
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.observe.console.console import LEVELS, Console, recovery_message
+from wanma.observe.console.console import LEVEL_PREFIXES, Console, recovery_as_message
 from wanma.observe.console.progress import checkpoint_text, finish_text, sparkline, validation_text
 from wanma.observe.units import duration_text
 
-STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 SPARKLINE_WIDTH = 28
 REFRESHES_PER_SECOND = 4
 
@@ -29,7 +29,7 @@ class LiveConsole(Console):
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
         super().__init__(run, steps, stream)
-        self._opened = time.monotonic()
+        self._opened_at = time.monotonic()
         self._lock = threading.Lock()  # events arrive in one thread and are drawn in another
         self._terminal = Terminal(file=cast(TextIO, self.stream), highlight=False)
         self._live = Live(
@@ -37,38 +37,40 @@ class LiveConsole(Console):
         )
 
     def __enter__(self) -> Self:
-        self._dim(f"run directory: {self.run.path}")
+        self._print_dimmed(f"run directory: {self.run.path}")
         self._live.start()
         return self
 
     def write(self, event: Event) -> None:
         with self._lock:
-            self.progress.see(event)
+            self.progress.update(event)
         if event["kind"] in ("message", "joined", "batch_shares"):
-            self.show(event)
+            self.print_message(event)
         elif event["kind"] in ("recovery", "resize"):
-            self.show(recovery_message(event))
+            self.print_message(recovery_as_message(event))
 
-    def show(self, event: Event) -> None:
+    def print_message(self, event: Event) -> None:
         level = event.get("level", "info")
-        self._terminal.print(Text(LEVELS.get(level, "") + str(event["text"]), STYLES.get(level, "")))
+        self._terminal.print(
+            Text(LEVEL_PREFIXES.get(level, "") + str(event["text"]), LEVEL_STYLES.get(level, ""))
+        )
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._terminal.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
         if self.run.report.exists():
-            self._dim(f"report: {self.run.report}")
+            self._print_dimmed(f"report: {self.run.report}")
 
-    def _dim(self, line: str) -> None:
+    def _print_dimmed(self, line: str) -> None:
         self._terminal.print(Text(line, "dim"), soft_wrap=True)
 
     def _draw(self) -> RenderableType:
         with self._lock:
-            if self.progress.elsewhere:
+            if self.progress.is_rank_0_remote:
                 return Text("the node with rank 0 shows the steps", "dim")
-            return Group(self._bar(), self._numbers(), self._milestones())
+            return Group(self._bar(), self._metrics_line(), self._last_events_line())
 
     def _bar(self) -> Table:
         progress = self.progress
@@ -84,22 +86,22 @@ class LiveConsole(Console):
                 complete_style="cyan",
                 finished_style="green",
             ),
-            Text(f"step {progress.step:,}/{progress.steps:,}  {self._time()}"),
+            Text(f"step {progress.step:,}/{progress.steps:,}  {self._status_text()}"),
         )
         return table
 
-    def _time(self) -> str:
+    def _status_text(self) -> str:
         progress = self.progress
-        if progress.finish is not None:
-            return finish_text(progress.finish)
-        if progress.last is None:
-            return f"starting, {duration_text(time.monotonic() - self._opened)}"
+        if progress.finish_event is not None:
+            return finish_text(progress.finish_event)
+        if progress.last_step_event is None:
+            return f"starting, {duration_text(time.monotonic() - self._opened_at)}"
         if progress.step >= progress.steps:
             return "finishing"
         return f"ETA {duration_text(progress.remaining_seconds())}"
 
-    def _numbers(self) -> Text:
-        words = self.progress.numbers()
+    def _metrics_line(self) -> Text:
+        words = self.progress.metric_texts()
         if not words:
             return Text("waiting for the first step", "dim")
         curve = sparkline(self.progress.losses.points, SPARKLINE_WIDTH)
@@ -109,10 +111,10 @@ class LiveConsole(Console):
         text.append("   ".join(words[1:]))
         return text
 
-    def _milestones(self) -> Text:
+    def _last_events_line(self) -> Text:
         parts = []
-        if self.progress.validation is not None:
-            parts.append(validation_text(self.progress.validation))
-        if self.progress.checkpoint is not None:
-            parts.append(checkpoint_text(self.progress.checkpoint))
+        if self.progress.validation_event is not None:
+            parts.append(validation_text(self.progress.validation_event))
+        if self.progress.checkpoint_event is not None:
+            parts.append(checkpoint_text(self.progress.checkpoint_event))
         return Text("   ".join(parts), "dim", no_wrap=True, overflow="ellipsis")

@@ -9,16 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 from wanma.job.run.worker import Event
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 
 WINDOW_STEPS = 50
 """Steps over which speed is averaged: long enough to be calm, short enough to follow a change."""
-BARS = "▁▂▃▄▅▆▇█"
-CURVE_POINTS = 64
+SPARKLINE_CHARACTERS = "▁▂▃▄▅▆▇█"
+MAX_SERIES_POINTS = 64
 
 
-class Curve:
-    """Series of a run's values in at most `CURVE_POINTS` points; neighbours are averaged as it grows."""
+class DownsampledSeries:
+    """Series of a run's values in at most `MAX_SERIES_POINTS` points; neighbours are averaged as it grows."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
@@ -31,7 +31,7 @@ class Curve:
             return
         self.points.append(sum(self._pending) / len(self._pending))
         self._pending = []
-        if len(self.points) >= CURVE_POINTS:
+        if len(self.points) >= MAX_SERIES_POINTS:
             self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
             self._stride *= 2
 
@@ -45,34 +45,36 @@ def sparkline(values: list[float], width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
-    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+    return "".join(
+        SPARKLINE_CHARACTERS[round((mean - low) / span * (len(SPARKLINE_CHARACTERS) - 1))] for mean in means
+    )
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """State of a run; `steps` is its last step."""
 
     steps: int
     first_step: int = 1
     source: str = ""
     """Name of the checkpoint, on disk or in memory, from which the run continues."""
-    elsewhere: bool = False
+    is_rank_0_remote: bool = False
     """True if another node has rank 0, and shows the steps."""
     rate_unit: str = "tokens/s"
     """Unit of the steps' `tokens_per_second`, which counts targets: "samples/s" if a sample has one."""
-    last: Event | None = None
+    last_step_event: Event | None = None
     """Newest step record."""
-    validation: Event | None = None
-    checkpoint: Event | None = None
-    finish: Event | None = None
-    losses: Curve = field(default_factory=Curve)
+    validation_event: Event | None = None
+    checkpoint_event: Event | None = None
+    finish_event: Event | None = None
+    losses: DownsampledSeries = field(default_factory=DownsampledSeries)
     _window: deque[Event] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
-    def see(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Update the state by one event of the stream; kinds unrelated to progress are ignored."""
         kind = event["kind"]
         if kind == "step":
-            self.last = event
+            self.last_step_event = event
             self._window.append(event)
             loss = event.get("loss")
             if loss is not None and math.isfinite(loss):
@@ -84,18 +86,18 @@ class Progress:
             self.rate_unit = event.get("rate_unit", self.rate_unit)
             self._window.clear()  # a run that starts again begins a new measurement
         elif kind == "validation":
-            self.validation = event
+            self.validation_event = event
         elif kind == "checkpoint":
-            self.checkpoint = event
+            self.checkpoint_event = event
         elif kind == "finish":
-            self.finish = event
+            self.finish_event = event
         elif kind == "joined":
-            self.elsewhere = not event["shows_the_run"]
+            self.is_rank_0_remote = not event["shows_the_run"]
 
     @property
     def step(self) -> int:
         """Newest finished step."""
-        return int(self.last["step"]) if self.last else self.first_step - 1
+        return int(self.last_step_event["step"]) if self.last_step_event else self.first_step - 1
 
     def tokens_per_second(self) -> float | None:
         """Return the mean rate over the last steps, weighted by their time."""
@@ -107,14 +109,18 @@ class Progress:
 
     def remaining_seconds(self) -> float | None:
         """Return the seconds to the last step at the recent pace, validations and checkpoints included."""
-        if self.last is None:
+        if self.last_step_event is None:
             return None
         first = self._window[0]
-        passed = self.last["step"] - first["step"]
-        pace = (self.last["time"] - first["time"]) / passed if passed > 0 else self.last["step_seconds"]
+        passed = self.last_step_event["step"] - first["step"]
+        pace = (
+            (self.last_step_event["time"] - first["time"]) / passed
+            if passed > 0
+            else self.last_step_event["step_seconds"]
+        )
         return max(self.steps - self.step, 0) * float(pace)
 
-    def waiting_share(self) -> float | None:
+    def exposed_communication_share(self) -> float | None:
         """Return rank 0's exposed communication as a share of the last steps' time; None if unknown."""
         known = [event for event in self._window if event.get("exposed_communication_seconds")]
         seconds = sum(event["step_seconds"] for event in known)
@@ -124,9 +130,9 @@ class Progress:
             else None
         )
 
-    def numbers(self) -> list[str]:
+    def metric_texts(self) -> list[str]:
         """Return texts of loss, speed, MFU, exposed communication and memory, as far as they are known."""
-        last = self.last
+        last = self.last_step_event
         if last is None:
             return []
         loss = math.nan if last["loss"] is None else last["loss"]
@@ -134,9 +140,9 @@ class Progress:
         if (rate := self.tokens_per_second()) is not None:
             words.append(f"{number_text(rate)} {self.rate_unit}")
         if last.get("mfu") is not None:
-            words.append(f"MFU {share_text(last['mfu'])}")
-        if (waiting := self.waiting_share()) is not None:
-            words.append(f"waiting {share_text(waiting)}")
+            words.append(f"MFU {percent_text(last['mfu'])}")
+        if (waiting := self.exposed_communication_share()) is not None:
+            words.append(f"waiting {percent_text(waiting)}")
         if last.get("memory_bytes"):
             words.append(f"memory {bytes_text(last['memory_bytes'])}")
         return words
@@ -148,12 +154,12 @@ def validation_text(event: Event) -> str:
         f"{key} {number_text(event[key])}" for key in ("loss", "perplexity") if event.get(key) is not None
     ]
     if event.get("accuracy") is not None:
-        named.append(f"accuracy {share_text(event['accuracy'])}")
+        named.append(f"accuracy {percent_text(event['accuracy'])}")
     named += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
     return f"validation {', '.join(named)} (step {event['step']:,})"
 
 
-SOURCES = {
+RECOVERY_SOURCE_TEXTS = {
     "memory": "the copy in memory",
     "partner": "the copy in memory, a lost node's from its partner,",
     "checkpoint": "the checkpoint",
@@ -164,29 +170,29 @@ def recovery_text(event: Event) -> str:
     """Return 'recovered from: rank 1 failed: ...' with the source, the repeated steps and the time."""
     repeated = int(event["repeated_steps"])
     cost = "no step is repeated" if not repeated else f"{count_text(repeated, 'step')} repeated"
-    source = SOURCES.get(event["source"])
+    source = RECOVERY_SOURCE_TEXTS.get(event["source"])
     where = f"with {source} of step {event['step']:,}" if source is not None else "from the beginning"
     text = f"recovered from: {event['failure']}\n  carried on {where}, {cost}"
     text += f"; {event['seconds']:.2f} s from the failure to the next finished step"
     if event["attempt"] > 1:
         text += f" (attempt {event['attempt']})"
-    return f"{text}\n  {change_text(event['change'])}" if event.get("change") else text
+    return f"{text}\n  {resize_text(event['change'])}" if event.get("change") else text
 
 
-def growth_text(event: Event) -> str:
+def resize_event_text(event: Event) -> str:
     """Return 'the run goes on with 4 of at most 8 machines: ...' with the time that the growth took."""
     took = f"{event['seconds']:.2f} s from the last step before to the first after it"
-    what = change_text(event["change"]) if event.get("change") else "the run goes on as it was"
+    what = resize_text(event["change"]) if event.get("change") else "the run goes on as it was"
     return f"{what}\n  carried on after step {event['step']:,}; {took}"
 
 
-def change_text(change: dict[str, Any]) -> str:
+def resize_text(resize: dict[str, Any]) -> str:
     """Return 'the run goes on with 3 of at most 4 machines (4 before): PLAN -> PLAN' with the reason."""
-    machines, before, most = (change[key] for key in ("machines", "machines_before", "most_machines"))
+    machines, before, most = (resize[key] for key in ("machines", "machines_before", "most_machines"))
     text = f"the run goes on with {machines} of at most {most} machines ({before} before)"
-    if change["plan"] != change["plan_before"]:
-        text += f": {change['plan_before']} -> {change['plan']}"
-    return f"{text}\n  {change['reason']}"
+    if resize["plan"] != resize["plan_before"]:
+        text += f": {resize['plan_before']} -> {resize['plan']}"
+    return f"{text}\n  {resize['reason']}"
 
 
 def checkpoint_text(event: Event) -> str:

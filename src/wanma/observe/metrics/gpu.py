@@ -6,36 +6,36 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from wanma.job.errors import missing_extra
+from wanma.job.errors import missing_extra_error
 
-SAMPLE_SECONDS = 1.0
-MILLI = 1e-3
+SAMPLE_INTERVAL_SECONDS = 1.0
+WATTS_PER_MILLIWATT = 1e-3
 
 
 class GpuSampler:
-    """Sampler of means between two calls of `take`; only for ranks on a GPU.
+    """Sampler of means between two calls of `collect`; only for ranks on a GPU.
 
         with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
             record |= gpu.take()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
 
     Args:
         uuid: UUID of the GPU, with or without the leading 'GPU-'.
-        every_seconds: sampling interval.
+        interval_seconds: sampling interval.
 
     Raises:
         WanmaError: the package `nvidia-ml-py` is not installed.
     """
 
-    def __init__(self, uuid: str, every_seconds: float = SAMPLE_SECONDS) -> None:
+    def __init__(self, uuid: str, interval_seconds: float = SAMPLE_INTERVAL_SECONDS) -> None:
         try:
             import pynvml
         except ImportError as error:
-            raise missing_extra("nvidia-ml-py", "gpu", "reading GPU utilisation and power") from error
-        self.problem = ""
+            raise missing_extra_error("nvidia-ml-py", "gpu", "reading GPU utilisation and power") from error
+        self.failure_reason = ""
         """Reason why sampling stopped, such as a GPU that does not report its power; empty while it runs."""
         self._nvml: Any = pynvml
         self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        self._every = every_seconds
+        self._interval_seconds = interval_seconds
         self._lock = threading.Lock()
         self._samples: list[tuple[float, float]] = []
         self._stop = threading.Event()
@@ -49,9 +49,9 @@ class GpuSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(5 * self._every)
+        self._thread.join(5 * self._interval_seconds)
 
-    def take(self) -> dict[str, float | None]:
+    def collect(self) -> dict[str, float | None]:
         """Return the means since the last call: `gpu_utilization` (0 .. 1) and `gpu_power_watts`.
 
         They are None if no sample was taken: less than the sampling interval passed, or see `problem`.
@@ -70,12 +70,12 @@ class GpuSampler:
             nvml.nvmlInit()
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
-                while not self._stop.wait(self._every):
+                while not self._stop.wait(self._interval_seconds):
                     utilization = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-                    power = nvml.nvmlDeviceGetPowerUsage(handle) * MILLI
+                    power = nvml.nvmlDeviceGetPowerUsage(handle) * WATTS_PER_MILLIWATT
                     with self._lock:
                         self._samples.append((utilization, power))
             finally:
                 nvml.nvmlShutdown()
         except nvml.NVMLError as error:
-            self.problem = f"GPU utilisation and power are no longer read: {error}"
+            self.failure_reason = f"GPU utilisation and power are no longer read: {error}"

@@ -7,14 +7,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
+STATUS_FILE = Path("/proc/self/status")
+CLEAR_REFS_FILE = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """Value that resets the peak when written to `clear_refs` (proc(5))."""
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class ResidentMemory:
     """Resident memory of this process; pages shared with other ranks are counted in each.
 
     Files in memory are left out: they are in-memory checkpoints, which the supervisor holds. They stay once
@@ -25,21 +25,21 @@ class HostMemory:
     peak_bytes: int
 
 
-def host_memory(status: Path = STATUS) -> HostMemory:
-    """Return the resident memory, now and at its peak since the process began or `reset_peak`."""
+def resident_memory(status: Path = STATUS_FILE) -> ResidentMemory:
+    """Return the resident memory, now and at its peak since the process began or `reset_peak_memory`."""
     if not status.exists():  # not Linux: the peak of one process is unknown
         import psutil
 
         resident = psutil.Process().memory_info().rss
-        return HostMemory(resident, resident)
+        return ResidentMemory(resident, resident)
     fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     resident, peak, in_memory = (
         int(fields.get(key, "0").split()[0]) * 1024 for key in ("VmRSS", "VmHWM", "RssShmem")
     )
-    return HostMemory(resident - in_memory, peak - in_memory)
+    return ResidentMemory(resident - in_memory, peak - in_memory)
 
 
-def reset_peak(device: str = "cpu") -> None:
+def reset_peak_memory(device: str = "cpu") -> None:
     """Reset the peak, so that a run's peak excludes what the process did before it."""
     if device == "cuda":
         torch = sys.modules["torch"]
@@ -47,7 +47,7 @@ def reset_peak(device: str = "cpu") -> None:
     else:
         # Without a reset by the kernel, the peak counts from the start of the process.
         with contextlib.suppress(OSError):
-            CLEAR.write_text(RESET_PEAK)
+            CLEAR_REFS_FILE.write_text(RESET_PEAK)
 
 
 def peak_memory_bytes(device: str = "cpu") -> int:
@@ -58,4 +58,4 @@ def peak_memory_bytes(device: str = "cpu") -> int:
     if device == "cuda":
         torch = sys.modules["torch"]
         return int(torch.cuda.max_memory_allocated())
-    return host_memory().peak_bytes
+    return resident_memory().peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def model_flops_utilization(
-    flops_per_sample: float, samples: int, seconds: float, devices: int, peak: float | None
+    flops_per_sample: float, samples: int, seconds: float, devices: int, peak_flops_per_second: float | None
 ) -> float | None:
     """Return the share of the devices' peak that the model's own arithmetic used (0 .. 1).
 
@@ -17,11 +17,11 @@ def model_flops_utilization(
         samples: samples trained in `seconds`, by all devices together.
         seconds: wall-clock time, everything included.
         devices: number of devices that took part.
-        peak: FLOP/s of one device; None or 0 when unknown.
+        peak_flops_per_second: FLOP/s of one device; None or 0 when unknown.
 
     Returns:
         A share (0.5 is 50 %), or None when the peak is unknown or no time passed.
     """
-    if not peak or seconds <= 0 or devices <= 0:
+    if not peak_flops_per_second or seconds <= 0 or devices <= 0:
         return None
-    return flops_per_sample * samples / (seconds * devices * peak)
+    return flops_per_sample * samples / (seconds * devices * peak_flops_per_second)

@@ -11,7 +11,7 @@ PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint"
 
 
 class PhaseTimer:
-    """Timer that adds up seconds by phase; `take` returns them and starts anew.
+    """Timer that adds up seconds by phase; `collect` returns them and starts anew.
 
         with timer.phase("forward_backward"):
             ...
@@ -28,9 +28,9 @@ class PhaseTimer:
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._open: list[str] = []
+        self._active_phases: list[str] = []
         """Phases entered and not left, outermost first; only the innermost one's clock runs."""
-        self._since = 0.0
+        self._phase_start = 0.0
 
     def phase(self, name: str) -> _Phase:
         """Return a context manager that counts its body as phase `name`; may be nested."""
@@ -38,31 +38,31 @@ class PhaseTimer:
             raise ValueError(f"unknown phase {name!r}: one of {', '.join(PHASES)}")
         return _Phase(self, name)
 
-    def take(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, for every phase of `PHASES`.
 
         An open phase keeps running, and its time so far is included.
         """
-        self._count()
+        self._attribute_elapsed()
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return taken
 
     def _enter(self, name: str) -> None:
-        self._count()
-        self._open.append(name)
+        self._attribute_elapsed()
+        self._active_phases.append(name)
 
     def _leave(self) -> None:
-        self._count()
-        self._open.pop()
+        self._attribute_elapsed()
+        self._active_phases.pop()
 
-    def _count(self) -> None:
+    def _attribute_elapsed(self) -> None:
         """Add the time since the last change to the running phase."""
         if self._synchronize is not None:
             self._synchronize()
         now = time.perf_counter()
-        if self._open:
-            self._seconds[self._open[-1]] += now - self._since
-        self._since = now
+        if self._active_phases:
+            self._seconds[self._active_phases[-1]] += now - self._phase_start
+        self._phase_start = now
 
 
 class _Phase:

@@ -33,7 +33,7 @@ START_FAILED = "start_failed"
 class JsonLinesSink:
     """Sink of step records into `run.metrics`, without their kind, and other events into `run.events`."""
 
-    name = "metrics.jsonl and events.jsonl"
+    output_name = "metrics.jsonl and events.jsonl"
 
     def __init__(self) -> None:
         self._files: dict[Path, AppendFile] = {}
@@ -42,8 +42,8 @@ class JsonLinesSink:
         self._run, self._metrics, self._events = run, run.metrics, run.events
         self._first_step: int | None = first_step
         try:
-            trim_lines(run.metrics, lambda _: True)
-            trim_lines(run.events, lambda _: True)
+            truncate_after_last(run.metrics, lambda _: True)
+            truncate_after_last(run.events, lambda _: True)
             self._files = {path: AppendFile(path) for path in (run.metrics, run.events)}
         except OSError as error:
             raise WanmaError(
@@ -57,9 +57,9 @@ class JsonLinesSink:
             if self._first_step is not None:
                 drop_steps(self._run, self._first_step)
                 self._first_step = None
-            self._files[self._metrics].write(to_line(record))
+            self._files[self._metrics].write(to_json_line(record))
         else:
-            self._files[self._events].write(to_line(event))
+            self._files[self._events].write(to_json_line(event))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -67,17 +67,17 @@ class JsonLinesSink:
         self._files = {}
 
 
-def append_event(run: RunDirectory, kind: str, **fields: Any) -> None:
+def append_final_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     """Add one event to a run that no longer has a recorder: its end, as seen by the supervisor.
 
     Raises:
         OSError: the event could not be written.
     """
-    trim_lines(run.events, lambda _: True)
-    add_event(run, kind, **fields)
+    truncate_after_last(run.events, lambda _: True)
+    append_concurrent_event(run, kind, **fields)
 
 
-def add_event(run: RunDirectory, kind: str, **fields: Any) -> None:
+def append_concurrent_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     """Add one event beside those of a recorder that is active in another process.
 
     Raises:
@@ -85,78 +85,83 @@ def add_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     """
     file = AppendFile(run.events)
     try:
-        file.write(to_line({"kind": kind, "time": time.time(), **fields}))
+        file.write(to_json_line({"kind": kind, "time": time.time(), **fields}))
     finally:
         file.close()
 
 
-def to_line(record: dict[str, Any]) -> bytes:
+def to_json_line(record: dict[str, Any]) -> bytes:
     """Return `record` as one line of strict JSON; non-finite numbers become null, named in `non_finite`."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
         named: dict[str, str] = {}
-        text = json.dumps({**_finite(record, "", named), "non_finite": named}, ensure_ascii=False)
+        text = json.dumps({**_replace_non_finite(record, "", named), "non_finite": named}, ensure_ascii=False)
     return text.encode() + b"\n"
 
 
-def _finite(value: Any, name: str, named: dict[str, str]) -> Any:
-    """Return `value` with null for non-finite numbers, whose names and values are added to `named`."""
+def _replace_non_finite(value: Any, name: str, non_finite: dict[str, str]) -> Any:
+    """Return `value` with null for non-finite numbers, whose names and values are added to `non_finite`."""
     if isinstance(value, dict):
-        return {key: _finite(item, f"{name}.{key}" if name else key, named) for key, item in value.items()}
+        return {
+            key: _replace_non_finite(item, f"{name}.{key}" if name else key, non_finite)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_finite(item, f"{name}.{index}", named) for index, item in enumerate(value)]
+        return [_replace_non_finite(item, f"{name}.{index}", non_finite) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        named[name] = str(value)
+        non_finite[name] = str(value)
         return None
     return value
 
 
-def drop_steps(run: RunDirectory, first: int) -> None:
-    """Move the records of steps from `first` on out of the metrics, into a file beside them."""
+def drop_steps(run: RunDirectory, first_step: int) -> None:
+    """Move the records of steps from `first_step` on out of the metrics, into a file beside them."""
     metrics = run.metrics
     if not metrics.exists():
         return
     size = metrics.stat().st_size
     with metrics.open("rb") as file:
-        end = next((end for record, end in _backwards(file) if record.get("step", 0) < first), 0)
+        end = next(
+            (end for record, end in _read_records_backwards(file) if record.get("step", 0) < first_step), 0
+        )
         if end == size:
             return
         file.seek(end)
         dropped = file.read()
     with contextlib.suppress(OSError):  # no room; the steps are repeated anyway
-        _dropped(run).write_bytes(dropped)
+        _dropped_steps_file(run).write_bytes(dropped)
     os.truncate(metrics, end)
 
 
-def restore_steps(run: RunDirectory, last: int) -> None:
-    """Restore dropped records that were not made again, up to step `last`, whose state was saved.
+def restore_steps(run: RunDirectory, last_step: int) -> None:
+    """Restore dropped records that were not made again, up to step `last_step`, whose state was saved.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    dropped = _dropped(run)
+    dropped = _dropped_steps_file(run)
     if not dropped.exists():
         return
     newest = last_record(run.metrics)
     known = newest["step"] if newest is not None else 0
-    lines = [line for line in dropped.read_bytes().splitlines() if isinstance(_parsed(line), dict)]
+    lines = [line for line in dropped.read_bytes().splitlines() if isinstance(_parse_record(line), dict)]
     file = AppendFile(run.metrics)
     try:
         for line in lines:
-            if known < _parsed(line)["step"] <= last:
+            if known < _parse_record(line)["step"] <= last_step:
                 file.write(line + b"\n")
     finally:
         file.close()
     dropped.unlink()
 
 
-def _dropped(run: RunDirectory) -> Path:
+def _dropped_steps_file(run: RunDirectory) -> Path:
     return run.path / ".metrics-dropped.jsonl"
 
 
-def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut the file after its last complete line that parses and that `keep` accepts.
+def truncate_after_last(path: Path, predicate: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut the file after its last complete line that parses and that `predicate` accepts.
 
     It reads backwards, so the cost is that of the dropped part; one `truncate` makes the cut, so a kill
     leaves the file either as it was or as it should be.
@@ -165,7 +170,7 @@ def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         return
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        end = next((end for record, end in _backwards(file) if keep(record)), 0)
+        end = next((end for record, end in _read_records_backwards(file) if predicate(record)), 0)
         if end < size:
             file.truncate(end)
 
@@ -175,23 +180,23 @@ def last_record(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        return next((record for record, _ in _backwards(file)), None)
+        return next((record for record, _ in _read_records_backwards(file)), None)
 
 
-def _backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
+def _read_records_backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield (record, offset of its line's end) for all complete lines that parse, the last one first."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = _line_start(file, end)
         file.seek(start)
         line = file.read(end - start)
-        record = _parsed(line) if line.endswith(b"\n") else None
+        record = _parse_record(line) if line.endswith(b"\n") else None
         if isinstance(record, dict):
             yield record, end
         end = start
 
 
-def _parsed(line: bytes) -> Any:
+def _parse_record(line: bytes) -> Any:
     try:
         return json.loads(line)
     except ValueError:

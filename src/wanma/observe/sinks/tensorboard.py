@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-from wanma.job.errors import WanmaError, missing_extra
+from wanma.job.errors import WanmaError, missing_extra_error
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
 from wanma.observe.sinks.append_file import AppendFile
@@ -36,14 +36,14 @@ class TensorBoardSink:
         WanmaError: the package `tensorboard` is not installed.
     """
 
-    name = "the TensorBoard file"
+    output_name = "the TensorBoard file"
 
     def __init__(self) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer import record_writer
         except ImportError as error:
-            raise missing_extra("tensorboard", "tensorboard", "observe.tensorboard = true") from error
+            raise missing_extra_error("tensorboard", "tensorboard", "observe.tensorboard = true") from error
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._records: Any = record_writer
@@ -55,10 +55,10 @@ class TensorBoardSink:
         try:
             run.tensorboard.mkdir(parents=True, exist_ok=True)
             self._writer = self._records.RecordWriter(AppendFile(path))
-            self._put(self._events.Event(wall_time=now, file_version="brain.Event:2"))
+            self._write_record(self._events.Event(wall_time=now, file_version="brain.Event:2"))
             if first_step > 1:
                 started = self._events.SessionLog(status=self._events.SessionLog.START)
-                self._put(self._events.Event(wall_time=now, step=first_step, session_log=started))
+                self._write_record(self._events.Event(wall_time=now, step=first_step, session_log=started))
         except OSError as error:
             raise WanmaError(
                 f"cannot write {path}: {error.strerror or error}",
@@ -72,13 +72,15 @@ class TensorBoardSink:
                 self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
             ]
             summary = self._summaries.Summary(value=values)
-            self._put(self._events.Event(wall_time=event["time"], step=event["step"], summary=summary))
+            self._write_record(
+                self._events.Event(wall_time=event["time"], step=event["step"], summary=summary)
+            )
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _put(self, event: Any) -> None:
+    def _write_record(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
 
 

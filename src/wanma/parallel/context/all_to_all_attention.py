@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
-from wanma.collectives.timing.communication_timer import waiting
+from wanma.collectives.timing.communication_timer import time_blocking_transfer
 from wanma.job.errors import JobError
 
 
@@ -31,8 +31,8 @@ def all_to_all_attention(
 
     Args:
         core: attention of whole sequences, called as (query, key, value, mask, scale).
-        query: (rows, local sequence, heads, head_width); heads that the ranks divide.
-        key: (rows, local sequence, key/value heads, head_width), and so is value, perhaps of another width.
+        query: (rows, local sequence, heads, head_dim); heads that the ranks divide.
+        key: (rows, local sequence, key/value heads, head_dim), and so is value, perhaps of another width.
             Heads that the ranks do not divide are repeated.
         mask: what `core` takes for whole sequences.
 
@@ -68,7 +68,7 @@ def _gather_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Te
         for x in tensors
     ]
     features = [x.shape[-1] for x in for_each]
-    from_each = _exchange(torch.cat(for_each, dim=-1), group)
+    from_each = _all_to_all(torch.cat(for_each, dim=-1), group)
     whole = from_each.movedim(0, 1).flatten(1, 2)  # (rows, sequence, features)
     parts = whole.split(features, dim=-1)
     return [part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True)]
@@ -80,36 +80,36 @@ def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     for_each = x.unflatten(1, (ranks, -1)).movedim(
         1, 0
     )  # (ranks, rows, local sequence, heads / ranks, width)
-    return _exchange(for_each, group).movedim(0, 2).flatten(2, 3)
+    return _all_to_all(for_each, group).movedim(0, 2).flatten(2, 3)
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send slice `r` along dim 0 to rank `r`, and return the slices that all ranks sent here."""
-    result: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]  # torch's own
+    result: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]  # torch's own
     return result
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Differentiable all-to-all, its own transpose: gradients return to the sender of the values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _swap(x, group)
+        return _timed_all_to_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _swap(gradient, ctx.group), None
+        return _timed_all_to_all(gradient, ctx.group), None
 
 
-def _swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _timed_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return _sent(x, group)
-    with waiting("context"):
-        return _sent(x, group)
+        return _run_all_to_all(x, group)
+    with time_blocking_transfer("context"):
+        return _run_all_to_all(x, group)
 
 
-def _sent(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _run_all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     # The functional form is one that torch.compile can trace, and whose result selective recompute keeps.
     received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
     return received

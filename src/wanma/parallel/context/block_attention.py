@@ -20,54 +20,54 @@ TILE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Sight:
+class BlockVisibility:
     """Visibility of the keys of one block to its queries."""
 
     causal: bool = False
     """Causal mask: query i sees keys 0 to i. False: it sees all keys."""
-    documents: tuple[Tensor, Tensor] | None = None
+    document_ids: tuple[Tensor, Tensor] | None = None
     """Document numbers of the queries and of the keys, (rows, length) each; equal numbers see each other.
 
     None: the block has no document mask.
     """
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None
+def compute_block_attention(
+    query: Tensor, key: Tensor, value: Tensor, visibility: BlockVisibility, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over the keys of this block alone.
 
     Args:
-        query: (rows, heads, queries, head_width); of this and the others the last dim is contiguous.
-        key: (rows, key/value heads, keys, head_width), and so is value, perhaps of another width.
-        scale: of the scores; None: 1 / sqrt(head_width).
+        query: (rows, heads, queries, head_dim); of this and the others the last dim is contiguous.
+        key: (rows, key/value heads, keys, head_dim), and so is value, perhaps of another width.
+        scale: of the scores; None: 1 / sqrt(head_dim).
 
     Returns:
         output (rows, heads, queries, value's width), and the log-sum-exp of the scores (rows, heads,
         queries) in at least fp32; 0 and −infinity where a query sees none of the keys.
     """
-    kernel = _kernel(query, value, sight)
+    kernel = _kernel(query, value, visibility)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    width, value_width = kernel.width(query, value), value.shape[-1]
-    query, key, value = (_widen(x, width) for x in (query, key, value))
+    width, value_width = kernel.padded_width(query, value), value.shape[-1]
+    query, key, value = (_pad_width(x, width) for x in (query, key, value))
     outputs, log_sums = [], []
-    for tile in _tiles(query, key, sight, kernel):
+    for tile in _tiles(query, key, visibility, kernel):
         output, log_sum = kernel.forward(
             query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys], tile, scale
         )
         outputs.append(output)
         log_sums.append(log_sum)
-    return _join(outputs)[..., :value_width], _join(log_sums)
+    return _concatenate_queries(outputs)[..., :value_width], _concatenate_queries(log_sums)
 
 
-def attend_backward(
+def compute_block_attention_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    log_sum: Tensor,
-    sight: Sight,
+    log_sum_exp: Tensor,
+    visibility: BlockVisibility,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this block's share of the gradients of query, key and value.
@@ -75,27 +75,29 @@ def attend_backward(
     Args:
         gradient: of `output`.
         output: over all blocks, in the dtype of the query.
-        log_sum: over all blocks.
+        log_sum_exp: over all blocks.
     """
-    kernel = _kernel(query, value, sight)
+    kernel = _kernel(query, value, visibility)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    width, widths = kernel.width(query, value), (query.shape[-1], value.shape[-1])
-    query, key, value, output, gradient = (_widen(x, width) for x in (query, key, value, output, gradient))
+    width, widths = kernel.padded_width(query, value), (query.shape[-1], value.shape[-1])
+    query, key, value, output, gradient = (
+        _pad_width(x, width) for x in (query, key, value, output, gradient)
+    )
     of_query: list[Tensor] = []
     of_key = of_value = None
-    for tile in _tiles(query, key, sight, kernel):
+    for tile in _tiles(query, key, visibility, kernel):
         share = kernel.backward(
             gradient[:, :, tile.queries],
             query[:, :, tile.queries],
             key[:, :, tile.keys],
             value[:, :, tile.keys],
             output[:, :, tile.queries],
-            log_sum[:, :, tile.queries],
+            log_sum_exp[:, :, tile.queries],
             tile,
             scale,
         )
         of_query.append(share[0])
-        if tile.is_whole:
+        if tile.covers_all_queries:
             of_key, of_value = share[1:]
             break
         if of_key is None or of_value is None:
@@ -106,7 +108,11 @@ def attend_backward(
         of_value[:, :, tile.keys] += share[2]
     assert of_key is not None
     assert of_value is not None
-    return _join(of_query)[..., : widths[0]], of_key[..., : widths[0]], of_value[..., : widths[1]]
+    return (
+        _concatenate_queries(of_query)[..., : widths[0]],
+        of_key[..., : widths[0]],
+        of_value[..., : widths[1]],
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class _Tile:
 
     queries: slice
     keys: slice
-    is_whole: bool
+    covers_all_queries: bool
     causal: bool
     """Causal mask without a mask tensor: query i sees keys 0 to i."""
     mask: Tensor | None
@@ -130,22 +136,22 @@ class _Kernel:
     ]
     is_flash: bool
     """Flash kernel: scores are never in memory, and all tensors have one width."""
-    multiple: int = 1
+    width_multiple: int = 1
     """Divisor of the width of every tensor, in elements."""
 
-    def width(self, query: Tensor, value: Tensor) -> int | None:
+    def padded_width(self, query: Tensor, value: Tensor) -> int | None:
         """Return the width to which zeros extend all tensors; None leaves them. Zeros change no score."""
         widest = max(query.shape[-1], value.shape[-1])
-        return -(-widest // self.multiple) * self.multiple if self.is_flash else None
+        return -(-widest // self.width_multiple) * self.width_multiple if self.is_flash else None
 
 
-def _kernel(query: Tensor, value: Tensor, sight: Sight) -> _Kernel:
+def _kernel(query: Tensor, value: Tensor, visibility: BlockVisibility) -> _Kernel:
     """Return the fastest kernel that can compute these tensors."""
     if query.device.type == "cpu":
         return _FLASH_ON_CPU
     if (
         query.device.type == "cuda"
-        and sight.documents is None
+        and visibility.document_ids is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and max(query.shape[-1], value.shape[-1]) <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -154,38 +160,40 @@ def _kernel(query: Tensor, value: Tensor, sight: Sight) -> _Kernel:
     return _PLAIN
 
 
-def _widen(x: Tensor, width: int | None) -> Tensor:
+def _pad_width(x: Tensor, width: int | None) -> Tensor:
     return x if width is None or x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
-def _tiles(query: Tensor, key: Tensor, sight: Sight, kernel: _Kernel) -> Iterator[_Tile]:
+def _tiles(query: Tensor, key: Tensor, visibility: BlockVisibility, kernel: _Kernel) -> Iterator[_Tile]:
     rows, heads, queries, _ = query.shape
     keys = key.shape[2]
-    if sight.documents is None and kernel.is_flash:
-        yield _Tile(slice(0, queries), slice(0, keys), True, sight.causal, None)
+    if visibility.document_ids is None and kernel.is_flash:
+        yield _Tile(slice(0, queries), slice(0, keys), True, visibility.causal, None)
         return
     of_one_query = rows * keys * (1 if kernel.is_flash else heads)
     size = min(max(TILE_ELEMENTS // of_one_query, 1), queries)
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        seen = min(stop, keys) if sight.causal else keys
-        mask = _mask(sight, start, stop, seen, query.device)
+        seen = min(stop, keys) if visibility.causal else keys
+        mask = _mask(visibility, start, stop, seen, query.device)
         yield _Tile(slice(start, stop), slice(0, seen), size == queries, False, mask)
 
 
-def _mask(sight: Sight, start: int, stop: int, seen: int, device: torch.device) -> Tensor | None:
+def _mask(
+    visibility: BlockVisibility, start: int, stop: int, seen: int, device: torch.device
+) -> Tensor | None:
     mask = None
-    if sight.causal:
+    if visibility.causal:
         places = torch.arange(stop, device=device)
         mask = (places[start:, None] >= places[:seen]).view(1, 1, stop - start, seen)
-    if sight.documents is not None:
-        of_queries, of_keys = sight.documents
+    if visibility.document_ids is not None:
+        of_queries, of_keys = visibility.document_ids
         same = (of_queries[:, start:stop, None] == of_keys[:, None, :seen]).unsqueeze(1)
         mask = same if mask is None else same.logical_and_(mask)
     return mask
 
 
-def _join(parts: list[Tensor]) -> Tensor:
+def _concatenate_queries(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -210,7 +218,7 @@ def _cpu_backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    log_sum: Tensor,
+    log_sum_exp: Tensor,
     tile: _Tile,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +229,7 @@ def _cpu_backward(
         key,
         value,
         output,
-        log_sum,
+        log_sum_exp,
         0.0,
         tile.causal,
         attn_mask=_additive(tile.mask, query.dtype),
@@ -256,7 +264,7 @@ def _cuda_backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    log_sum: Tensor,
+    log_sum_exp: Tensor,
     tile: _Tile,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,7 +276,7 @@ def _cuda_backward(
         key,
         value,
         output,
-        log_sum.contiguous(),  # it reads no strides
+        log_sum_exp.contiguous(),  # it reads no strides
         None,
         None,
         query.shape[2],
@@ -282,7 +290,7 @@ def _cuda_backward(
     return gradients
 
 
-_FLASH_ON_CUDA = _Kernel(_cuda_forward, _cuda_backward, is_flash=True, multiple=8)
+_FLASH_ON_CUDA = _Kernel(_cuda_forward, _cuda_backward, is_flash=True, width_multiple=8)
 
 # ---------------------------------------------------------------- plain torch, in at least fp32
 
@@ -304,13 +312,13 @@ def _plain_backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    log_sum: Tensor,
+    log_sum_exp: Tensor,
     tile: _Tile,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = _scores(query, key, tile, scale)
     precise, heads = scores.dtype, key.shape[1]
-    weights = scores.sub_(_fold(log_sum.unsqueeze(-1), heads)).exp_()
+    weights = scores.sub_(_fold(log_sum_exp.unsqueeze(-1), heads)).exp_()
     of_output = _fold(gradient.to(precise), heads)
     of_value = weights.transpose(-1, -2) @ of_output
     along = (of_output * _fold(output.to(precise), heads)).sum(dim=-1, keepdim=True)

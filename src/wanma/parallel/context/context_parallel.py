@@ -14,20 +14,22 @@ from torch import Tensor, nn
 
 from wanma.job.errors import JobError
 from wanma.models.layers.attention import DotProductAttention
-from wanma.models.structure.parallel_spec import Layout
+from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.parallel.context.all_to_all_attention import all_to_all_attention
 from wanma.parallel.context.ring_attention import ring_attention
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 
-def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
+def apply_context_parallel(
+    model: nn.Module, parallel_spec: ParallelSpec, parallel_mesh: ParallelMesh
+) -> None:
     """Replace the attention cores and the mask of `model` by ones that span the ranks of `cp`.
 
     Raises:
         JobError: the model declares no attention, or one that a ring cannot compute.
     """
-    plan, group = grid.plan, grid.axis("cp").get_group()
-    pattern = layout.attention
+    plan, group = parallel_mesh.plan, parallel_mesh.dim_mesh("cp").get_group()
+    pattern = parallel_spec.attention_cores
     cores = [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
     # A pipeline's first and last stages may have no blocks.
     if pattern is None or (not cores and plan.pp == 1):
@@ -48,13 +50,13 @@ def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
                 "dot-product attention only",
                 "set parallel.cp_method = 'all_to_all'",
             )
-    if layout.mask is not None:
-        mask = model.get_submodule(layout.mask)
+    if parallel_spec.mask_module is not None:
+        mask = model.get_submodule(parallel_spec.mask_module)
         whole = mask if plan.cp_method == "all_to_all" else None
-        model.set_submodule(layout.mask, GatheredDocuments(group, whole))
+        model.set_submodule(parallel_spec.mask_module, GatheredDocumentMask(group, whole))
 
 
-class GatheredDocuments(nn.Module):
+class GatheredDocumentMask(nn.Module):
     """Replacement of an `AttentionMask` that gathers the documents of all ranks once per forward.
 
     Args:
@@ -67,12 +69,12 @@ class GatheredDocuments(nn.Module):
         self._group = group
         self.mask = mask
 
-    def forward(self, documents: Tensor | None) -> Tensor | None:
+    def forward(self, document_ids: Tensor | None) -> Tensor | None:
         """Gather document numbers (rows, local sequence), and return what the attention beside it takes."""
         gathered = None
-        if documents is not None:
-            parts = [torch.empty_like(documents) for _ in range(self._group.size())]
-            dist.all_gather(parts, documents.contiguous(), group=self._group)
+        if document_ids is not None:
+            parts = [torch.empty_like(document_ids) for _ in range(self._group.size())]
+            dist.all_gather(parts, document_ids.contiguous(), group=self._group)
             gathered = torch.cat(parts, dim=1)
         if self.mask is None:
             return gathered
@@ -88,14 +90,19 @@ class RingAttention(nn.Module):
         self._group = group
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute `DotProductAttention` for the local part of the sequences.
 
         Args:
-            documents: of `GatheredDocuments`.
+            document_ids: of `GatheredDocumentMask`.
         """
-        return ring_attention(query, key, value, documents, scale, self._group)
+        return ring_attention(query, key, value, document_ids, scale, self._group)
 
 
 class AllToAllAttention(nn.Module):
@@ -117,6 +124,6 @@ class AllToAllAttention(nn.Module):
         """Compute the attention core for the local part of the sequences.
 
         Args:
-            mask: of `GatheredDocuments`.
+            mask: of `GatheredDocumentMask`.
         """
         return all_to_all_attention(self.core, query, key, value, mask, scale, self._group)

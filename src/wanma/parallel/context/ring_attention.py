@@ -1,7 +1,7 @@
 """Ring attention (Liu et al. 2023): keys and values travel from rank to rank, queries stay.
 
 Every rank holds a piece from the front of each sequence and its mirror from the back, in that order
-(`sequence_shards.context_positions`). Then what a rank can see of another's keys under a causal mask is
+(`sequence_shards.context_rank_positions`). Then what a rank can see of another's keys under a causal mask is
 always half a block: all its queries see the front piece of an earlier rank, and its back piece sees all of a
 later one's. All ranks have the same work in every round, and none of it is masked away.
 
@@ -19,51 +19,57 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from wanma.collectives.timing.communication_timer import Flight
-from wanma.parallel.context.block_attention import Sight, attend, attend_backward
+from wanma.collectives.timing.communication_timer import AsyncTransfer
+from wanma.parallel.context.block_attention import (
+    BlockVisibility,
+    compute_block_attention,
+    compute_block_attention_backward,
+)
 
 
 def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Tensor | None,
+    document_ids: Tensor | None,
     scale: float | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
     """Compute causal attention over sequences that the ranks of `group` share; every rank calls it.
 
     Args:
-        query: (rows, local sequence, heads, head_width), of an even length, the same on all ranks.
-        key: (rows, local sequence, key/value heads, head_width), and so is value, perhaps of another width.
-        documents: (rows, ranks × local sequence), all ranks' in the order of ranks; tokens see their own
+        query: (rows, local sequence, heads, head_dim), of an even length, the same on all ranks.
+        key: (rows, local sequence, key/value heads, head_dim), and so is value, perhaps of another width.
+        document_ids: (rows, ranks × local sequence), all ranks' in the order of ranks; tokens see their own
             document only. None: all earlier tokens.
-        scale: of the scores; None: 1 / sqrt(head_width).
+        scale: of the scores; None: 1 / sqrt(head_dim).
 
     Returns:
         (rows, local sequence, heads, value's width).
     """
-    attended: Tensor = _ring_attention(query.contiguous(), key, value, documents, scale, group.group_name)[0]
+    attended: Tensor = _ring_attention(query.contiguous(), key, value, document_ids, scale, group.group_name)[
+        0
+    ]
     return attended
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None, group: str
+    query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, scale: float | None, group: str
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp of all scores (rows, heads, local sequence)."""
     ring = _Ring(group)
-    queries = query.transpose(1, 2)  # (rows, heads, local sequence, head_width)
+    queries = query.transpose(1, 2)  # (rows, heads, local sequence, head_dim)
     precise = torch.promote_types(query.dtype, torch.float32)
     output = log_sum = queries.new_empty(0)
-    travelling = _Pair.of(key, value)
+    travelling = _KeyValueBuffer.of(key, value)
     for step in range(ring.size):
-        arriving = ring.pass_on(travelling.data, _FORWARD) if step < ring.size - 1 else None
-        block = _block(ring, step, query.shape[1], documents)
-        block_output, block_log_sum = attend(
+        arriving = ring.send_to_next(travelling.data, _KEY_VALUE_TAG) if step < ring.size - 1 else None
+        block = _visible_block(ring, step, query.shape[1], document_ids)
+        block_output, block_log_sum = compute_block_attention(
             queries[:, :, block.queries],
             travelling.key[:, :, block.keys],
             travelling.value[:, :, block.keys],
-            block.sight,
+            block.visibility,
             scale,
         )
         if step == 0:
@@ -81,8 +87,8 @@ def _backward(
     key: Tensor,
     value: Tensor,
     attended: Tensor,
-    log_sum: Tensor,
-    documents: Tensor | None,
+    log_sum_exp: Tensor,
+    document_ids: Tensor | None,
     scale: float | None,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,22 +98,22 @@ def _backward(
     queries, outputs = query.transpose(1, 2), attended.transpose(1, 2)
     gradients = gradient.contiguous().transpose(1, 2)
     of_query = torch.zeros_like(queries, dtype=precise)
-    travelling = _Pair.of(key, value)
+    travelling = _KeyValueBuffer.of(key, value)
     # Gradients of a rank's keys and values travel one round behind them: each rank adds its share, and the
     # last one hands them to the rank that they belong to.
-    sums = _Pair.of(torch.zeros_like(key, dtype=precise), torch.zeros_like(value, dtype=precise))
-    returning: _Arrival | None = None
+    sums = _KeyValueBuffer.of(torch.zeros_like(key, dtype=precise), torch.zeros_like(value, dtype=precise))
+    returning: _PendingReceive | None = None
     for step in range(ring.size):
-        arriving = ring.pass_on(travelling.data, _FORWARD) if step < ring.size - 1 else None
-        block = _block(ring, step, query.shape[1], documents)
-        of_queries, of_keys, of_values = attend_backward(
+        arriving = ring.send_to_next(travelling.data, _KEY_VALUE_TAG) if step < ring.size - 1 else None
+        block = _visible_block(ring, step, query.shape[1], document_ids)
+        of_queries, of_keys, of_values = compute_block_attention_backward(
             gradients[:, :, block.queries],
             queries[:, :, block.queries],
             travelling.key[:, :, block.keys],
             travelling.value[:, :, block.keys],
             outputs[:, :, block.queries],
-            log_sum[:, :, block.queries],
-            block.sight,
+            log_sum_exp[:, :, block.queries],
+            block.visibility,
             scale,
         )
         of_query[:, :, block.queries] += of_queries
@@ -115,7 +121,7 @@ def _backward(
             sums = sums.like(returning.wait())
         sums.key[:, :, block.keys] += of_keys
         sums.value[:, :, block.keys] += of_values
-        returning = ring.pass_on(sums.data, _BACKWARD)
+        returning = ring.send_to_next(sums.data, _GRADIENT_TAG)
         if arriving is not None:
             travelling = travelling.like(arriving.wait())
     assert returning is not None
@@ -131,35 +137,35 @@ class _Block:
 
     queries: slice
     keys: slice
-    sight: Sight
+    visibility: BlockVisibility
 
 
-def _block(ring: _Ring, step: int, length: int, documents: Tensor | None) -> _Block:
+def _visible_block(ring: _Ring, step: int, length: int, document_ids: Tensor | None) -> _Block:
     """Return the part of this rank's queries and of the keys received in round `step` that see each other."""
     source = (ring.rank - step) % ring.size
     whole, front, back = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     queries = back if source > ring.rank else whole
     keys = front if source < ring.rank else whole
     pair = None
-    if documents is not None:
-        by_rank = documents.unflatten(1, (ring.size, length))
+    if document_ids is not None:
+        by_rank = document_ids.unflatten(1, (ring.size, length))
         pair = by_rank[:, ring.rank, queries], by_rank[:, source, keys]
-    return _Block(queries, keys, Sight(causal=step == 0, documents=pair))
+    return _Block(queries, keys, BlockVisibility(causal=step == 0, document_ids=pair))
 
 
-def _merge(output: Tensor, log_sum: Tensor, block_output: Tensor, block_log_sum: Tensor) -> None:
+def _merge(output: Tensor, log_sum_exp: Tensor, block_output: Tensor, block_log_sum: Tensor) -> None:
     """Merge the output of a block into the output of earlier blocks, in place.
 
     Each output is an average over its keys; the weight of the new one is its share of both sums, which is a
     logistic function of the logarithms and cannot overflow.
     """
-    share = torch.sigmoid(block_log_sum - log_sum).unsqueeze(-1)
+    share = torch.sigmoid(block_log_sum - log_sum_exp).unsqueeze(-1)
     output.lerp_(block_output.to(output.dtype), share.to(output.dtype))
-    log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
+    log_sum_exp.copy_(torch.logaddexp(log_sum_exp, block_log_sum))
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _KeyValueBuffer:
     """Keys and values, or their gradients, in one piece of memory: one message."""
 
     data: Tensor
@@ -168,21 +174,21 @@ class _Pair:
     value: Tensor
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> _Pair:
+    def of(cls, key: Tensor, value: Tensor) -> _KeyValueBuffer:
         """Return a pair made of a key and a value, (rows, local sequence, heads, width) each."""
         return cls._view(torch.cat([key.flatten(), value.flatten()]), key.shape, value.shape)
 
-    def like(self, data: Tensor) -> _Pair:
+    def like(self, data: Tensor) -> _KeyValueBuffer:
         """Return a pair of the same shapes over other data."""
         return self._view(data, self.key.transpose(1, 2).shape, self.value.transpose(1, 2).shape)
 
     @classmethod
-    def _view(cls, data: Tensor, key: torch.Size, value: torch.Size) -> _Pair:
+    def _view(cls, data: Tensor, key: torch.Size, value: torch.Size) -> _KeyValueBuffer:
         of_key, of_value = data.split([key.numel(), value.numel()])
         return cls(data, of_key.view(key).transpose(1, 2), of_value.view(value).transpose(1, 2))
 
 
-_FORWARD, _BACKWARD = 0, 1
+_KEY_VALUE_TAG, _GRADIENT_TAG = 0, 1
 """Message tags: keys with values, and their gradients, may be in transit at once."""
 
 
@@ -190,41 +196,41 @@ class _Ring:
     """Ring of ranks as this rank sees it, between its two neighbours."""
 
     def __init__(self, group: str) -> None:
-        self._group = _by_name(group)
+        self._group = _resolve_group(group)
         self.rank, self.size = self._group.rank(), self._group.size()
 
-    def pass_on(self, tensor: Tensor, tag: int) -> _Arrival:
+    def send_to_next(self, tensor: Tensor, tag: int) -> _PendingReceive:
         """Begin to send `tensor` to the next rank and to receive as much from the one before.
 
         Point to point under Gloo as under NCCL: both go on while the blocks are computed.
         """
-        received, flight = torch.empty_like(tensor), Flight("context")
+        receive_buffer, transfer = torch.empty_like(tensor), AsyncTransfer("context")
         following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, group=self._group, tag=tag, group_peer=following),
-                dist.P2POp(dist.irecv, received, group=self._group, tag=tag, group_peer=preceding),
+                dist.P2POp(dist.irecv, receive_buffer, group=self._group, tag=tag, group_peer=preceding),
             ]
         )
-        return _Arrival(tensor, received, works, flight)
+        return _PendingReceive(tensor, receive_buffer, works, transfer)
 
 
-_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+_resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 """Resolver of a process group's name: an operator takes only the name, and torch has no public way back."""
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _PendingReceive:
     """Tensor that this rank receives, and the one that it sends, which must not change until then."""
 
-    sent: Tensor
-    received: Tensor
+    send_buffer: Tensor
+    receive_buffer: Tensor
     works: list[dist.Work]
-    flight: Flight
+    transfer: AsyncTransfer
 
     def wait(self) -> Tensor:
-        self.flight.wait(self._wait)
-        return self.received
+        self.transfer.wait(self._wait)
+        return self.receive_buffer
 
     def _wait(self) -> None:
         for work in self.works:
@@ -237,15 +243,15 @@ _ring_attention = torch.library.custom_op(
     "wanma::ring_attention",
     _forward,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? documents, float? scale, str group) "
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? document_ids, float? scale, str group) "
     "-> (Tensor, Tensor)",
 )
 _ring_attention_backward = torch.library.custom_op(
     "wanma::ring_attention_backward",
     _backward,
     mutates_args=(),
-    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor attended, Tensor log_sum, "
-    "Tensor? documents, float? scale, str group) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor attended, Tensor log_sum_exp, "
+    "Tensor? document_ids, float? scale, str group) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -268,11 +274,11 @@ def _backward_shapes(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-OPERATOR: Any = torch.ops.wanma.ring_attention.default
+RING_ATTENTION_OPERATOR: Any = torch.ops.wanma.ring_attention.default
 """Operator of the forward pass, as torch's dispatch modes see it."""
 
 
-def messages(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[int]]:
+def ring_message_bytes(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[int]]:
     """Return the messages that one call of `operator` sends to the next rank, and alike receives.
 
     Args:
@@ -281,7 +287,7 @@ def messages(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[int]]
     Returns:
         the name of the group, and the bytes of each message; none for an operator of another file.
     """
-    if operator is OPERATOR:
+    if operator is RING_ATTENTION_OPERATOR:
         _, key, value, _, _, group = arguments
         returning = 0
     elif operator is torch.ops.wanma.ring_attention_backward.default:
@@ -289,20 +295,20 @@ def messages(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[int]]
         returning = (key.numel() + value.numel()) * max(key.element_size(), 4)
     else:
         return "", []
-    ranks = _by_name(group).size()
+    ranks = _resolve_group(group).size()
     travelling = (key.numel() + value.numel()) * key.element_size()
     return group, [travelling] * (ranks - 1) + ([returning] * ranks if returning else [])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, documents, scale, group = inputs
     ctx.save_for_backward(query, key, value, *output, documents)
     ctx.scale, ctx.group = scale, group
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _of_log_sum: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, gradient: Tensor, _of_log_sum: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _ring_attention_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.group)
     return *gradients, None, None, None
 
 
-_ring_attention.register_autograd(_differentiate, setup_context=_keep)
+_ring_attention.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -10,11 +10,11 @@ from torch import Tensor
 from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.parallel import ContextKind
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.job.sections.parallel import ContextParallelMethod
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 
-def context_positions(length: int, kind: ContextKind, ranks: int, rank: int) -> Tensor:
+def context_rank_positions(length: int, cp_method: ContextParallelMethod, ranks: int, rank: int) -> Tensor:
     """Return the positions of a sequence that one context rank holds, in the order in which it holds them.
 
     A ring cuts the sequence into twice as many pieces as ranks and gives each rank one from the front and
@@ -25,7 +25,7 @@ def context_positions(length: int, kind: ContextKind, ranks: int, rank: int) -> 
         (length / ranks,) int64 on CPU.
     """
     positions = torch.arange(length)
-    if kind == "all_to_all":
+    if cp_method == "all_to_all":
         return positions.chunk(ranks)[rank]
     pieces = positions.chunk(2 * ranks)
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
@@ -38,16 +38,18 @@ def residual_positions(batch: Batch, plan: Plan, rank: int) -> Tensor | None:
         int64 on CPU; None for the whole sequence.
 
     Raises:
-        WanmaError: as `split_sequence`.
+        WanmaError: as `shard_sequence`.
     """
     if plan.cp == 1 and not plan.sequence_parallel:
         return None
     at = plan.coordinates(rank)
-    positions = context_positions(_length(batch, plan), plan.cp_method, plan.cp, at["cp"])
+    positions = context_rank_positions(
+        _checked_sequence_length(batch, plan), plan.cp_method, plan.cp, at["cp"]
+    )
     return positions.chunk(plan.tp)[at["tp"]] if plan.sequence_parallel else positions
 
 
-def split_sequence(batch: Batch, grid: Grid) -> Batch:
+def shard_sequence(batch: Batch, parallel_mesh: ParallelMesh) -> Batch:
     """Return the part of a batch of sequences that this rank's model is given.
 
     Under sequence parallelism that is all of it, for the embedding cuts it. But the model is told the
@@ -56,11 +58,13 @@ def split_sequence(batch: Batch, grid: Grid) -> Batch:
     Raises:
         WanmaError: the batch has no sequence, or one that the plan cannot cut.
     """
-    plan = grid.plan
+    plan = parallel_mesh.plan
     if plan.cp == 1 and not plan.sequence_parallel:
         return batch
-    length = _length(batch, plan)
-    mine = context_positions(length, plan.cp_method, plan.cp, grid.at("cp")).to(batch.samples.device)
+    length = _checked_sequence_length(batch, plan)
+    mine = context_rank_positions(length, plan.cp_method, plan.cp, parallel_mesh.coordinate("cp")).to(
+        batch.samples.device
+    )
 
     def part(tensor: Tensor) -> Tensor:
         return tensor[:, mine] if plan.cp > 1 and _is_sequence(tensor, length) else tensor
@@ -75,7 +79,7 @@ def split_sequence(batch: Batch, grid: Grid) -> Batch:
     )
 
 
-def _length(batch: Batch, plan: Plan) -> int:
+def _checked_sequence_length(batch: Batch, plan: Plan) -> int:
     """Return the sequence length of a batch, after a check that the plan can cut it."""
     key = f"parallel.cp = {plan.cp}" if plan.cp > 1 else "parallel.sequence_parallel = true"
     data = batch.inputs[0] if batch.inputs else batch.targets  # a dataset may give all inputs by name
@@ -86,7 +90,7 @@ def _length(batch: Batch, plan: Plan) -> int:
             "give inputs and targets whose first dim is the sequence, or use the ranks as dp_replicate or "
             "dp_shard",
         )
-    length, unit = data.shape[1], plan.sequence_unit
+    length, unit = data.shape[1], plan.sequence_length_multiple
     if length % unit:
         raise WanmaError(
             f"{key}: samples of {length} positions cannot be cut evenly",

@@ -9,10 +9,10 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 
 
-def explained(error: Exception, plan: Plan) -> JobError | None:
+def to_job_error(error: Exception, plan: Plan) -> JobError | None:
     """Return the error for users; None for an error of another kind."""
     text = str(error)
-    if "mixed torch.Tensor and DTensor" in text and plan.reshards:
+    if "mixed torch.Tensor and DTensor" in text and plan.reshards_after_forward:
         return JobError(
             f"parallel.shard = '{plan.shard}': the model or the loss reads parameters of a block that does "
             "not compute at the time, and has parts of them only",
@@ -30,11 +30,11 @@ def explained(error: Exception, plan: Plan) -> JobError | None:
 
 
 @contextmanager
-def explaining(plan: Plan) -> Iterator[None]:
-    """Replace torch's errors by those of `explained`, within the context."""
+def translate_fsdp_errors(plan: Plan) -> Iterator[None]:
+    """Replace torch's errors by those of `to_job_error`, within the context."""
     try:
         yield
     except RuntimeError as error:
-        if (reason := explained(error, plan)) is None:
+        if (reason := to_job_error(error, plan)) is None:
             raise
         raise reason from error

@@ -23,42 +23,50 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from wanma.collectives.fsdp.point_to_point_collectives import GlooAllGather
-from wanma.job.errors import AgreedError
+from wanma.collectives.fsdp.point_to_point_collectives import PointToPointAllGather
+from wanma.job.errors import AllRanksError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.data_parallel.shared_memory_weights import communicates
-from wanma.parallel.parameters.fsdp_units import group_of, units
+from wanma.parallel.data_parallel.shared_memory_weights import gathers_from_other_ranks
+from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
 
 _TAG = 2
 """Tag of the messages that announce a gather: no other message has it."""
-_WATCHED_STEPS = 3
+_CHECKED_STEPS = 3
 _HASHES = 1 << 16
 """Number of hash values: few enough that sums of squares over the ranks are exact in fp64."""
 
 
-def watch_gathers(model: nn.Module, plan: Plan, *, stays_whole: bool) -> GatherWatch | None:
-    """Watch over the units of `model`, after `share_weights`.
+def install_gather_order_check(
+    model: nn.Module, plan: Plan, *, stays_unsharded: bool
+) -> GatherOrderCheck | None:
+    """Watch over the units of `model`, after `share_weights_in_memory`.
 
     Args:
-        stays_whole: true where parameters stay unsharded from their first use in a step to its last.
+        stays_unsharded: true where parameters stay unsharded from their first use in a step to its last.
 
     Returns:
         None where only the model as one unit is gathered from other ranks, or all of it in one order.
     """
-    if plan.device == "cpu" and stays_whole:
-        model.register_forward_pre_hook(_GatherAll([unit for unit in units(model) if group_of(unit)]))
+    if plan.device == "cpu" and stays_unsharded:
+        model.register_forward_pre_hook(
+            _UnshardAll([unit for unit in fsdp_units(model) if fsdp_param_group(unit)])
+        )
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    gathered = [unit for unit in units(model) if group_of(unit) is not None and communicates(group_of(unit))]
+    gathered = [
+        unit
+        for unit in fsdp_units(model)
+        if fsdp_param_group(unit) is not None and gathers_from_other_ranks(fsdp_param_group(unit))
+    ]
     if {id(unit) for unit in gathered} <= {id(model)}:
         return None
-    watch = GatherWatch(plan, [names[id(unit)] or "the rest of the model" for unit in gathered])
+    watch = GatherOrderCheck(plan, [names[id(unit)] or "the rest of the model" for unit in gathered])
     for number, unit in enumerate(gathered):
-        unit.set_custom_all_gather(_Watched(watch, number, group_of(unit)._all_gather_comm))
+        unit.set_custom_all_gather(_CheckedGather(watch, number, fsdp_param_group(unit)._all_gather_comm))
     return watch
 
 
-class GatherWatch:
+class GatherOrderCheck:
     """Comparison of this rank's gathers and reductions with those of the others.
 
     Args:
@@ -73,38 +81,39 @@ class GatherWatch:
         self.hash = 0
         """Hash of the order of gathers since the last step ended."""
 
-    def gathers(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Announce the gather of unit `number` to the ranks of `group`.
+    def announce_gather(self, unit_index: int, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Announce the gather of unit `unit_index` to the ranks of `group`.
 
         Returns:
-            function to call before one waits for the gather. It raises an `AgreedError` where ranks are about
+            function to call before one waits for the gather. It raises an `AllRanksError` where ranks are
+            about
                 to do something else.
         """
-        self.hash = (self.hash * 31 + number + 1) % _HASHES
-        return self._compare(number, group)
+        self.hash = (self.hash * 31 + unit_index + 1) % _HASHES
+        return self._compare(unit_index, group)
 
-    def meets(self, group: dist.ProcessGroup) -> None:
+    def announce_other_communication(self, group: dist.ProcessGroup) -> None:
         """Announce that the ranks of `group` communicate in another way next, such as to reduce gradients.
 
         Raises:
-            AgreedError: a rank is about to gather a unit.
+            AllRanksError: a rank is about to gather a unit.
         """
         self._compare(len(self._names), group)()
 
-    def end_step(self, differs: bool) -> None:
+    def end_step(self, has_mismatch: bool) -> None:
         """Begin the next step, after the ranks' hashes have been compared.
 
         Raises:
-            AgreedError: their gathers came in different orders.
+            AllRanksError: their gathers came in different orders.
         """
         self.steps += 1
         self.hash = 0
-        if differs:
-            raise self._refusal("ranks gathered parts of the model in different orders")
+        if has_mismatch:
+            raise self._order_error("ranks gathered parts of the model in different orders")
 
     def _compare(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
-        if self._plan.device != "cpu" and (self.steps >= _WATCHED_STEPS or not _has_cpu(group)):
-            return _nothing
+        if self._plan.device != "cpu" and (self.steps >= _CHECKED_STEPS or not _has_cpu(group)):
+            return _no_check
         mine, me = torch.tensor([number]), group.rank()
         found = [mine if rank == me else torch.empty_like(mine) for rank in range(group.size())]
         others = [rank for rank in range(group.size()) if rank != me]
@@ -122,32 +131,32 @@ class GatherWatch:
                 return
             first, second = sorted((me, other))
             ranks = dist.get_process_group_ranks(group)
-            raise self._refusal(
-                f"rank {ranks[first]} {self._doing(numbers[first])} while "
-                f"rank {ranks[second]} {self._doing(numbers[second])}"
+            raise self._order_error(
+                f"rank {ranks[first]} {self._describe_action(numbers[first])} while "
+                f"rank {ranks[second]} {self._describe_action(numbers[second])}"
             )
 
         return check
 
-    def _doing(self, number: int) -> str:
+    def _describe_action(self, number: int) -> str:
         return (
             f"gathers {self._names[number]}" if number < len(self._names) else "has gathered all that it uses"
         )
 
-    def _refusal(self, what: str) -> AgreedError:
+    def _order_error(self, what: str) -> AllRanksError:
         out = "gradients" if self._plan.device == "cpu" else "none"
-        return AgreedError(
+        return AllRanksError(
             f"parallel.shard = '{self._plan.shard}': {what}, and they can do so only together",
             f"the model uses other parts of itself for other samples: set parallel.shard = '{out}', or use "
             "the same parts in the same order for every batch",
         )
 
 
-class _Watched(AllGather):
-    """Gather of one unit that announces itself to `watch`."""
+class _CheckedGather(AllGather):
+    """Gather of one unit that announces itself to `order_check`."""
 
-    def __init__(self, watch: GatherWatch, number: int, inner: AllGather) -> None:
-        self._watch, self._number, self._inner = watch, number, inner
+    def __init__(self, order_check: GatherOrderCheck, number: int, inner: AllGather) -> None:
+        self._order_check, self._number, self._inner = order_check, number, inner
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._inner.allocate(size, dtype=dtype, device=device)
@@ -159,17 +168,21 @@ class _Watched(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        check = self._watch.gathers(self._number, group)
+        check = self._order_check.announce_gather(self._number, group)
         # Before the first step a refusal may be caught: nothing may be left under way by then.
-        if not isinstance(self._inner, GlooAllGather) or not self._inner.ahead or self._watch.steps == 0:
+        if (
+            not isinstance(self._inner, PointToPointAllGather)
+            or not self._inner.prefetch
+            or self._order_check.steps == 0
+        ):
             check()
             return self._inner(output_tensor, input_tensor, group, async_op)
         work = self._inner(output_tensor, input_tensor, group, async_op)
         assert work is not None
-        return _Checked(check, work)
+        return _CheckedWork(check, work)
 
 
-class _Checked(dist.Work):
+class _CheckedWork(dist.Work):
     """Gather in progress that is checked against the other ranks' announcements before it is waited for."""
 
     def __init__(self, check: Callable[[], None], work: dist.Work) -> None:
@@ -177,7 +190,7 @@ class _Checked(dist.Work):
         self._check, self._work = check, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        check, self._check = self._check, _nothing
+        check, self._check = self._check, _no_check
         check()
         return self._work.wait(timeout) if timeout is not None else self._work.wait()
 
@@ -191,17 +204,17 @@ def _has_cpu(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _nothing() -> None:
+def _no_check() -> None:
     """No-op check of a gather that needs none."""
 
 
-class _GatherAll:
+class _UnshardAll:
     """Forward hook that unshards all units; they stay so."""
 
-    def __init__(self, gathered: Sequence[FSDPModule]) -> None:
-        self._gathered = gathered
+    def __init__(self, gathered_units: Sequence[FSDPModule]) -> None:
+        self._gathered_units = gathered_units
 
     def __call__(self, *_: Any) -> None:
-        for unit in self._gathered:
-            if group_of(unit).is_sharded:
+        for unit in self._gathered_units:
+            if fsdp_param_group(unit).is_sharded:
                 unit.unshard()

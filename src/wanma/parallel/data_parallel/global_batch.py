@@ -1,7 +1,7 @@
 """Gather of the full global batch on every data rank, with gradients, for losses that couple samples.
 
 `global_batch` and `global_rows` are called by a user's loss or forward. A run announces the rows around each
-step by `GlobalBatch.announced`.
+step by `GlobalBatchGatherer.provide`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from wanma.collectives.compression.bucket_tensors import all_gather, reduce_scatter
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 _SUMMED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Dtype in which gradients of low precision are summed over ranks, so that no summand is rounded away."""
@@ -63,7 +63,7 @@ def global_rows(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device) if here is None and _is_alone(x) else _rows().indices(x)
 
 
-class Rows(Protocol):
+class GlobalBatchRows(Protocol):
     """Global batch of the current step, as `global_batch` and `global_rows` see it."""
 
     def gather(self, x: Tensor) -> Tensor: ...
@@ -71,7 +71,7 @@ class Rows(Protocol):
 
 
 @contextmanager
-def announce(rows: Rows) -> Iterator[None]:
+def provide_global_batch(rows: GlobalBatchRows) -> Iterator[None]:
     """Make `rows` the global batch of `global_batch` and `global_rows`, within the context."""
     before, _process.rows = _process.rows, rows
     try:
@@ -80,30 +80,30 @@ def announce(rows: Rows) -> Iterator[None]:
         _process.rows = before
 
 
-class GlobalBatch:
+class GlobalBatchGatherer:
     """Gatherer of one rank's global batches over a run.
 
     Args:
-        most_samples: samples of the run's largest global batch.
+        max_samples: samples of the run's largest global batch.
     """
 
-    def __init__(self, grid: Grid, most_samples: int) -> None:
-        self._grid = grid
-        self._most_samples = most_samples
+    def __init__(self, parallel_mesh: ParallelMesh, max_samples: int) -> None:
+        self._parallel_mesh = parallel_mesh
+        self._max_samples = max_samples
         self._group: dist.ProcessGroup | None = None
         self.is_used = False
         """True if a loss or a forward has gathered yet."""
 
-    def announced(self, plan: Plan, samples: int) -> AbstractContextManager[None]:
+    def provide(self, plan: Plan, samples: int) -> AbstractContextManager[None]:
         """Announce a batch of `samples` samples, around its forward and backward.
 
         Args:
             plan: plan of the step.
             samples: samples of the global batch.
         """
-        return announce(_SharedRows(self, plan, samples))
+        return provide_global_batch(_SharedRows(self, plan, samples))
 
-    def refuse(self, plan: Plan, samples: int) -> None:
+    def require_gatherable(self, plan: Plan, samples: int) -> None:
         """Refuse a gather that the layout cannot make; called for each of them.
 
         Raises:
@@ -111,11 +111,11 @@ class GlobalBatch:
                 samples.
         """
         self.is_used = True
-        if refusal := _why_not(plan, max(samples, self._most_samples)):
+        if refusal := _gather_obstacle(plan, max(samples, self._max_samples)):
             reason, way_out = refusal
             raise JobError(f"wanma.global_batch cannot gather the global batch: {reason}", way_out)
 
-    def over_ranks(self, own: Tensor, sizes: list[int]) -> Tensor:
+    def all_gather_rows(self, own: Tensor, sizes: list[int]) -> Tensor:
         """Return the rows of all data ranks, one after the other.
 
         Args:
@@ -125,32 +125,32 @@ class GlobalBatch:
         if len(sizes) == 1:
             return own
         if self._group is None:
-            self._group = _data_group(self._grid)
-        exchange = _Exchange(self._group, self._grid, sizes)
-        gathered: Tensor = _Gather.apply(own, exchange)  # type: ignore[no-untyped-call]  # torch's
+            self._group = _data_group(self._parallel_mesh)
+        exchange = _RowExchange(self._group, self._parallel_mesh, sizes)
+        gathered: Tensor = _AllGatherRows.apply(own, exchange)  # type: ignore[no-untyped-call]  # torch's
         return gathered
 
     @property
     def data_rank(self) -> int:
-        return self._grid.data_rank
+        return self._parallel_mesh.data_rank
 
 
 @dataclass(frozen=True)
 class _SharedRows:
     """Rows of one batch that the data ranks share."""
 
-    run: GlobalBatch
+    gatherer: GlobalBatchGatherer
     plan: Plan
     samples: int
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def gather(self, x: Tensor) -> Tensor:
         sizes = self._sizes(x)
-        return self.run.over_ranks(x[: sizes[self.run.data_rank]], sizes)
+        return self.gatherer.all_gather_rows(x[: sizes[self.gatherer.data_rank]], sizes)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def indices(self, x: Tensor) -> Tensor:
-        sizes, rank = self._sizes(x), self.run.data_rank
+        sizes, rank = self._sizes(x), self.gatherer.data_rank
         if sizes[rank] == 0:  # one padding row
             return torch.zeros(len(x), dtype=torch.int64, device=x.device)
         start = sum(sizes[:rank])
@@ -158,9 +158,9 @@ class _SharedRows:
 
     def _sizes(self, x: Tensor) -> list[int]:
         """Return the number of rows by data rank, after a check that `x` has this rank's."""
-        self.run.refuse(self.plan, self.samples)
-        sizes = self.plan.sizes(self.samples)
-        rows = max(sizes[self.run.data_rank], 1)
+        self.gatherer.require_gatherable(self.plan, self.samples)
+        sizes = self.plan.rows_per_data_rank(self.samples)
+        rows = max(sizes[self.gatherer.data_rank], 1)
         if x.ndim == 0 or x.shape[0] != rows:
             raise WanmaError(
                 f"wanma.global_batch was given a tensor of shape {tuple(x.shape)}, but this rank's batch has "
@@ -174,13 +174,13 @@ class _SharedRows:
 class _Process:
     """State of this process. It is no context variable: backward repeats a forward in threads of its own."""
 
-    rows: Rows | None = None
+    rows: GlobalBatchRows | None = None
 
 
 _process = _Process()
 
 
-def _rows() -> Rows:
+def _rows() -> GlobalBatchRows:
     if _process.rows is None:
         raise WanmaError(
             "wanma.global_batch was called between two batches, where there is no global batch",
@@ -194,7 +194,7 @@ def _is_alone(x: Tensor) -> bool:
     return x.is_meta or not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def _why_not(plan: Plan, samples: int) -> tuple[str, str] | None:
+def _gather_obstacle(plan: Plan, samples: int) -> tuple[str, str] | None:
     """Return the reason and way out of a plan that cannot gather; None where it can."""
     if plan.pp > 1:
         return (
@@ -208,38 +208,39 @@ def _why_not(plan: Plan, samples: int) -> tuple[str, str] | None:
             f"{plan.sites} sites train on their own parts of it and do not agree at every step",
             "train without parallel.synchronization",
         )
-    count = plan.accumulation(samples)
+    count = plan.gradient_accumulation_steps(samples)
     if count > 1:
         return (
             f"a rank computes its part of {samples} samples in {count} micro-batches, one after the other",
-            f"set parallel.micro_batch = {plan.most_rows(samples)}, so that one holds them all; parallel."
+            f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}, so that one holds them all; "
+            "parallel."
             "recompute = 'full' and more data ranks save memory",
         )
     return None
 
 
-def _data_group(grid: Grid) -> dist.ProcessGroup:
+def _data_group(parallel_mesh: ParallelMesh) -> dist.ProcessGroup:
     """Create the group of ranks that hold different rows and are otherwise alike.
 
     torch wants every rank to make every group. It is a group of its own: gradients are summed over the others
     while backward goes on, in an order of their own.
     """
-    plan = grid.plan
+    plan = parallel_mesh.plan
     mine: dist.ProcessGroup | None = None
     for first in range(plan.tp):
         group = dist.new_group(list(range(first, plan.world_size, plan.tp)))
-        if grid.at("tp") == first:
+        if parallel_mesh.coordinate("tp") == first:
             mine = group
     assert mine is not None
     return mine
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _RowExchange:
     """Exchange of uneven shares of rows over a group, padded to equal length."""
 
     group: dist.ProcessGroup
-    grid: Grid
+    parallel_mesh: ParallelMesh
     sizes: list[int]
 
     def gather(self, own: Tensor) -> Tensor:
@@ -248,7 +249,7 @@ class _Exchange:
         flat = own.detach().reshape(len(own), math.prod(own.shape[1:])).contiguous()
         as_bytes = _padded(flat, most).view(torch.uint8)  # which every backend knows
         parts = as_bytes.new_empty((ranks * most, as_bytes.shape[1]))
-        with self.grid.communication.waiting("data"):
+        with self.parallel_mesh.communication_timer.time_blocking_transfer("data"):
             all_gather(parts, as_bytes, group=self.group)
         whole = parts.view(own.dtype)
         if min(self.sizes) < most:
@@ -256,44 +257,44 @@ class _Exchange:
             whole = torch.cat([piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)])
         return whole.view(sum(self.sizes), *own.shape[1:])
 
-    def sum_own(self, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Reduce (all rows, ...) to (own rows, ...), summed over the ranks: the transpose of `gather`."""
         dtype = _SUMMED_AS.get(whole.dtype, whole.dtype)
         pieces = whole.detach().reshape(len(whole), -1).to(dtype).split(self.sizes)
-        most, size = max(self.sizes), self.sizes[self.grid.data_rank]
+        most, size = max(self.sizes), self.sizes[self.parallel_mesh.data_rank]
         parts = torch.cat([_padded(piece, most) for piece in pieces])
         if dtype.is_complex:
             parts = torch.view_as_real(parts).flatten(1)
         own = parts.new_empty((most, parts.shape[1]))
-        with self.grid.communication.waiting("data"):
+        with self.parallel_mesh.communication_timer.time_blocking_transfer("data"):
             reduce_scatter(own, parts, group=self.group)
         if dtype.is_complex:
             own = torch.view_as_complex(own.unflatten(1, (-1, 2)))
         return own[:size].to(whole.dtype).view(size, *whole.shape[1:])
 
 
-class _Gather(torch.autograd.Function):
+class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, own: Tensor, exchange: _RowExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.gather(own)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _SumOwn.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
+        return _ReduceScatterRows.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
 
 
-class _SumOwn(torch.autograd.Function):
-    """Backward of `_Gather`. It has a backward itself, for penalties on gradients."""
+class _ReduceScatterRows(torch.autograd.Function):
+    """Backward of `_AllGatherRows`. It has a backward itself, for penalties on gradients."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, exchange: _RowExchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.sum_own(whole)
+        return exchange.reduce_scatter(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
+        return _AllGatherRows.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
 
 
 def _padded(rows: Tensor, most: int) -> Tensor:

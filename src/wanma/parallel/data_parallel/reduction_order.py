@@ -22,14 +22,14 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
-from wanma.collectives.timing.communication_timer import Stopwatch
-from wanma.parallel.data_parallel.gather_order_check import GatherWatch
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parameters.forward_changes import GatheredCopies
-from wanma.parallel.parameters.fsdp_units import group_of, units
+from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.parallel.data_parallel.gather_order_check import GatherOrderCheck
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parameters.forward_changes import GatheredCopyCheck
+from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
 
 
-class UnitOrder:
+class UnitReducer:
     """Order in which the units of one model, or of one stage of it, are reduced.
 
     The first step goes from the last unit to the first. Then the order is the one in which the first rank's
@@ -37,27 +37,31 @@ class UnitOrder:
 
     Args:
         model: module sharded by FSDP2.
-        grid: device meshes of the ranks that sum gradients.
-        stopwatch: timer of the messages by which ranks agree.
+        parallel_mesh: device meshes of the ranks that sum gradients.
+        communication_timer: timer of the messages by which ranks agree.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, stopwatch: Stopwatch) -> None:
-        self._stopwatch, self._device = stopwatch, grid.device
-        axes = [grid.state[name] for name in ("shard", "replicate")]
-        self._shards, self._replicas = [axis.get_group() if axis.size() > 1 else None for axis in axes]
-        self._leads = all(axis.get_local_rank() == 0 for axis in axes)
-        groups = [(unit, group_of(unit)) for unit in units(model)]
+    def __init__(
+        self, model: nn.Module, parallel_mesh: ParallelMesh, communication_timer: CommunicationTimer
+    ) -> None:
+        self._communication_timer, self._device = communication_timer, parallel_mesh.device
+        axes = [parallel_mesh.parameter_mesh[name] for name in ("shard", "replicate")]
+        self._shard_group, self._replica_group = [
+            axis.get_group() if axis.size() > 1 else None for axis in axes
+        ]
+        self._is_first_rank = all(axis.get_local_rank() == 0 for axis in axes)
+        groups = [(unit, fsdp_param_group(unit)) for unit in fsdp_units(model)]
         self._units = [_Unit(unit, group) for unit, group in groups if group is not None]
-        self._copies = {unit: GatheredCopies(model, unit.group) for unit in self._units}
+        self._gathered_copies = {unit: GatheredCopyCheck(model, unit.group) for unit in self._units}
         for unit in self._units:
             unit.group.pre_forward = partial(self._pre_forward, unit, unit.group.pre_forward)
             unit.group.post_forward = partial(self._post_forward, unit, unit.group.post_forward)
             unit.group.post_backward = partial(self._post_backward, unit)
-        self.watch: GatherWatch | None = None
+        self.gather_order_check: GatherOrderCheck | None = None
         """Check of the order in which ranks gather and reduce; None where nothing need be checked."""
-        self._order = self._units[::-1]
-        self._is_learned = False
-        self.reshards = grid.plan.reshards
+        self._reduction_order = self._units[::-1]
+        self._has_order = False
+        self.reshards = parallel_mesh.plan.reshards_after_forward
         """True if parameters are gathered for each use.
 
         Otherwise they stay unsharded, also between two uses in a last backward: ranks gather only together,
@@ -65,7 +69,7 @@ class UnitOrder:
         """
         self._next = 0
         """Index in the order of the next unit to be reduced."""
-        self._passed: list[_Unit] = []
+        self._backward_order: list[_Unit] = []
         """Units in the order in which backward has passed them, in the last micro-batch that reduces."""
         self._is_open = False
         """Flag of a micro-batch that reduces, from its start until all its reductions have been made."""
@@ -79,7 +83,7 @@ class UnitOrder:
         self._end_micro_batch()
         self._is_open = reduces
 
-    def end_backward(self) -> None:
+    def finalize_gradients(self) -> None:
         """Reduce the remaining units after a step's last backward, and drop zeros that stand for no gradient.
 
         All ranks call it.
@@ -89,88 +93,102 @@ class UnitOrder:
         """
         self._is_open = True  # torch's pipelines begin none
         self._end_micro_batch()
-        told = self._tell()
-        late = [unit for unit, tells in zip(self._units, told, strict=True) if tells.waits]
+        told = self._exchange_unit_facts()
+        late = [unit for unit, tells in zip(self._units, told, strict=True) if tells.is_pending]
         for unit in late:
             self._reduce(unit)
-        if not self._is_learned or not set(late).issubset(self._order):
-            self._learn(told)
+        if not self._has_order or not set(late).issubset(self._reduction_order):
+            self._adopt_order(told)
         for unit, tells in zip(self._units, told, strict=True):
-            unit.end_step(tells.had)
-            self._copies[unit].end_step()
+            unit.end_step(tells.had_gradient)
+            self._gathered_copies[unit].end_step()
 
-    def refuse_changes(self) -> None:
+    def check_weights_unchanged(self) -> None:
         """Check that no forward has changed a weight.
 
         Raises:
             JobError: a copy of a weight has been written to.
         """
-        for copies in self._copies.values():
+        for copies in self._gathered_copies.values():
             copies.end_step()
 
-    def meet(self) -> None:
+    def synchronize_gathers(self) -> None:
         """Wait for the ranks that gather from each other, before other communication; all of them call it.
 
         Raises:
-            AgreedError: a rank is about to gather a unit.
+            AllRanksError: a rank is about to gather a unit.
         """
-        if self.watch is not None and self._shards is not None:
-            self.watch.meets(self._shards)
+        if self.gather_order_check is not None and self._shard_group is not None:
+            self.gather_order_check.announce_other_communication(self._shard_group)
 
-    def _tell(self) -> list[_Tells]:
+    def _exchange_unit_facts(self) -> list[_UnitFacts]:
         """Sum each rank's facts about each unit over the data ranks; positions are those of the first rank.
 
         Raises:
-            AgreedError: a rank is about to gather a unit.
+            AllRanksError: a rank is about to gather a unit.
         """
-        self.meet()
-        place = {unit: at for at, unit in enumerate(self._passed, start=1)} if self._leads else {}
-        self._passed = []
+        self.synchronize_gathers()
+        place = (
+            {unit: at for at, unit in enumerate(self._backward_order, start=1)} if self._is_first_rank else {}
+        )
+        self._backward_order = []
         mine = [
             number
             for unit in self._units
-            for number in (float(unit.has_gradient()), float(place.get(unit, 0)), *map(float, unit.has_had()))
+            for number in (
+                float(unit.has_gradient()),
+                float(place.get(unit, 0)),
+                *map(float, unit.gradient_flags()),
+            )
         ]
-        hashed = self.watch.hash if self.watch is not None else 0
+        hashed = self.gather_order_check.hash if self.gather_order_check is not None else 0
         numbers = torch.tensor([hashed, hashed**2, *mine], dtype=torch.float64, device=self._device)
-        if self._shards is not None:
-            with self._stopwatch.waiting("data"):
-                dist.all_reduce(numbers, group=self._shards)
+        if self._shard_group is not None:
+            with self._communication_timer.time_blocking_transfer("data"):
+                dist.all_reduce(numbers, group=self._shard_group)
             # Shards of one replica gather from each other; this is 0 where they have done it alike.
-            numbers[0] = numbers[1] * self._shards.size() - numbers[0] ** 2
-        if self._replicas is not None:
-            with self._stopwatch.waiting("data"):
-                dist.all_reduce(numbers, group=self._replicas)
+            numbers[0] = numbers[1] * self._shard_group.size() - numbers[0] ** 2
+        if self._replica_group is not None:
+            with self._communication_timer.time_blocking_transfer("data"):
+                dist.all_reduce(numbers, group=self._replica_group)
         # In a dry run tensors have no values, and all ranks have what one has.
         differs, _, *told = [0, 0, *mine] if is_fake(numbers) or numbers.is_meta else numbers.tolist()
-        if self.watch is not None:
-            self.watch.end_step(differs > 0)
+        if self.gather_order_check is not None:
+            self.gather_order_check.end_step(differs > 0)
         given = iter(told)
         return [
-            _Tells(next(given) > 0, int(next(given)), [had > 0 for had in islice(given, len(unit.had))])
+            _UnitFacts(
+                next(given) > 0, int(next(given)), [had > 0 for had in islice(given, len(unit.had_gradient))]
+            )
             for unit in self._units
         ]
 
-    def _learn(self, told: Sequence[_Tells]) -> None:
+    def _adopt_order(self, unit_facts: Sequence[_UnitFacts]) -> None:
         """Adopt the first rank's order in the first step; later append units that were never used before."""
-        place = {unit: tells.place for unit, tells in zip(self._units, told, strict=True)}
-        used = {unit for unit, tells in zip(self._units, told, strict=True) if tells.waits or any(tells.had)}
-        if not self._is_learned:
-            self._order.sort(key=lambda unit: place[unit] or len(place) + 1)
-            self._order = [unit for unit in self._order if unit in used]
-        self._order += [unit for unit in self._units if unit in used and unit not in self._order]
-        self._is_learned = True
+        place = {unit: tells.position for unit, tells in zip(self._units, unit_facts, strict=True)}
+        used = {
+            unit
+            for unit, tells in zip(self._units, unit_facts, strict=True)
+            if tells.is_pending or any(tells.had_gradient)
+        }
+        if not self._has_order:
+            self._reduction_order.sort(key=lambda unit: place[unit] or len(place) + 1)
+            self._reduction_order = [unit for unit in self._reduction_order if unit in used]
+        self._reduction_order += [
+            unit for unit in self._units if unit in used and unit not in self._reduction_order
+        ]
+        self._has_order = True
 
     def _pre_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
         # A recomputed forward does not count: torch._C has the only test for one, which FSDP2 uses too.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             unit.forwards += 1
         found = forward(*arguments)
-        self._copies[unit].begin()
+        self._gathered_copies[unit].record_versions()
         return found
 
     def _post_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
-        self._copies[unit].check_values()
+        self._gathered_copies[unit].check_values()
         output = forward(*arguments)
         if not self.reshards or not torch.is_grad_enabled():
             return output
@@ -180,7 +198,7 @@ class UnitOrder:
     def _post_backward(self, unit: _Unit, *_: Any) -> None:
         """Note that backward has passed a use of `unit`; FSDP2 also calls it at the end, for each unit."""
         unit.backwards += 1
-        self._copies[unit].check_values()
+        self._gathered_copies[unit].check_values()
         # Without a gradient it is not its backward, but a `torch.autograd.grad` within a forward.
         is_passed = (
             unit.group.reduce_grads
@@ -189,41 +207,41 @@ class UnitOrder:
             and unit.has_gradient()
         )
         if not is_passed:
-            unit.hold(reshard=self.reshards)
+            unit.accumulate(reshard=self.reshards)
             return
-        unit.is_passed = True
-        self._passed.append(unit)
-        if self._next == len(self._order) or self._order[self._next] is not unit:
-            unit.hold(reshard=self.reshards)
-        while self._next < len(self._order) and self._order[self._next].needs_no_waiting:
+        unit.is_backward_done = True
+        self._backward_order.append(unit)
+        if self._next == len(self._reduction_order) or self._reduction_order[self._next] is not unit:
+            unit.accumulate(reshard=self.reshards)
+        while self._next < len(self._reduction_order) and self._reduction_order[self._next].is_ready:
             self._reduce_next()
 
     def _end_micro_batch(self) -> None:
-        while self._is_open and self._next < len(self._order):
+        while self._is_open and self._next < len(self._reduction_order):
             self._reduce_next()
         self._next, self._is_open = 0, False
         for unit in self._units:
             unit.end_micro_batch()
 
     def _reduce_next(self) -> None:
-        unit = self._order[self._next]
+        unit = self._reduction_order[self._next]
         self._next += 1
         self._reduce(unit)
 
     def _reduce(self, unit: _Unit) -> None:
-        self.meet()
+        self.synchronize_gathers()
         unit.reduce()
 
 
 @dataclass(frozen=True)
-class _Tells:
+class _UnitFacts:
     """Facts about one unit after a step, agreed on by all ranks."""
 
-    waits: bool
+    is_pending: bool
     """True if some rank has a gradient that has not been reduced."""
-    place: int
+    position: int
     """Position in the order of rank 0's backward, counted from 1; 0: never passed."""
-    had: list[bool]
+    had_gradient: list[bool]
     """Flag by parameter: some rank had a gradient."""
 
 
@@ -232,37 +250,37 @@ class _Unit:
 
     def __init__(self, module: FSDPModule, group: Any) -> None:
         self._module, self.group = module, group
-        self._idle, self._finish = group._training_state, group.post_backward
-        self.had = [False] * len(group.fsdp_params)
+        self._idle, self._fsdp_post_backward = group._training_state, group.post_backward
+        self.had_gradient = [False] * len(group.fsdp_params)
         """Parameters that had a gradient in this step, on this rank."""
         self.end_micro_batch()
 
     @property
-    def needs_no_waiting(self) -> bool:
-        return self.is_passed or not any(self._trained())
+    def is_ready(self) -> bool:
+        return self.is_backward_done or not any(self._trained())
 
     def end_micro_batch(self) -> None:
         self.forwards = self.backwards = 0
         """Number of uses of the unit in this micro-batch, and how many of them backward has passed."""
-        self.is_passed = self.is_reduced = False
+        self.is_backward_done = self.is_reduced = False
 
     def has_gradient(self) -> bool:
         """Return whether this rank has a gradient that has not been reduced."""
         return any(_gradient(shard) is not None for shard in self._trained())
 
-    def has_had(self) -> list[bool]:
+    def gradient_flags(self) -> list[bool]:
         """Return a flag by parameter: this rank has had a gradient in this step, reduced or not."""
-        shards = zip(self.had, self.group.fsdp_params, strict=True)
+        shards = zip(self.had_gradient, self.group.fsdp_params, strict=True)
         return [had or (_is_trained(shard) and _gradient(shard) is not None) for had, shard in shards]
 
-    def hold(self, *, reshard: bool) -> None:
+    def accumulate(self, *, reshard: bool) -> None:
         """Accumulate unsharded gradients without a reduction."""
         group = self.group
         if not all(hasattr(shard, "_unsharded_param") for shard in group.fsdp_params):
             return  # it has never been used
         were = group.reduce_grads, group.reshard_after_backward
         group.reduce_grads, group.reshard_after_backward = False, reshard and were[1]
-        self._finish()
+        self._fsdp_post_backward()
         group.reduce_grads, group.reshard_after_backward = were
 
     def reduce(self) -> None:
@@ -270,7 +288,7 @@ class _Unit:
         self.is_reduced = True
         if not (trained := list(self._trained())):
             return
-        self.had = self.has_had()
+        self.had_gradient = self.gradient_flags()
         missing = [shard for shard in trained if _gradient(shard) is None]
         if any(not hasattr(shard, "_unsharded_param") for shard in missing):
             self._module.unshard()
@@ -281,24 +299,24 @@ class _Unit:
                 shard.accumulate_unsharded_grad_if_needed()
                 shard.to_accumulated_grad_if_needed()
         reduces, self.group.reduce_grads = self.group.reduce_grads, True
-        self._finish()
+        self._fsdp_post_backward()
         self.group.reduce_grads = reduces
 
-    def end_step(self, had: Sequence[bool]) -> None:
+    def end_step(self, had_gradient: Sequence[bool]) -> None:
         """Remove the zeros of parameters of which no rank had a gradient.
 
         Args:
-            had: flag by parameter, as in `_Tells`.
+            had_gradient: flag by parameter, as in `_UnitFacts`.
         """
         if self.group.device.type != "cpu":
             self.group.finalize_backward()  # waits for what was reduced after FSDP2 has
         self.group._training_state = self._idle
         if self.group.reshard_after_backward:
             self.group.reshard()
-        for shard, is_real in zip(self.group.fsdp_params, had, strict=True):
+        for shard, is_real in zip(self.group.fsdp_params, had_gradient, strict=True):
             if not is_real:
                 shard.sharded_param.grad = None
-        self.had = [False] * len(self.had)
+        self.had_gradient = [False] * len(self.had_gradient)
 
     def _trained(self) -> Iterator[Any]:
         return (shard for shard in self.group.fsdp_params if _is_trained(shard))

@@ -20,123 +20,131 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.collectives.timing.communication_timer import Stopwatch
-from wanma.parallel.gradients.gradient_compression import GradientCompression, whole_slot
-from wanma.parallel.gradients.gradient_reducer import Bucket, GradientSums, Size, buckets
-from wanma.parallel.gradients.reduction_groups import data_sums
-from wanma.parallel.gradients.replicated_compression import sum_compressed
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parameters.forward_changes import ForwardChanges
-from wanma.parallel.parameters.replicated_parameters import Held, hold, is_owed, joined
-from wanma.parallel.parameters.stale_parameters import Strays
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.collectives.timing.communication_timer import CommunicationTimer
+from wanma.parallel.gradients.gradient_compression import GradientCompression, replicated_layout
+from wanma.parallel.gradients.gradient_reducer import Bucket, GradientReducer, GradientSpec, assign_buckets
+from wanma.parallel.gradients.reduction_groups import build_reduction_groups
+from wanma.parallel.gradients.replicated_compression import all_reduce_compressed
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parameters.forward_changes import ForwardChangeCheck
+from wanma.parallel.parameters.replicated_parameters import (
+    ReplicatedParameter,
+    is_partial,
+    replicate_parameters,
+    wrap_local,
+)
+from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
 
 
-class Whole:
+class Replicated:
     """Parameters of one module, or of one stage of it, replicated on every data rank.
 
     Args:
         input_dtype: dtype to which all floating-point inputs of the module are cast; None leaves them.
-        divisor: number by which summed gradients are divided.
-        only: parameters of `model` to hold; the others are left alone. None: all.
+        gradient_divisor: number by which summed gradients are divided.
+        selected: parameters of `model` to hold; the others are left alone. None: all.
         compression: sums gradients over the replicas in fewer bytes, after backward; None: uncompressed.
-        fixed: names of parameters that are frozen for good.
+        permanently_frozen: names of parameters that are frozen for good.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        grid: Grid,
-        stopwatch: Stopwatch,
+        parallel_mesh: ParallelMesh,
+        communication_timer: CommunicationTimer,
         input_dtype: torch.dtype | None,
         *,
-        divisor: int = 1,
-        only: Collection[nn.Parameter] | None = None,
+        gradient_divisor: int = 1,
+        selected: Collection[nn.Parameter] | None = None,
         compression: GradientCompression | None = None,
-        fixed: Collection[str] = (),
+        permanently_frozen: Collection[str] = (),
     ) -> None:
-        self.divisor = divisor
-        self.communication = stopwatch
+        self.gradient_divisor = gradient_divisor
+        self.communication_timer = communication_timer
         self._input_dtype = input_dtype
-        self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
-        self._bucket_bytes = grid.plan.bucket_bytes
+        self._tp_group = parallel_mesh.dim_mesh("tp").get_group() if parallel_mesh.plan.tp > 1 else None
+        self._bucket_bytes = parallel_mesh.plan.bucket_bytes
         # Under a pipeline's schedule gradients are complete only after all its backwards; for single numbers
         # beside FSDP2 an overlap is not worth it.
-        overlaps = grid.plan.overlap and grid.plan.pp == 1 and only is None
-        self._axes = data_sums(grid, beside_backward=overlaps)
-        self._overlaps = overlaps and len(self._axes) == 1
-        self._sums: GradientSums | None = None
+        overlaps = parallel_mesh.plan.overlap and parallel_mesh.plan.pp == 1 and selected is None
+        self._reduction_groups = build_reduction_groups(parallel_mesh, overlaps_backward=overlaps)
+        self._overlaps = overlaps and len(self._reduction_groups) == 1
+        self._reducer: GradientReducer | None = None
         """Reducer of the step whose last micro-batch runs backward; None before it."""
         self._is_last = False
-        self._strays = Strays(model)
-        self._held = hold(model, grid, only, fixed=fixed)
-        self._changes = ForwardChanges([held.full_name for held in self._held])
-        self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
-        self._layout: tuple[list[Size], list[Bucket]] = [], []
-        self._compression = compression if grid.state["replicate"].size() > 1 else None
+        self._stale_parameter_check = StaleParameterCheck(model)
+        self._parameters = replicate_parameters(
+            model, parallel_mesh, selected, permanently_frozen=permanently_frozen
+        )
+        self._change_check = ForwardChangeCheck([held.full_name for held in self._parameters])
+        self._specs = [_gradient_spec(index, held) for index, held in enumerate(self._parameters)]
+        self._bucket_layout: tuple[list[GradientSpec], list[Bucket]] = [], []
+        self._compression = compression if parallel_mesh.parameter_mesh["replicate"].size() > 1 else None
         if self._compression is not None:
-            self._replicas = grid.state["replicate"].get_group()
-            for held, size in zip(self._held, self._sizes, strict=True):
-                slot = whole_slot(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
+            self._replica_group = parallel_mesh.parameter_mesh["replicate"].get_group()
+            for held, size in zip(self._parameters, self._specs, strict=True):
+                slot = replicated_layout(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
                 self._compression.register(slot)
-        self._computes = self._has_changed = False
+        self._is_bound_for_compute = self._has_changed = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, is_last: bool) -> None:
         """Begin a micro-batch; the backward of the step's last one completes the gradients."""
-        self._changes.begin_micro_batch()
-        self._sums, self._is_last = None, last
+        self._change_check.begin_micro_batch()
+        self._reducer, self._is_last = None, is_last
 
-    def refuse_changes(self) -> None:
+    def check_weights_unchanged(self) -> None:
         """Check weights after a backward that has failed.
 
         Raises:
             JobError: a forward pass of the step has changed a weight.
         """
-        self._changes.end_backward()
+        self._change_check.end_step()
 
-    def end_backward(self) -> None:
+    def finalize_gradients(self) -> None:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
 
         Raises:
-            WanmaError: a parameter is stale (`Strays`), or a forward has changed one (`ForwardChanges`).
+            WanmaError: a parameter is stale (`StaleParameterCheck`), or a forward has changed one
+                (`ForwardChangeCheck`).
         """
-        self._strays.refuse()
-        self._has_changed = self._changes.end_backward()
-        for held in self._held:
-            held.take_data()
-        gradients = self._over_data_ranks(self._over_tensor_ranks())
-        self.rest()
+        self._stale_parameter_check.check()
+        self._has_changed = self._change_check.end_step()
+        for held in self._parameters:
+            held.adopt_data()
+        gradients = self._reduce_over_dp(self._reduce_over_tp())
+        self.reshard()
         for index, gradient in gradients.items():
-            held = self._held[index]
-            if self.divisor != 1:
-                gradient.div_(self.divisor)
+            held = self._parameters[index]
+            if self.gradient_divisor != 1:
+                gradient.div_(self.gradient_divisor)
             state: Any = held.state
-            state.grad = joined(gradient, state.device_mesh, state.placements, like=state)
+            state.grad = wrap_local(gradient, state.device_mesh, state.placements, like=state)
 
-    def computing(self) -> Iterator[Tensor]:
+    def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors beside the module's parameters that are or were its parameters."""
-        yield from (held.computing for held in self._held if held.computing is not None)
-        yield from self._strays.given()
+        yield from (held.compute_parameter for held in self._parameters if held.compute_parameter is not None)
+        yield from self._stale_parameter_check.original_parameters()
 
-    def meet(self) -> None:
-        """No-op counterpart of `Sharded.meet`: replicated parameters are not gathered."""
+    def synchronize_gathers(self) -> None:
+        """No-op counterpart of `Sharded.synchronize_gathers`: replicated parameters are not gathered."""
 
-    def settle(self) -> None:
-        """No-op counterpart of `Sharded.settle`: every rank has its own weights."""
+    def wait_until_weights_unused(self) -> None:
+        """No-op counterpart of `Sharded.wait_until_weights_unused`: every rank has its own weights."""
 
-    def begin_steps(self) -> None:
-        """No-op counterpart of `Sharded.begin_steps`: steps are counted by their backwards."""
+    def reset_step_count(self) -> None:
+        """No-op counterpart of `Sharded.reset_step_count`: steps are counted by their backwards."""
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Make the state the module's parameters again."""
-        if self._computes:
-            self._computes = False
-            for held in self._held:
-                held.put(held.state)
-                held.take_flag()
+        if self._is_bound_for_compute:
+            self._is_bound_for_compute = False
+            for held in self._parameters:
+                held.install(held.state)
+                held.adopt_requires_grad()
 
     def _before_forward(
         self,
@@ -144,11 +152,13 @@ class Whole:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._computes:
-            self._computes = True
-            for index, held in enumerate(self._held):
-                held.put(held.alias(_hears(self, index)))
-            self._changes.begin([held.computing for held in self._held if held.computing is not None])
+        if not self._is_bound_for_compute:
+            self._is_bound_for_compute = True
+            for index, held in enumerate(self._parameters):
+                held.install(held.prepare_compute_parameter(_gradient_hook(self, index)))
+            self._change_check.begin_step(
+                [held.compute_parameter for held in self._parameters if held.compute_parameter is not None]
+            )
         if self._input_dtype is None:
             return arguments, keywords
 
@@ -158,85 +168,95 @@ class Whole:
         return tree_map_only(Tensor, cast, (arguments, keywords))  # type: ignore[no-any-return]
 
     @property
-    def _compresses(self) -> bool:
-        return self._compression is not None and self._compression.is_on
+    def _is_compressed(self) -> bool:
+        return self._compression is not None and self._compression.is_active
 
-    def _sums_of(self, take: Callable[[int], Tensor | None], axis: int) -> GradientSums:
+    def _new_reducer(self, pop_gradient: Callable[[int], Tensor | None], axis: int) -> GradientReducer:
         sizes = self._trained()
-        if sizes != self._layout[0]:  # parameters may be frozen and released as training goes on
-            self._layout = sizes, buckets(sizes, self._bucket_bytes)
-        first = sizes[0].parameter if sizes else 0
-        device = local_part(self._held[first].state).device if sizes else torch.device("cpu")
-        sums = self._axes[axis]
-        return GradientSums(self._layout[1], device, take, sums.begin, self.communication, sums.join)
+        if sizes != self._bucket_layout[0]:  # parameters may be frozen and released as training goes on
+            self._bucket_layout = sizes, assign_buckets(sizes, self._bucket_bytes)
+        first = sizes[0].parameter_index if sizes else 0
+        device = local_tensor(self._parameters[first].state).device if sizes else torch.device("cpu")
+        sums = self._reduction_groups[axis]
+        return GradientReducer(
+            self._bucket_layout[1],
+            device,
+            pop_gradient,
+            sums.start_all_reduce,
+            self.communication_timer,
+            sums.flatten_bucket,
+        )
 
-    def _trained(self) -> list[Size]:
-        return [size for size in self._sizes if self._held[size.parameter].is_trained]
+    def _trained(self) -> list[GradientSpec]:
+        return [size for size in self._specs if self._parameters[size.parameter_index].is_trained]
 
-    def _on_gradient(self, index: int) -> None:
+    def _mark_ready(self, index: int) -> None:
         """Report a gradient that backward has made to the reducer of the step's last micro-batch."""
-        if self._sums is None and self._is_last and self._overlaps and not self._compresses:
+        if self._reducer is None and self._is_last and self._overlaps and not self._is_compressed:
             # Not before: the forward may have frozen or released parameters.
-            self._sums = self._sums_of(self._take_complete, axis=0)
-        if self._sums is not None:
-            self._sums.arrived(index)
+            self._reducer = self._new_reducer(self._pop_complete_gradient, axis=0)
+        if self._reducer is not None:
+            self._reducer.mark_ready(index)
 
-    def _take_complete(self, index: int) -> Tensor | None:
+    def _pop_complete_gradient(self, index: int) -> Tensor | None:
         """Take the gradient of a parameter that is not split over tensor ranks."""
-        gradient = self._held[index].take_gradient()
-        return None if gradient is None else local_part(gradient).contiguous()
+        gradient = self._parameters[index].pop_gradient()
+        return None if gradient is None else local_tensor(gradient).contiguous()
 
-    def _over_tensor_ranks(self) -> dict[int, Tensor]:
+    def _reduce_over_tp(self) -> dict[int, Tensor]:
         """Take the remaining gradients as plain tensors, partial ones summed over the tensor ranks."""
-        taken = {index: held.take_gradient() for index, held in enumerate(self._held)}
+        taken = {index: held.pop_gradient() for index, held in enumerate(self._parameters)}
         gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
-        plain = {index: local_part(gradient).contiguous() for index, gradient in gradients.items()}
-        owed = [index for index, gradient in gradients.items() if is_owed(gradient)]
+        plain = {index: local_tensor(gradient).contiguous() for index, gradient in gradients.items()}
+        owed = [index for index, gradient in gradients.items() if is_partial(gradient)]
         for dtype in dict.fromkeys(plain[index].dtype for index in owed):
-            assert self._tensor_ranks is not None
+            assert self._tp_group is not None
             members = [index for index in owed if plain[index].dtype == dtype]
             flat = torch.cat([plain[index].view(-1) for index in members])
-            with self.communication.waiting("tensor"):
-                dist.all_reduce(flat, group=self._tensor_ranks)
+            with self.communication_timer.time_blocking_transfer("tensor"):
+                dist.all_reduce(flat, group=self._tp_group)
             parts = flat.split([plain[index].numel() for index in members])
             for index, part in zip(members, parts, strict=True):
                 plain[index] = part.view_as(plain[index])
         return plain
 
-    def _over_data_ranks(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _reduce_over_dp(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the sums of the gradients over the data ranks; none where no rank has one.
 
         Args:
             gradients: gradients of which no sum is in progress.
         """
-        if self._compression is not None and self._compression.is_on:
-            names = {size.parameter: self._held[size.parameter].full_name for size in self._trained()}
-            return sum_compressed(
+        if self._compression is not None and self._compression.is_active:
+            names = {
+                size.parameter_index: self._parameters[size.parameter_index].full_name
+                for size in self._trained()
+            }
+            return all_reduce_compressed(
                 gradients,
-                buckets(self._trained(), self._bucket_bytes),
+                assign_buckets(self._trained(), self._bucket_bytes),
                 names,
                 self._compression,
-                self._replicas,
-                self.communication,
+                self._replica_group,
+                self.communication_timer,
             )
-        for axis in range(len(self._axes)):
+        for axis in range(len(self._reduction_groups)):
             left = gradients
 
             def take(index: int, left: dict[int, Tensor] = left) -> Tensor | None:
                 return left.pop(index, None)
 
-            sums = self._sums if self._sums is not None else self._sums_of(take, axis)
-            self._sums, self._is_last = None, False
-            gradients = sums.finish(take, self._has_changed)
-            self._has_changed = sums.was_said
+            sums = self._reducer if self._reducer is not None else self._new_reducer(take, axis)
+            self._reducer, self._is_last = None, False
+            gradients = sums.finalize(take, self._has_changed)
+            self._has_changed = sums.any_flag
             # From now on this model's gradients are complete only at the end.
-            self._overlaps = self._overlaps and not sums.came_late
+            self._overlaps = self._overlaps and not sums.has_late_gradients
         if self._has_changed:
-            self._changes.compare([sums.group for sums in self._axes])
+            self._change_check.compare_replicas([sums.group for sums in self._reduction_groups])
         return gradients
 
 
-def kept_whole(model: nn.Module) -> set[nn.Parameter]:
+def find_replicated_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that FSDP2 does not take.
 
     They have no dims, or no elements, or are trained in another dtype than most of the trained ones.
@@ -255,20 +275,20 @@ def kept_whole(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def _hears(whole: Whole, index: int) -> Callable[[Tensor], None]:
-    """Return a hook that reports a gradient to `whole`.
+def _gradient_hook(replicated: Replicated, index: int) -> Callable[[Tensor], None]:
+    """Return a hook that reports a gradient to `replicated`.
 
-    It does not keep `whole` alive, as a parameter's hook otherwise would.
+    It does not keep `replicated` alive, as a parameter's hook otherwise would.
     """
-    listener = weakref.ref(whole)
+    listener = weakref.ref(replicated)
 
     def on_gradient(_parameter: Tensor) -> None:
         if (found := listener()) is not None:
-            found._on_gradient(index)
+            found._mark_ready(index)
 
     return on_gradient
 
 
-def _size(index: int, held: Held) -> Size:
-    local = local_part(held.state)
-    return Size(index, local.shape, local.dtype, held.is_early)
+def _gradient_spec(index: int, held: ReplicatedParameter) -> GradientSpec:
+    local = local_tensor(held.state)
+    return GradientSpec(index, local.shape, local.dtype, held.is_complete_in_backward)

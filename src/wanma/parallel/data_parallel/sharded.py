@@ -15,8 +15,8 @@ so are parameters from their first use on.
 Context ranks hold the same parameters and other tokens: to the state they are data ranks like others, and
 take part in its sharding. Experts are sharded over the ranks that hold the same ones.
 
-Gradients are summed over the global batch. FSDP2 divides them by `Sharded.divisor`, by which the loss is
-multiplied beforehand, so that the loop divides once, by the global batch's target count.
+Gradients are summed over the global batch. FSDP2 divides them by `Sharded.gradient_divisor`, by which the
+loss is multiplied beforehand, so that the loop divides once, by the global batch's target count.
 
 On a CPU, parameters that are neither sharded nor computed in another precision than they are kept in go
 without FSDP2 (`replicated.py`). So do parameters that FSDP2 does not take, on every device: single numbers,
@@ -39,43 +39,48 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.fsdp.point_to_point_collectives import (
-    GlooAllGather,
-    GlooReduceScatter,
-    UnshardedReduce,
+    IdentityReduceScatter,
+    PointToPointAllGather,
+    PointToPointReduceScatter,
 )
-from wanma.collectives.fsdp.shared_memory_collectives import SharedAllGather, SharedReduceScatter
-from wanma.collectives.shared_memory.backend import shared_group
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.fsdp.shared_memory_collectives import SharedMemoryAllGather, SharedMemoryReduceScatter
+from wanma.collectives.shared_memory.backend import as_shared_memory_group
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.job.plan.plan import Plan
-from wanma.models.structure.repeated_blocks import shared_parameters
-from wanma.parallel.data_parallel.reduction_order import UnitOrder
-from wanma.parallel.data_parallel.replicated import Whole, kept_whole
-from wanma.parallel.data_parallel.shared_memory_weights import CommonWeights, is_common
+from wanma.models.structure.repeated_blocks import find_shared_parameters
+from wanma.parallel.data_parallel.reduction_order import UnitReducer
+from wanma.parallel.data_parallel.replicated import Replicated, find_replicated_parameters
+from wanma.parallel.data_parallel.shared_memory_weights import SharedMemoryWeights, is_in_shared_memory
 from wanma.parallel.gradients.gradient_compression import GradientCompression
-from wanma.parallel.gradients.sharded_compression import compress_unit, names_of
-from wanma.parallel.memory.offload import offload_policy
-from wanma.parallel.memory.recompute import hide_hooks
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parameters.freezing import Flags
-from wanma.parallel.parameters.frozen_weights import FrozenWeights, held_once
-from wanma.parallel.parameters.fsdp_units import group_of, units
-from wanma.parallel.parameters.stale_parameters import Strays
+from wanma.parallel.gradients.sharded_compression import compress_fsdp_unit, parameter_names_by_id
+from wanma.parallel.memory.offload import fsdp_offload_policy
+from wanma.parallel.memory.recompute import exclude_hooks_from_recompute
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parameters.freezing import RequiresGradSync
+from wanma.parallel.parameters.frozen_weights import FrozenWeights, find_gather_free_weights
+from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
+from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
-def shard_data(
+def apply_data_parallel(
     model: nn.Module,
     blocks: list[nn.Module],
     experts: list[nn.Module],
     plan: Plan,
-    grid: Grid,
-    stopwatch: Stopwatch,
+    parallel_mesh: ParallelMesh,
+    communication_timer: CommunicationTimer,
     *,
     full_precision_output: bool,
     compression: GradientCompression | None = None,
-    fixed: Collection[str] = (),
-) -> Sharded | Whole:
+    permanently_frozen: Collection[str] = (),
+) -> Sharded | Replicated:
     """Shard `model` over the data ranks: each block is one unit of communication, the rest another.
 
     Args:
@@ -83,59 +88,98 @@ def shard_data(
             their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
         compression: sums gradients in fewer bytes; None: they are summed as they are.
-        fixed: names of parameters that are frozen for good.
+        permanently_frozen: names of parameters that are frozen for good.
     """
-    if plan.computes_with_state:
+    if plan.computes_on_master_weights:
         input_dtype = torch.float64 if plan.precision == "fp64" else None
-        return Whole(model, grid, stopwatch, input_dtype, compression=compression, fixed=fixed)
-    strays, scalars, frozen = Strays(model), None, None
-    divides = _divides(plan)
-    divisor = plan.replicas if divides else 1
-    if alone := kept_whole(model):
-        # Communication is timed on CPUs alone.
-        watch = stopwatch if plan.device == "cpu" else Stopwatch()
-        scalars = Whole(model, grid, watch, None, divisor=divisor, only=alone, fixed=fixed)
-    if once := held_once(model, plan, grid, DTYPES[plan.precision], fixed):
-        frozen = FrozenWeights(model, grid, once)
-    whole = kept_whole(model) | (frozen.state if frozen is not None else set())
+        return Replicated(
+            model,
+            parallel_mesh,
+            communication_timer,
+            input_dtype,
+            compression=compression,
+            permanently_frozen=permanently_frozen,
+        )
+    strays, frozen = StaleParameterCheck(model), None
+    divides = _divides_by_replicas(plan)
+    divisor = plan.replicate_group_size if divides else 1
+    scalars = _replicate_unshardable(
+        model, plan, parallel_mesh, communication_timer, divisor, permanently_frozen
+    )
+    if once := find_gather_free_weights(
+        model, plan, parallel_mesh, PRECISION_DTYPES[plan.precision], permanently_frozen
+    ):
+        frozen = FrozenWeights(model, parallel_mesh, once)
+    whole = find_replicated_parameters(model) | (frozen.parameters if frozen is not None else set())
     policy, root_policy = _precision_policies(plan, full_precision_output=full_precision_output)
-    reshard = plan.reshards
-    offload = offload_policy(plan)
+    blocks = _communication_units(model, blocks, plan, whole)
+    of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
+    if plan.ep > 1:
+        _shard_experts(experts, of_experts, plan, parallel_mesh, policy, whole)
+    placement = (
+        partial(_shard_placement, expert_parameter_ids=of_experts, shards=plan.shard_group_size)
+        if of_experts
+        else None
+    )
+    shard = partial(
+        fully_shard,
+        mesh=parallel_mesh.hsdp_mesh,
+        offload_policy=fsdp_offload_policy(plan),
+        ignored_params=whole,
+        shard_placement_fn=placement,
+    )
+    for block in blocks:
+        shard(block, mp_policy=policy, reshard_after_forward=plan.reshards_after_forward)
+    shard(model, mp_policy=root_policy, reshard_after_forward=False)
+    _prepare_units(model, experts, plan, parallel_mesh, communication_timer, compression, divides=divides)
+    assert isinstance(model, FSDPModule)
+    return Sharded(
+        model,
+        plan,
+        communication_timer,
+        divisor,
+        strays,
+        scalars,
+        frozen,
+        UnitReducer(model, parallel_mesh, communication_timer),
+    )
+
+
+def _communication_units(
+    model: nn.Module, blocks: list[nn.Module], plan: Plan, ignored: set[nn.Parameter]
+) -> list[nn.Module]:
+    """Return the blocks that are units of communication of their own."""
     if plan.device == "cpu" and plan.shard in ("none", "optimizer") and plan.offload_parameters == "none":
         # Gloo hides nothing behind compute: with one unit the ranks wait for each other once per step,
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
-        blocks = []
+        return []
     # A parameter that two modules share stays one only in the unit that holds both of them.
-    shared = shared_parameters(model, blocks) - {id(parameter) for parameter in whole}
-    blocks = [block for block in blocks if shared.isdisjoint(id(p) for p in block.parameters())]
-    of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
-    if plan.ep > 1:
-        _shard_experts(experts, of_experts, plan, grid, policy, whole)
-    placement = partial(_placement, experts=of_experts, shards=plan.shard_ranks) if of_experts else None
-    for block in blocks:
-        fully_shard(
-            block,
-            mesh=grid.state_mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=whole,
-            reshard_after_forward=reshard,
-            shard_placement_fn=placement,
-        )
-    fully_shard(
+    shared = find_shared_parameters(model, blocks) - {id(parameter) for parameter in ignored}
+    return [block for block in blocks if shared.isdisjoint(id(p) for p in block.parameters())]
+
+
+def _replicate_unshardable(
+    model: nn.Module,
+    plan: Plan,
+    parallel_mesh: ParallelMesh,
+    communication_timer: CommunicationTimer,
+    gradient_divisor: int,
+    permanently_frozen: Collection[str],
+) -> Replicated | None:
+    """Replicate the parameters that cannot be sharded; None if the model has none."""
+    selected = find_replicated_parameters(model)
+    if not selected:
+        return None
+    return Replicated(
         model,
-        mesh=grid.state_mesh,
-        mp_policy=root_policy,
-        offload_policy=offload,
-        ignored_params=whole,
-        reshard_after_forward=False,
-        shard_placement_fn=placement,
-    )
-    _prepare_units(model, experts, plan, grid, stopwatch, compression, divides=divides)
-    assert isinstance(model, FSDPModule)
-    return Sharded(
-        model, plan, stopwatch, divisor, strays, scalars, frozen, UnitOrder(model, grid, stopwatch)
+        parallel_mesh,
+        # Communication is timed on CPUs alone.
+        communication_timer if plan.device == "cpu" else CommunicationTimer(),
+        None,
+        gradient_divisor=gradient_divisor,
+        selected=selected,
+        permanently_frozen=permanently_frozen,
     )
 
 
@@ -147,7 +191,7 @@ def _precision_policies(
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
     root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
     if plan.precision in ("bf16", "fp16"):
-        low = DTYPES[plan.precision]
+        low = PRECISION_DTYPES[plan.precision]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
     return policy, root_policy
@@ -155,9 +199,9 @@ def _precision_policies(
 
 def _shard_experts(
     experts: list[nn.Module],
-    of_experts: set[int],
+    expert_parameter_ids: set[int],
     plan: Plan,
-    grid: Grid,
+    parallel_mesh: ParallelMesh,
     policy: MixedPrecisionPolicy,
     whole: set[nn.Parameter],
 ) -> None:
@@ -167,37 +211,41 @@ def _shard_experts(
     for module in experts:
         fully_shard(
             module,
-            mesh=grid.expert_mesh,
+            mesh=parallel_mesh.expert_hsdp_mesh,
             mp_policy=expert_policy,
-            offload_policy=offload_policy(plan),
+            offload_policy=fsdp_offload_policy(plan),
             ignored_params=whole,
-            reshard_after_forward=plan.reshards,
-            shard_placement_fn=partial(_placement, experts=of_experts, shards=grid.expert_mesh.size(1)),
+            reshard_after_forward=plan.reshards_after_forward,
+            shard_placement_fn=partial(
+                _shard_placement,
+                expert_parameter_ids=expert_parameter_ids,
+                shards=parallel_mesh.expert_hsdp_mesh.size(1),
+            ),
         )
         if plan.recompute == "selective":
-            hide_hooks(module)
+            exclude_hooks_from_recompute(module)
 
 
 def _prepare_units(
     model: nn.Module,
     experts: list[nn.Module],
     plan: Plan,
-    grid: Grid,
-    stopwatch: Stopwatch,
+    parallel_mesh: ParallelMesh,
+    communication_timer: CommunicationTimer,
     compression: GradientCompression | None,
     *,
     divides: bool,
 ) -> None:
     """Set how every FSDP2 unit of `model` gathers and reduces."""
-    names = names_of(model)
+    names = parameter_names_by_id(model)
     spread = {id(module) for module in experts} if plan.ep > 1 else set()
-    for unit in units(model):
-        mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
+    for unit in fsdp_units(model):
+        mesh = parallel_mesh.expert_hsdp_mesh if id(unit) in spread else parallel_mesh.hsdp_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
-            _communicate_by_ourselves(unit, stopwatch, mesh, ahead=plan.overlap)
+            _set_cpu_collectives(unit, communication_timer, mesh, prefetch=plan.overlap)
         if compression is not None:
-            compress_unit(unit, compression, names)
+            compress_fsdp_unit(unit, compression, names)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
 
@@ -208,128 +256,130 @@ class Sharded:
 
     model: FSDPModule
     plan: Plan
-    communication: Stopwatch
+    communication_timer: CommunicationTimer
     """Time of the communication of gradients and parameters (CPU only).
 
     On a GPU communication overlaps with compute and is not separable by the host's clock.
     """
-    divisor: int
+    gradient_divisor: int
     """Number by which communication divides the summed gradients; the loss is multiplied by it beforehand."""
-    strays: Strays
-    scalars: Whole | None
+    stale_parameter_check: StaleParameterCheck
+    replicated: Replicated | None
     """Parameters without dims: single numbers."""
-    frozen: FrozenWeights | None
+    frozen_weights: FrozenWeights | None
     """Parameters that are frozen for good and replicated on every rank."""
-    order: UnitOrder
+    unit_reducer: UnitReducer
     """Order in which gradients are reduced."""
-    weights: CommonWeights | None = None
+    shared_memory_weights: SharedMemoryWeights | None = None
     """Weights with which this rank computes, where all ranks of the node share their memory."""
-    flags: Flags | None = None
+    requires_grad_sync: RequiresGradSync | None = None
     """Flags `requires_grad` of a model that may freeze and release parameters as it trains."""
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, is_last: bool) -> None:
         """Begin a micro-batch: only the backward of the step's last one communicates everything.
 
         In a pipeline torch's schedules say so themselves; here it is done as they do, for a dry run, which
         has no schedule.
         """
-        if self.weights is not None:
-            self.weights.begin_micro_batch(last)
+        if self.shared_memory_weights is not None:
+            self.shared_memory_weights.begin_micro_batch(is_last)
         at_end = self.plan.shard in ("none", "optimizer") or self.plan.pp > 1
-        self.order.begin_micro_batch(reduces=last or not at_end)
+        self.unit_reducer.begin_micro_batch(reduces=is_last or not at_end)
         if at_end:
-            self.model.set_requires_gradient_sync(last)
+            self.model.set_requires_gradient_sync(is_last)
         else:
-            self.model.set_requires_all_reduce(last)
+            self.model.set_requires_all_reduce(is_last)
         if self.plan.pp > 1:
-            self.model.set_is_last_backward(last)
-        if not self.order.reshards:
-            self.model.set_reshard_after_backward(last)
+            self.model.set_is_last_backward(is_last)
+        if not self.unit_reducer.reshards:
+            self.model.set_reshard_after_backward(is_last)
 
-    def stay_whole_if_shared(self) -> None:
+    def keep_unsharded_if_shared(self) -> None:
         """Keep weights unsharded to the end of a step where all of them lie in memory that ranks share.
 
         It takes no memory, and modules may read each other's weights.
         """
-        found = [group_of(unit) for unit in units(self.model)]
-        if self.weights is not None and all(is_common(group) for group in found if group is not None):
-            self.order.reshards = False
+        found = [fsdp_param_group(unit) for unit in fsdp_units(self.model)]
+        if self.shared_memory_weights is not None and all(
+            is_in_shared_memory(group) for group in found if group is not None
+        ):
+            self.unit_reducer.reshards = False
             self.model.set_reshard_after_forward(False)
 
-    def end_backward(self) -> None:
+    def finalize_gradients(self) -> None:
         """Complete the gradients after the last backward of a step; most have been reduced within backward.
 
         Raises:
-            WanmaError: as in `Whole.end_backward`.
+            WanmaError: as in `Replicated.finalize_gradients`.
         """
-        self.strays.refuse()
-        self.order.end_backward()
-        if self.scalars is not None:
-            self.scalars.end_backward()
-        if self.frozen is not None:
-            self.frozen.end_backward()
-        if self.flags is not None:
-            self.flags.settle()
-        self.settle()
+        self.stale_parameter_check.check()
+        self.unit_reducer.finalize_gradients()
+        if self.replicated is not None:
+            self.replicated.finalize_gradients()
+        if self.frozen_weights is not None:
+            self.frozen_weights.end_step()
+        if self.requires_grad_sync is not None:
+            self.requires_grad_sync.adopt_late_changes()
+        self.wait_until_weights_unused()
 
-    def computing(self) -> Iterator[Tensor]:
+    def forward_parameters(self) -> Iterator[Tensor]:
         """Yield the tensors beside the module's parameters that are or were its parameters."""
-        for group in filter(None, map(group_of, units(self.model))):
+        for group in filter(None, map(fsdp_param_group, fsdp_units(self.model))):
             for shard in group.fsdp_params:
                 yield shard.sharded_param
                 if hasattr(shard, "_unsharded_param"):
                     yield shard._unsharded_param
-        yield from self.strays.given()
-        if self.scalars is not None:
-            yield from self.scalars.computing()
-        if self.frozen is not None:
-            yield from self.frozen.computing()
+        yield from self.stale_parameter_check.original_parameters()
+        if self.replicated is not None:
+            yield from self.replicated.forward_parameters()
+        if self.frozen_weights is not None:
+            yield from self.frozen_weights.forward_parameters()
 
-    def refuse_changes(self) -> None:
+    def check_weights_unchanged(self) -> None:
         """Check weights after a backward that has failed.
 
         Raises:
             JobError: a forward pass of the step has changed a weight.
         """
-        self.order.refuse_changes()
-        if self.scalars is not None:
-            self.scalars.refuse_changes()
-        if self.frozen is not None:
-            self.frozen.refuse_changes()
+        self.unit_reducer.check_weights_unchanged()
+        if self.replicated is not None:
+            self.replicated.check_weights_unchanged()
+        if self.frozen_weights is not None:
+            self.frozen_weights.check_weights_unchanged()
 
-    def meet(self) -> None:
+    def synchronize_gathers(self) -> None:
         """Wait for the ranks that gather from each other, before any other communication.
 
         Raises:
-            AgreedError: another rank is about to gather a part of the model.
+            AllRanksError: another rank is about to gather a part of the model.
         """
-        self.order.meet()
+        self.unit_reducer.synchronize_gathers()
 
-    def settle(self) -> None:
+    def wait_until_weights_unused(self) -> None:
         """Wait until no rank computes with weights that this one may change; all ranks call it.
 
         It precedes an update, and follows an evaluation of other weights in their place.
         """
-        self.meet()
-        if self.weights is not None:
-            self.weights.settle()
+        self.synchronize_gathers()
+        if self.shared_memory_weights is not None:
+            self.shared_memory_weights.wait_until_weights_unused()
 
-    def begin_steps(self) -> None:
+    def reset_step_count(self) -> None:
         """Begin counting steps anew, after forwards that belonged to no step."""
-        if self.weights is not None:
-            self.weights.begin_steps()
+        if self.shared_memory_weights is not None:
+            self.shared_memory_weights.reset_step_count()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Reshard the parameters: a forward without backward leaves them unsharded."""
-        for unit in units(self.model):
+        for unit in fsdp_units(self.model):
             unit.reshard()
-        if self.scalars is not None:
-            self.scalars.rest()
-        if self.frozen is not None:
-            self.frozen.rest()
+        if self.replicated is not None:
+            self.replicated.reshard()
+        if self.frozen_weights is not None:
+            self.frozen_weights.reshard()
 
 
-def _divides(plan: Plan) -> bool:
+def _divides_by_replicas(plan: Plan) -> bool:
     """Return whether communication divides gradients by the replicas.
 
     With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new tensor
@@ -337,10 +387,10 @@ def _divides(plan: Plan) -> bool:
     loss multiplied by the replicas would overflow where one process's does not. And not where experts have
     fewer replicas than the rest.
     """
-    return plan.shard_ranks == 1 and plan.ep == 1 and plan.precision != "fp16"
+    return plan.shard_group_size == 1 and plan.ep == 1 and plan.precision != "fp16"
 
 
-def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard | None:
+def _shard_placement(parameter: nn.Parameter, expert_parameter_ids: set[int], shards: int) -> Shard | None:
     """Return the dim along which a parameter is sharded: for experts dim 0 if it divides evenly.
 
     Then each shard has complete experts. Else it is another dim that divides and is not split yet, so that no
@@ -348,13 +398,13 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
 
     Args:
         parameter: parameter of the model.
-        experts: ids of the parameters that have experts as dim 0.
+        expert_parameter_ids: ids of the parameters that have experts as dim 0.
         shards: number of shards.
 
     Returns:
         None for FSDP2's own choice, which is dim 0 too.
     """
-    if id(parameter) not in experts:
+    if id(parameter) not in expert_parameter_ids:
         return None
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     split = {placement.dim for placement in placements if isinstance(placement, Shard)}
@@ -363,18 +413,21 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
     return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
-def _communicate_by_ourselves(
-    unit: FSDPModule, stopwatch: Stopwatch, mesh: DeviceMesh, *, ahead: bool
+def _set_cpu_collectives(
+    unit: FSDPModule, communication_timer: CommunicationTimer, mesh: DeviceMesh, *, prefetch: bool
 ) -> None:
     """Set this package's collectives over `mesh` (replicate, shard) in a unit, on CPUs."""
-    gather: AllGather = GlooAllGather(stopwatch, ahead=ahead)
-    scatter: ReduceScatter = GlooReduceScatter(stopwatch)
+    gather: AllGather = PointToPointAllGather(communication_timer, prefetch=prefetch)
+    scatter: ReduceScatter = PointToPointReduceScatter(communication_timer)
     if mesh.size(1) == 1:
-        scatter = UnshardedReduce(stopwatch)
-    elif (shared := shared_group(mesh.get_group(1))) is not None:
-        gather, scatter = SharedAllGather(stopwatch, shared), SharedReduceScatter(stopwatch, shared)
+        scatter = IdentityReduceScatter(communication_timer)
+    elif (shared := as_shared_memory_group(mesh.get_group(1))) is not None:
+        gather, scatter = (
+            SharedMemoryAllGather(communication_timer, shared),
+            SharedMemoryReduceScatter(communication_timer, shared),
+        )
     unit.set_custom_all_gather(gather)
     unit.set_custom_reduce_scatter(scatter)
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
     # output, which starts the stopwatch, and ends at this hook.
-    unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))
+    unit.set_all_reduce_hook(lambda _: communication_timer.end_data_wait(time.perf_counter()))

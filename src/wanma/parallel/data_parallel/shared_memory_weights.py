@@ -10,7 +10,8 @@ FSDP2 asks a shard for the tensors to gather, and hands back the gathered ones (
 Parameters split along another dim than the first are gathered as usual.
 
 Ranks meet twice a step: before weights change, when nobody computes with them any more
-(`CommonWeights.settle`), and as the first are gathered after that, when all have been changed.
+(`SharedMemoryWeights.wait_until_weights_unused`), and as the first are gathered after that, when all have
+been changed.
 """
 
 from __future__ import annotations
@@ -26,66 +27,70 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from wanma.collectives.shared_memory.backend import shared_group
-from wanma.collectives.shared_memory.process_group import SharedGroup
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.shared_memory.backend import as_shared_memory_group
+from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.parameters.forward_changes import checksum, is_watched, refuse_lost_change
-from wanma.parallel.parameters.fsdp_units import group_of, units
+from wanma.parallel.parameters.forward_changes import checksum, is_checked_step, lost_change_error
+from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
 
 
-class CommonWeights:
+class SharedMemoryWeights:
     """Shared weights of one rank: its groups that compute with the same tensors, and their barriers."""
 
-    def __init__(self, groups: Sequence[SharedGroup], stopwatch: Stopwatch) -> None:
-        self._groups, self._stopwatch = groups, stopwatch
-        self.tensors: list[Common] = []
-        self._may_have_changed = True
+    def __init__(
+        self, groups: Sequence[SharedMemoryProcessGroup], communication_timer: CommunicationTimer
+    ) -> None:
+        self._groups, self._communication_timer = groups, communication_timer
+        self.parameters: list[SharedMemoryParameter] = []
+        self._is_stale = True
         """True if a rank may have changed its part, and not all ranks have met since."""
         self._is_between_steps = True
         self._steps = 0
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_micro_batch(self, is_last: bool) -> None:
         """Begin a micro-batch, before its forward; weights may have changed between two steps."""
-        self._may_have_changed |= self._is_between_steps
-        self._is_between_steps = last
+        self._is_stale |= self._is_between_steps
+        self._is_between_steps = is_last
 
-    def settle(self) -> None:
+    def wait_until_weights_unused(self) -> None:
         """Wait until no rank computes with the weights, so that each may change its part; all call it.
 
         Raises:
             WanmaError: a module has changed a weight in its forward.
         """
-        for tensor in self.tensors:
-            tensor.check()
-        self._meet()
-        self._may_have_changed = True
+        for tensor in self.parameters:
+            tensor.check_unmodified()
+        self._barrier()
+        self._is_stale = True
 
-    def gathered(self) -> None:
+    def publish_updates(self) -> None:
         """Wait until all ranks have written their parts; all call it, before they compute."""
-        if self._may_have_changed:
-            for tensor in self.tensors:
-                tensor.write()
-            self._meet()
-            self._may_have_changed = False
-            for tensor in self.tensors if is_watched(self._steps) else ():
-                tensor.note()
+        if self._is_stale:
+            for tensor in self.parameters:
+                tensor.copy_shard_in()
+            self._barrier()
+            self._is_stale = False
+            for tensor in self.parameters if is_checked_step(self._steps) else ():
+                tensor.record_checksum()
             self._steps += 1
 
-    def begin_steps(self) -> None:
+    def reset_step_count(self) -> None:
         """Begin counting steps anew: the first ones are watched for changes by a forward."""
         self._steps = 0
 
-    def _meet(self) -> None:
-        with self._stopwatch.waiting("data"):
+    def _barrier(self) -> None:
+        with self._communication_timer.time_blocking_transfer("data"):
             for group in self._groups:
                 options = BarrierOptions()
                 options.asyncOp = False
                 group.barrier(options)
 
 
-def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonWeights | None:
+def share_weights_in_memory(
+    model: nn.Module, plan: Plan, communication_timer: CommunicationTimer
+) -> SharedMemoryWeights | None:
     """Make ranks compute with shared copies of FSDP2's shards; every rank of a shard group calls it.
 
     Values stay.
@@ -96,62 +101,67 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
     """
     if plan.device != "cpu" or plan.offload_parameters != "none":
         return None
-    shards: dict[SharedGroup, list[tuple[str, Any]]] = {}
-    for name, shard in _named_shards(model):
-        if _is_by_rows(shard) and (group := shared_group(shard.mesh_info.shard_process_group)) is not None:
+    shards: dict[SharedMemoryProcessGroup, list[tuple[str, Any]]] = {}
+    for name, shard in _named_fsdp_params(model):
+        if (
+            _is_dim0_sharded(shard)
+            and (group := as_shared_memory_group(shard.mesh_info.shard_process_group)) is not None
+        ):
             shards.setdefault(group, []).append((name, shard))
     if not shards:
         return None
-    weights, common = CommonWeights(tuple(shards), stopwatch), set()
+    weights, common = SharedMemoryWeights(tuple(shards), communication_timer), set()
     for group, of_group in shards.items():
-        parts = [(shard._sharded_param_data.numel(), _computed_in(shard)) for _, shard in of_group]
-        for (name, shard), found in zip(of_group, group.allocate_common(parts), strict=True):
+        parts = [(shard._sharded_param_data.numel(), _compute_dtype(shard)) for _, shard in of_group]
+        for (name, shard), found in zip(of_group, group.allocate_shared(parts), strict=True):
             if found is not None:
-                weights.tensors.append(Common(name, shard, *found))
+                weights.parameters.append(SharedMemoryParameter(name, shard, *found))
                 common.add(id(shard))
-    for unit in units(model):
-        if (of_unit := group_of(unit)) is not None:
+    for unit in fsdp_units(model):
+        if (of_unit := fsdp_param_group(unit)) is not None:
             is_all = common.issuperset(id(shard) for shard in of_unit.fsdp_params)
-            unit.set_custom_all_gather(_Gather(weights, None if is_all else of_unit._all_gather_comm))
+            unit.set_custom_all_gather(
+                _SharedMemoryGather(weights, None if is_all else of_unit._all_gather_comm)
+            )
 
     def keep(*_: Any) -> None:
-        for tensor in weights.tensors:
-            tensor.keep()
+        for tensor in weights.parameters:
+            tensor.attach_shard()
 
     # Before FSDP2's own, which looks at what it holds.
     model.register_forward_pre_hook(keep, prepend=True)
     return weights
 
 
-def is_common(group: Any) -> bool:
+def is_in_shared_memory(group: Any) -> bool:
     """Return whether all parameters of one of FSDP2's groups lie unsharded in memory that ranks share.
 
     A gather copies nothing then. A group that is not sharded computes with a copy.
     """
     gather = group._all_gather_comm
-    return isinstance(gather, _Gather) and gather.is_all
+    return isinstance(gather, _SharedMemoryGather) and gather.is_complete
 
 
-def communicates(group: Any) -> bool:
+def gathers_from_other_ranks(group: Any) -> bool:
     """Return whether parameters of one of FSDP2's groups come from other ranks at each gather."""
     shards: int = getattr(group.mesh_info, "shard_mesh_size", 1)
-    return shards > 1 and not is_common(group)
+    return shards > 1 and not is_in_shared_memory(group)
 
 
-class _Gather(AllGather):
+class _SharedMemoryGather(AllGather):
     """All-gather of a unit of which some parameters, or all, are in shared memory."""
 
-    def __init__(self, weights: CommonWeights, usual: AllGather | None) -> None:
-        self._weights, self._usual = weights, usual
+    def __init__(self, shared_memory_weights: SharedMemoryWeights, fallback: AllGather | None) -> None:
+        self._shared_memory_weights, self._fallback = shared_memory_weights, fallback
 
     @property
-    def is_all(self) -> bool:
+    def is_complete(self) -> bool:
         """True if all parameters are in shared memory, so that nothing is left to gather."""
-        return self._usual is None
+        return self._fallback is None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._usual is not None:
-            return self._usual.allocate(size, dtype=dtype, device=device)
+        if self._fallback is not None:
+            return self._fallback.allocate(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -161,13 +171,13 @@ class _Gather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        self._weights.gathered()
-        if self._usual is not None:
-            return self._usual(output_tensor, input_tensor, group, async_op)
+        self._shared_memory_weights.publish_updates()
+        if self._fallback is not None:
+            return self._fallback(output_tensor, input_tensor, group, async_op)
         return None  # FSDP2 continues with one element of each parameter, which nobody reads
 
 
-class Common:
+class SharedMemoryParameter:
     """Full copy of one parameter in shared memory.
 
     Where it computes in the precision of the state, the shard itself becomes this rank's part of it.
@@ -175,27 +185,27 @@ class Common:
     Args:
         name: name of the parameter.
         shard: FSDP2's parameter.
-        whole: flat tensor that computes, with padding for the last ranks' parts.
-        part: memory of this rank's part of it as a tensor of its own. Were it a view, autograd would hold a
-            change to the shard against whoever computes with `whole`.
+        full_tensor: flat tensor that computes, with padding for the last ranks' parts.
+        own_part: memory of this rank's part of it as a tensor of its own. Were it a view, autograd would
+            hold a change to the shard against whoever computes with `full_tensor`.
     """
 
-    def __init__(self, name: str, shard: Any, whole: Tensor, part: Tensor) -> None:
+    def __init__(self, name: str, shard: Any, full_tensor: Tensor, own_part: Tensor) -> None:
         self._name, self._shard = name, weakref.ref(shard)
-        self._whole = whole[: shard._orig_size.numel()].view(shard._orig_size)
-        self._part = part
-        self._before = _Before(torch.zeros(1, dtype=whole.dtype))
-        self._is_shard = shard.sharded_param.dtype == whole.dtype
-        self._changes = self._whole._version
-        self._noted: Tensor | None = None
-        self.keep()
+        self._full_tensor = full_tensor[: shard._orig_size.numel()].view(shard._orig_size)
+        self._own_part = own_part
+        self._pre_all_gather = _PreAllGather(torch.zeros(1, dtype=full_tensor.dtype))
+        self._is_shard = shard.sharded_param.dtype == full_tensor.dtype
+        self._version = self._full_tensor._version
+        self._checksum: Tensor | None = None
+        self.attach_shard()
 
-    def __deepcopy__(self, memo: Any) -> Common:
+    def __deepcopy__(self, memo: Any) -> SharedMemoryParameter:
         """Return this object: a copy of a parameter is no part of the shared memory."""
         return self
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def attach_shard(self) -> None:
         """Restore the shard as this rank's part, where another tensor has taken its place.
 
         `Module.to` and `load_state_dict(assign=True)` replace it.
@@ -205,48 +215,50 @@ class Common:
             return
         local: Any = shard.sharded_param._local_tensor
         if self._is_shard:
-            if local.dtype != self._part.dtype:
+            if local.dtype != self._own_part.dtype:
                 raise WanmaError(
-                    f"{self._name} has become {local.dtype} after it was prepared as {self._part.dtype}",
+                    f"{self._name} has become {local.dtype} after it was prepared as {self._own_part.dtype}",
                     "convert the model before it is prepared; train.precision says in what it computes",
                 )
-            mine = self._part[: local.numel()].view(local.size())
+            mine = self._own_part[: local.numel()].view(local.size())
             if mine.data_ptr() != local.data_ptr():
                 mine.copy_(local)
-            shard._sharded_param_data, shard.sharded_param._local_tensor = self._part, mine
+            shard._sharded_param_data, shard.sharded_param._local_tensor = self._own_part, mine
             local = mine
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before, self._after
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
         shard._init_extensions()
 
     @torch.no_grad()
-    def write(self) -> None:
+    def copy_shard_in(self) -> None:
         """Copy the shard into this rank's part."""
         shard: Any = self._shard()
         if not self._is_shard and shard is not None:
             local = shard.sharded_param._local_tensor
-            self._part[: local.numel()].copy_(local.view(-1))
+            self._own_part[: local.numel()].copy_(local.view(-1))
 
-    def note(self) -> None:
+    def record_checksum(self) -> None:
         """Keep a checksum of this rank's part, before anybody computes with it."""
-        self._noted = checksum(self._part)
+        self._checksum = checksum(self._own_part)
 
-    def check(self) -> None:
+    def check_unmodified(self) -> None:
         """Check that no forward has changed the weight.
 
         Raises:
             WanmaError: a module has changed a weight in its forward.
         """
-        noted, self._noted = self._noted, None
-        if self._whole._version != self._changes or (noted is not None and checksum(self._part) != noted):
-            raise refuse_lost_change(self._name, on_cpu=True)
+        noted, self._checksum = self._checksum, None
+        if self._full_tensor._version != self._version or (
+            noted is not None and checksum(self._own_part) != noted
+        ):
+            raise lost_change_error(self._name, on_cpu=True)
 
-    def _after(
+    def _post_all_gather(
         self, _outputs: Any, _metadata: None, _dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        return (self._whole, ()) if out is None else None
+        return (self._full_tensor, ()) if out is None else None
 
 
-class _Before:
+class _PreAllGather:
     """Answer to FSDP2's question for the tensors to gather: one element.
 
     FSDP2 looks at the signature of whoever answers at every gather of every parameter. To find out that of a
@@ -262,16 +274,16 @@ class _Before:
         return (self._token,), None
 
 
-def _named_shards(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _named_fsdp_params(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield FSDP2's parameters of all units with their names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit in units(model):
-        group = group_of(unit)
+    for unit in fsdp_units(model):
+        group = fsdp_param_group(unit)
         for shard in group.fsdp_params if group is not None else ():
             yield names.get(id(shard.sharded_param), "a parameter"), shard
 
 
-def _is_by_rows(shard: Any) -> bool:
+def _is_dim0_sharded(shard: Any) -> bool:
     """Return whether the ranks' shards, padded to equal length, follow each other in the full tensor.
 
     They must also be gathered as they are.
@@ -284,6 +296,6 @@ def _is_by_rows(shard: Any) -> bool:
     )
 
 
-def _computed_in(shard: Any) -> torch.dtype:
+def _compute_dtype(shard: Any) -> torch.dtype:
     own: torch.dtype = shard.sharded_param.dtype
     return (shard.mp_policy.param_dtype or own) if own.is_floating_point else own

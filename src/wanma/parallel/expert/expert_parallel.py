@@ -19,23 +19,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from wanma.job.errors import JobError
-from wanma.models.layers.experts import Experts, collect, on_host, positions_in, spread
-from wanma.models.layers.router import Routing, WholeSamples
-from wanma.models.structure.parallel_spec import Layout
-from wanma.parallel.context.sequence_shards import context_positions
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.tensor.local_parameters import compute_locally, convert, own_shard
+from wanma.models.layers.experts import (
+    Experts,
+    counts_to_list,
+    inverse_permutation,
+    permute_tokens,
+    unpermute_tokens,
+)
+from wanma.models.layers.router import SampleReduction, TopKRouter
+from wanma.models.structure.parallel_spec import ParallelSpec
+from wanma.parallel.context.sequence_shards import context_rank_positions
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.tensor.local_parameters import local_shard, redistribute_local, use_local_parameters
 
 
-def split_experts(model: nn.Module, layout: Layout, grid: Grid) -> None:
-    """Split the modules that `layout.experts` names over `ep`, and their inner dim over `tp`.
+def apply_expert_parallel(model: nn.Module, parallel_spec: ParallelSpec, parallel_mesh: ParallelMesh) -> None:
+    """Split the modules that `parallel_spec.expert_modules` names over `ep`, and their inner dim over `tp`.
 
     Raises:
         JobError: `ep` is more than one and the model has no experts, or `ep` or `tp` does not divide them.
     """
-    plan = grid.plan
-    experts = [m for name, m in model.named_modules() if layout.experts and fnmatchcase(name, layout.experts)]
-    if plan.ep > 1 and layout.experts is None:
+    plan = parallel_mesh.plan
+    experts = [
+        m
+        for name, m in model.named_modules()
+        if parallel_spec.expert_modules and fnmatchcase(name, parallel_spec.expert_modules)
+    ]
+    if plan.ep > 1 and parallel_spec.expert_modules is None:
         raise JobError(
             f"parallel.ep = {plan.ep}: {type(model).__name__} has no experts",
             "set parallel.ep = 1, or give the model some (model.experts)",
@@ -47,14 +57,14 @@ def split_experts(model: nn.Module, layout: Layout, grid: Grid) -> None:
                 "cannot be split",
                 "set both to 1",
             )
-        _split(module, grid)
+        _distribute_experts(module, parallel_mesh)
     if plan.sequence_parallel or plan.cp > 1:
-        for router in (module for module in model.modules() if isinstance(module, Routing)):
-            router.parts = SplitSamples(grid)
+        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+            router.parts = ShardedSampleReduction(parallel_mesh)
 
 
-def _split(module: Experts, grid: Grid) -> None:
-    plan = grid.plan
+def _distribute_experts(module: Experts, parallel_mesh: ParallelMesh) -> None:
+    plan = parallel_mesh.plan
     count, width = module.gate.shape[:2]
     if count % plan.ep:
         raise JobError(
@@ -68,35 +78,37 @@ def _split(module: Experts, grid: Grid) -> None:
         )
     # FSDP2 takes parameters on a one-dimensional mesh of `tp`, or a two-dimensional one with `ep` before it.
     if plan.ep > 1:
-        assert grid.experts is not None
-        mesh = grid.experts["ep", "expert_tp"]
+        assert parallel_mesh.expert_mesh is not None
+        mesh = parallel_mesh.expert_mesh["ep", "expert_tp"]
     else:
-        mesh = grid.axis("tp")
+        mesh = parallel_mesh.dim_mesh("tp")
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         whole = module.get_parameter(name)
         placements = [Shard(0), Shard(dim)][-mesh.ndim :]
         split = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
-    compute_locally(module, dict.fromkeys(("gate", "up", "down"), own_shard))
+    use_local_parameters(module, dict.fromkeys(("gate", "up", "down"), local_shard))
     if plan.tp > 1:
         residual: Placement = Shard(1) if plan.sequence_parallel else Replicate()
-        _sum_parts(module, grid.axis("tp"), residual)
+        _reduce_over_tensor_ranks(module, parallel_mesh.dim_mesh("tp"), residual)
     if plan.ep > 1:
-        module.core = Exchange(module.core, grid.axis("ep").get_group())
+        module.core = TokenDispatcher(module.core, parallel_mesh.dim_mesh("ep").get_group())
 
 
-def _sum_parts(module: nn.Module, mesh: DeviceMesh, residual: Placement) -> None:
+def _reduce_over_tensor_ranks(module: nn.Module, mesh: DeviceMesh, residual_placement: Placement) -> None:
     """Put `Experts`, whose matrices the ranks of `mesh` share, between their parts of the residual stream."""
     forward = module.forward
 
     def summed(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        x, weights, chosen = (convert(part, mesh, residual, Replicate()) for part in (x, weights, chosen))
-        return convert(forward(x, weights, chosen), mesh, Partial(), residual)
+        x, weights, chosen = (
+            redistribute_local(part, mesh, residual_placement, Replicate()) for part in (x, weights, chosen)
+        )
+        return redistribute_local(forward(x, weights, chosen), mesh, Partial(), residual_placement)
 
     module.forward = summed
 
 
-class Exchange(nn.Module):
+class TokenDispatcher(nn.Module):
     """Token dispatch, in place of `GroupedFeedForward`: rows go to the ranks of their experts and back.
 
     Each rank of `group` holds the next experts in their order.
@@ -117,64 +129,73 @@ class Exchange(nn.Module):
         going = counts.view(ranks, -1)  # (ranks, experts of each)
         coming = all_to_all_single(going, None, None, self._group)  # (ranks, experts here)
         # Both at once: the host waits for a GPU here.
-        sent, received = on_host(torch.stack([going.sum(1), coming.sum(1)]), len(rows))
+        sent, received = counts_to_list(torch.stack([going.sum(1), coming.sum(1)]), len(rows))
         rows = all_to_all_single_autograd(rows, received, sent, self._group)
         weights = all_to_all_single_autograd(weights, received, sent, self._group)
 
         # From the ranks' order to the experts'.
         experts = torch.arange(coming.shape[1], device=counts.device).repeat(ranks)
         order = experts.repeat_interleave(coming.flatten(), output_size=sum(received)).argsort(stable=True)
-        places = positions_in(order, len(order)).unsqueeze(1)
+        places = inverse_permutation(order, len(order)).unsqueeze(1)
         results = self.core(
-            spread(rows, order, places), spread(weights, order, places), coming.sum(0), *matrices
+            permute_tokens(rows, order, places),
+            permute_tokens(weights, order, places),
+            coming.sum(0),
+            *matrices,
         )
         back: Tensor = all_to_all_single_autograd(
-            collect(results, order, places), sent, received, self._group
+            unpermute_tokens(results, order, places), sent, received, self._group
         )
         return back
 
 
-class SplitSamples(WholeSamples):
-    """Replacement of `WholeSamples` that asks the ranks of `cp`, and under `plan.sequence` those of `tp`."""
+class ShardedSampleReduction(SampleReduction):
+    """`SampleReduction` over the ranks of `cp` and, with sequence parallelism, of `tp`."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, parallel_mesh: ParallelMesh) -> None:
         super().__init__()
-        plan = grid.plan
-        self._kind, self._context_ranks, self._context_rank = plan.cp_method, plan.cp, grid.at("cp")
-        self._context = grid.axis("cp").get_group() if plan.cp > 1 else None
-        self._tensor = grid.axis("tp").get_group() if plan.sequence_parallel else None
+        plan = parallel_mesh.plan
+        self._cp_method, self._context_ranks, self._context_rank = (
+            plan.cp_method,
+            plan.cp,
+            parallel_mesh.coordinate("cp"),
+        )
+        self._cp_group = parallel_mesh.dim_mesh("cp").get_group() if plan.cp > 1 else None
+        self._tp_group = parallel_mesh.dim_mesh("tp").get_group() if plan.sequence_parallel else None
 
-    def total(self, counts: Tensor) -> Tensor:
+    def all_reduce(self, counts: Tensor) -> Tensor:
         """Sum `counts` over the ranks that hold parts of the same samples."""
         counts = counts.contiguous()
-        for group in (self._tensor, self._context):
+        for group in (self._tp_group, self._cp_group):
             if group is not None:
                 dist.all_reduce(counts, group=group)
         return counts
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_sequence(self, x: Tensor) -> Tensor:
         """Gather (rows, part of the sequence, ...) to (rows, sequence, ...), in the order of positions."""
-        if self._tensor is not None:
-            x = _gather(x, self._tensor)
-        if self._context is None:
+        if self._tp_group is not None:
+            x = _gather(x, self._tp_group)
+        if self._cp_group is None:
             return x
         # Ranks hold positions in an order of their own.
-        gathered, order = _gather(x, self._context), self._order(x.shape[1], x.device)
-        return gathered[:, positions_in(order, len(order))]
+        gathered, order = _gather(x, self._cp_group), self._gathered_positions(x.shape[1], x.device)
+        return gathered[:, inverse_permutation(order, len(order))]
 
-    def own(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that `whole` gathered."""
-        if self._context is not None:
-            mine = self._order(x.shape[1] // self._context_ranks, x.device).chunk(self._context_ranks)
+    def slice_sequence(self, x: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that `gather_sequence` gathered."""
+        if self._cp_group is not None:
+            mine = self._gathered_positions(x.shape[1] // self._context_ranks, x.device).chunk(
+                self._context_ranks
+            )
             x = x[:, mine[self._context_rank]]
-        if self._tensor is not None:
-            x = x.chunk(self._tensor.size(), dim=1)[self._tensor.rank()]
+        if self._tp_group is not None:
+            x = x.chunk(self._tp_group.size(), dim=1)[self._tp_group.rank()]
         return x
 
-    def _order(self, local: int, device: torch.device) -> Tensor:
+    def _gathered_positions(self, local: int, device: torch.device) -> Tensor:
         """Return the positions that the context ranks hold, one rank after the other."""
         ranks, length = self._context_ranks, local * self._context_ranks
-        held = [context_positions(length, self._kind, ranks, rank) for rank in range(ranks)]
+        held = [context_rank_positions(length, self._cp_method, ranks, rank) for rank in range(ranks)]
         return torch.cat(held).to(device)
 
 

@@ -1,10 +1,10 @@
 """Compressed sums of gradients under a plan: state kept per parameter, and the method that sums it.
 
-The holder of gradients, `Whole` or FSDP2 (`sharded_compression`), registers for each parameter a `Slot` that
-says how an exchange sees it, and hands over each bucket to `exchange`. What compression leaves out of a
-gradient (error feedback) is kept under the parameter's name as DTensors of one row per rank that takes part:
-checkpoints save and load them like other state, and their sum over the rows, over all ranks, is what the
-model is still owed (`training/checkpointing/error_feedback_state.py`).
+The holder of gradients, `Replicated` or FSDP2 (`sharded_compression`), registers for each parameter a
+`GradientLayout` that says how an exchange sees it, and hands over each bucket to `reduce`. What
+compression leaves out of a gradient (error feedback) is kept under the parameter's name as DTensors of one
+row per rank that takes part: checkpoints save and load them like other state, and their sum over the rows,
+over all ranks, is what the model is still owed (`training/checkpointing/error_feedback_state.py`).
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from wanma.collectives.compression import int8_codec
-from wanma.collectives.compression.bucket_tensors import Memory, Method, Piece
-from wanma.collectives.compression.compressor_table import KEEP_ERRORS, method_of
-from wanma.collectives.compression.hierarchical import ByNodes, Levels
-from wanma.collectives.compression.overlap import Steps, together
-from wanma.collectives.compression.power_sgd import first_q, thin_rank
-from wanma.collectives.compression.uncompressed import whole_bytes
-from wanma.hardware.native.native_library import NativeLibrary, compiled
+from wanma.collectives.compression.bucket_tensors import BucketTensor, Compressor, ErrorFeedback
+from wanma.collectives.compression.compressor_table import ERROR_FEEDBACK_METHODS, make_compressor
+from wanma.collectives.compression.hierarchical import HierarchicalCompressor, NodeGroups
+from wanma.collectives.compression.overlap import CollectiveSteps, run_interleaved
+from wanma.collectives.compression.power_sgd import choose_approximation_rank, draw_initial_q
+from wanma.collectives.compression.uncompressed import compute_uncompressed_bytes
+from wanma.hardware.native.native_library import NativeLibrary, build_and_check_library
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
-from wanma.parallel.gradients.reduction_groups import levels_of
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.gradients.reduction_groups import build_node_groups
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
-ERROR, Q = "error", "q"
+ERROR_KIND, POWER_SGD_Q_KIND = "error", "q"
 """Kinds of tensors that are kept per parameter: error feedback, and PowerSGD's matrix Q."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class GradientLayout:
     """Layout of one parameter's gradient in a compressed exchange."""
 
     name: str
     """Name of the parameter in the full model."""
-    state: Callable[[], Tensor]
+    get_parameter: Callable[[], Tensor]
     """Function that returns the parameter as checkpoints know it: a DTensor over (replicate, shard, ...)."""
-    destinations: int
+    shard_count: int
     """Ranks among which the sum is scattered; 1 where every rank gets all of it."""
-    length: int
+    elements_per_shard: int
     """Elements for each destination, padding included."""
-    columns: int
+    matrix_columns: int
     """Columns of the gradient as a matrix."""
     shape: tuple[int, ...]
     """Shape of what this rank hands over, without padding."""
 
     @property
-    def is_scattered(self) -> bool:
-        return self.destinations > 1
+    def is_reduce_scattered(self) -> bool:
+        return self.shard_count > 1
 
     @property
-    def rows(self) -> int:
-        return self.destinations * self.length // self.columns
+    def matrix_rows(self) -> int:
+        return self.shard_count * self.elements_per_shard // self.matrix_columns
 
 
-NamedPieces: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
-"""Tuples (name, values, result) of registered parameters, as in `Piece`; all have a result, or none."""
+NamedGradients: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
+"""Tuples (name, values, result) of registered parameters, as in `BucketTensor`; all have a result or none."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CompressionTraffic:
     """Bytes of one step's compressed exchanges on this rank.
 
     Where sums are made within nodes first, only the exchange between nodes counts.
@@ -88,11 +88,11 @@ class GradientCompression:
         plan: plan of the run.
         seed: seed of the job.
         device: device of the buffers that are exchanged.
-        levels: groups by which replicas sum within their nodes first; None: they do not.
-        native: library of the int8 codec; None where it is not compiled.
+        node_groups: groups by which replicas sum within their nodes first; None: they do not.
+        native_library: library of the int8 codec; None where it is not compiled.
 
     Attributes:
-        note: message for the user, or empty.
+        warning: message for the user, or empty.
     """
 
     def __init__(
@@ -100,190 +100,215 @@ class GradientCompression:
         plan: Plan,
         seed: int,
         device: torch.device,
-        levels: Levels | None = None,
-        native: NativeLibrary | None = None,
+        node_groups: NodeGroups | None = None,
+        native_library: NativeLibrary | None = None,
     ) -> None:
         self._plan, self._seed, self._device = plan, seed, device
-        self._levels = levels
-        self._native = native.path if native is not None else None
-        self.note = ""
-        if native is not None and native.path is None:
-            self.note = f"int8 compression takes several times its time on this CPU: {native.reason}"
-        self._slots: dict[str, Slot] = {}
-        self._memories: dict[str, Memory] = {}
-        self._methods: dict[Compression, Method] = {}
-        self._sent = self._whole = 0
+        self._node_groups = node_groups
+        self._native = native_library.path if native_library is not None else None
+        self.warning = ""
+        if native_library is not None and native_library.path is None:
+            self.warning = (
+                f"int8 compression takes several times its time on this CPU: {native_library.failure_reason}"
+            )
+        self._layouts: dict[str, GradientLayout] = {}
+        self._error_feedbacks: dict[str, ErrorFeedback] = {}
+        self._methods: dict[Compression, Compressor] = {}
+        self._sent_bytes = self._uncompressed_bytes = 0
         self.step = 0
         """Number of completed optimizer steps."""
-        self.unit = 1.0
+        self.gradient_scale = 1.0
         """Ratio of the exchanged gradients, and so of the error feedback, to gradients of the mean loss."""
 
     @property
-    def is_on(self) -> bool:
+    def is_active(self) -> bool:
         """True if this step's gradients are compressed."""
         return self.step >= self._plan.compression_from_step
 
-    def register(self, slot: Slot) -> None:
-        self._slots[slot.name] = slot
+    def register(self, layout: GradientLayout) -> None:
+        self._layouts[layout.name] = layout
 
-    def exchange(self, buckets: Iterable[NamedPieces], group: dist.ProcessGroup) -> None:
+    def reduce(self, buckets: Iterable[NamedGradients], group: dist.ProcessGroup) -> None:
         """Sum buckets over the ranks of `group`; all of them call it with the same buckets."""
         with torch.no_grad():
-            self._sent += sum(together(self._sums(buckets, group)))
+            self._sent_bytes += sum(run_interleaved(self._reduce_steps(buckets, group)))
 
-    def end_step(self, *, applied: bool, unit: float) -> None:
+    def end_step(self, *, applied: bool, gradient_scale: float) -> None:
         """Begin the next step, after the update of a step.
 
         Args:
             applied: False where the update was left out. Then the error feedback is dropped, too: it contains
                 what made the step wrong, and may not be finite.
-            unit: ratio of the next step's gradients to gradients of the mean loss.
+            gradient_scale: ratio of the next step's gradients to gradients of the mean loss.
         """
         if not applied:
-            for name, memory in self._memories.items():
-                self._begin(self._slots[name], memory)
-        self.rescale(unit)
+            for name, memory in self._error_feedbacks.items():
+                self._reset(self._layouts[name], memory)
+        self.rescale(gradient_scale)
         self.step += 1
 
-    def rescale(self, unit: float) -> None:
+    def rescale(self, gradient_scale: float) -> None:
         """Set the ratio of gradients to gradients of the mean loss, and rescale the error feedback to it."""
-        if unit != self.unit:
-            for memory in self._memories.values():
-                if memory.error is not None:
-                    memory.error.mul_(unit / self.unit)
-            self.unit = unit
+        if gradient_scale != self.gradient_scale:
+            for memory in self._error_feedbacks.values():
+                if memory.residual is not None:
+                    memory.residual.mul_(gradient_scale / self.gradient_scale)
+            self.gradient_scale = gradient_scale
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """Return the kept tensors in place: 'error.NAME' (ranks, *shape of the parameter), and 'q.NAME'."""
         kept: dict[str, Tensor] = {}
-        for slot in self._slots.values():
-            if self._kind(slot) not in KEEP_ERRORS or not slot.state().requires_grad:
+        for layout in self._layouts.values():
+            if (
+                self._compression_of(layout) not in ERROR_FEEDBACK_METHODS
+                or not layout.get_parameter().requires_grad
+            ):
                 continue
-            memory = self._memory(slot, self._device)
-            if memory.error is not None:
-                kept[f"{ERROR}.{slot.name}"] = _error_of(slot, memory.error)
-            if memory.q is not None:
-                kept[f"{Q}.{slot.name}"] = _q_of(slot, memory.q)
+            memory = self._get_error_feedback(layout, self._device)
+            if memory.residual is not None:
+                kept[f"{ERROR_KIND}.{layout.name}"] = _error_dtensor(layout, memory.residual)
+            if memory.power_sgd_q is not None:
+                kept[f"{POWER_SGD_Q_KIND}.{layout.name}"] = _q_dtensor(layout, memory.power_sgd_q)
         return kept
 
     def error_norm(self) -> float:
         """Return the norm of this rank's error feedback, in units of the mean loss's gradients."""
-        errors = [memory.error for memory in self._memories.values() if memory.error is not None]
+        errors = [memory.residual for memory in self._error_feedbacks.values() if memory.residual is not None]
         if not errors:
             return 0.0
         norms = torch.stack(list(torch._foreach_norm(errors)))
-        return float(torch.linalg.vector_norm(norms)) / self.unit
+        return float(torch.linalg.vector_norm(norms)) / self.gradient_scale
 
-    def take_traffic(self) -> Traffic:
+    def pop_traffic(self) -> CompressionTraffic:
         """Return the bytes exchanged since the last call."""
-        traffic = Traffic(self._sent, self._whole - self._sent)
-        self._sent = self._whole = 0
+        traffic = CompressionTraffic(self._sent_bytes, self._uncompressed_bytes - self._sent_bytes)
+        self._sent_bytes = self._uncompressed_bytes = 0
         return traffic
 
     # ---------------------------------------------------------------- inside
 
-    def _sums(self, buckets: Iterable[NamedPieces], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+    def _reduce_steps(
+        self, buckets: Iterable[NamedGradients], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
         for bucket in buckets:
-            by_method: defaultdict[Compression, list[Piece]] = defaultdict(list)
+            by_method: defaultdict[Compression, list[BucketTensor]] = defaultdict(list)
             for name, values, result in bucket:
-                slot = self._slots[name]
-                kind = self._kind(slot)
-                memory = self._memory(slot, values.device) if kind in KEEP_ERRORS else None
-                by_method[kind].append(Piece(values, result, slot.columns, memory))
+                layout = self._layouts[name]
+                kind = self._compression_of(layout)
+                memory = (
+                    self._get_error_feedback(layout, values.device)
+                    if kind in ERROR_FEEDBACK_METHODS
+                    else None
+                )
+                by_method[kind].append(BucketTensor(values, result, layout.matrix_columns, memory))
             is_scattered = bucket[0][2] is not None
             for kind, pieces in by_method.items():
                 method = self._method(kind)
                 if is_scattered:
-                    self._whole += whole_bytes(pieces, group.size(), scatter=True)
+                    self._uncompressed_bytes += compute_uncompressed_bytes(pieces, group.size(), scatter=True)
                     yield from method.reduce_scatter(pieces, group)
-                elif self._levels is None:
-                    self._whole += whole_bytes(pieces, group.size(), scatter=False)
+                elif self._node_groups is None:
+                    self._uncompressed_bytes += compute_uncompressed_bytes(
+                        pieces, group.size(), scatter=False
+                    )
                     yield from method.all_reduce(pieces, group)
                 else:
-                    by_nodes = ByNodes(method, self._levels, cuts=kind != "powersgd")
-                    self._whole += by_nodes.whole_bytes(pieces)
+                    by_nodes = HierarchicalCompressor(
+                        method, self._node_groups, splits_tensors=kind != "powersgd"
+                    )
+                    self._uncompressed_bytes += by_nodes.compute_uncompressed_bytes(pieces)
                     yield from by_nodes.all_reduce(pieces)
 
-    def _kind(self, slot: Slot) -> Compression:
-        kind = self._plan.compression_of(slot.name)
-        if kind == "powersgd" and not self._rank(slot):
+    def _compression_of(self, layout: GradientLayout) -> Compression:
+        kind = self._plan.compression_for_parameter(layout.name)
+        if kind == "powersgd" and not self._approximation_rank(layout):
             return "none"
         return kind
 
-    def _rank(self, slot: Slot) -> int:
-        if len(slot.shape) < 2:
+    def _approximation_rank(self, layout: GradientLayout) -> int:
+        if len(layout.shape) < 2:
             return 0
-        return thin_rank(slot.rows, slot.columns, self._plan.compression_rank)
+        return choose_approximation_rank(
+            layout.matrix_rows, layout.matrix_columns, self._plan.compression_rank
+        )
 
-    def _method(self, kind: Compression) -> Method:
+    def _method(self, kind: Compression) -> Compressor:
         if kind not in self._methods:
-            self._methods[kind] = method_of(kind, self._plan.compression_share, self._native)
+            self._methods[kind] = make_compressor(kind, self._plan.compression_share, self._native)
         return self._methods[kind]
 
-    def _memory(self, slot: Slot, device: torch.device) -> Memory:
-        memory = self._memories.get(slot.name)
+    def _get_error_feedback(self, layout: GradientLayout, device: torch.device) -> ErrorFeedback:
+        memory = self._error_feedbacks.get(layout.name)
         if memory is None:
-            error = torch.zeros(slot.destinations, slot.length, device=device)
-            memory = self._memories[slot.name] = Memory(error)
-            if self._kind(slot) == "powersgd":
-                memory.q = torch.empty(slot.columns, self._rank(slot), device=device)
-            self._begin(slot, memory)
+            error = torch.zeros(layout.shard_count, layout.elements_per_shard, device=device)
+            memory = self._error_feedbacks[layout.name] = ErrorFeedback(error)
+            if self._compression_of(layout) == "powersgd":
+                memory.power_sgd_q = torch.empty(
+                    layout.matrix_columns, self._approximation_rank(layout), device=device
+                )
+            self._reset(layout, memory)
         return memory
 
-    def _begin(self, slot: Slot, memory: Memory) -> None:
-        if memory.error is not None:
-            memory.error.zero_()
-        if memory.q is not None:
-            columns, rank = memory.q.shape
-            memory.q.copy_(first_q(slot.name, columns, rank, self._seed))
+    def _reset(self, layout: GradientLayout, memory: ErrorFeedback) -> None:
+        if memory.residual is not None:
+            memory.residual.zero_()
+        if memory.power_sgd_q is not None:
+            columns, rank = memory.power_sgd_q.shape
+            memory.power_sgd_q.copy_(draw_initial_q(layout.name, columns, rank, self._seed))
 
 
-def open_compression(grid: Grid, seed: int) -> GradientCompression | None:
+def build_compression(parallel_mesh: ParallelMesh, seed: int) -> GradientCompression | None:
     """Create the compression that the plan asks for; None without compression. Every rank calls it."""
-    if not grid.plan.compressions:
+    if not parallel_mesh.plan.compression_methods:
         return None
-    rounds = "int8" in grid.plan.compressions and grid.device.type == "cpu"
-    native = compiled(int8_codec.SOURCE) if rounds else None
-    return GradientCompression(grid.plan, seed, grid.device, levels_of(grid), native)
+    rounds = "int8" in parallel_mesh.plan.compression_methods and parallel_mesh.device.type == "cpu"
+    native = build_and_check_library(int8_codec.NATIVE_SOURCE) if rounds else None
+    return GradientCompression(
+        parallel_mesh.plan, seed, parallel_mesh.device, build_node_groups(parallel_mesh), native
+    )
 
 
-def whole_slot(name: str, state: Callable[[], Tensor], shape: tuple[int, ...]) -> Slot:
-    """Return the slot of a gradient that each rank of the replicas holds in full, or the same shard of.
+def replicated_layout(
+    name: str, get_parameter: Callable[[], Tensor], shape: tuple[int, ...]
+) -> GradientLayout:
+    """Return the layout of a gradient that each rank of the replicas holds in full, or the same shard of.
 
     Args:
         name: name of the parameter in the full model.
-        state: function that returns the parameter as checkpoints know it.
+        get_parameter: function that returns the parameter as checkpoints know it.
         shape: shape of the gradient that a rank holds.
     """
     length = math.prod(shape)
-    return Slot(name, state, 1, length, max(length // max(shape[0], 1), 1) if shape else 1, shape)
+    return GradientLayout(
+        name, get_parameter, 1, length, max(length // max(shape[0], 1), 1) if shape else 1, shape
+    )
 
 
-def _error_of(slot: Slot, error: Tensor) -> Tensor:
+def _error_dtensor(layout: GradientLayout, error: Tensor) -> Tensor:
     """Return the error feedback as a DTensor (ranks, *shape); this rank's row is the memory itself."""
-    state = slot.state()
+    state = layout.get_parameter()
     assert isinstance(state, DTensor)
-    local = error.view(-1)[: math.prod(slot.shape)].view(1, *slot.shape)
+    local = error.view(-1)[: math.prod(layout.shape)].view(1, *layout.shape)
     mesh, placements = state.device_mesh, state.placements
-    shifted = tuple(map(_shifted, placements[2:]))
-    if slot.is_scattered:
+    shifted = tuple(map(_prepend_dim, placements[2:]))
+    if layout.is_reduce_scattered:
         # Each rank of the shards holds a full one; only the other mesh dimensions split it.
         over: tuple[Placement, ...] = (Replicate(), Shard(0), *shifted)
-        sizes = _global_sizes(slot.shape, mesh, placements)
-        return _laid_out(local, mesh, over, (mesh.size(1), *sizes))
-    over = (Shard(0), _shifted(placements[1]), *shifted)
-    return _laid_out(local, mesh, over, (mesh.size(0), *state.shape))
+        sizes = _global_sizes(layout.shape, mesh, placements)
+        return _from_local(local, mesh, over, (mesh.size(1), *sizes))
+    over = (Shard(0), _prepend_dim(placements[1]), *shifted)
+    return _from_local(local, mesh, over, (mesh.size(0), *state.shape))
 
 
-def _q_of(slot: Slot, q: Tensor) -> Tensor:
+def _q_dtensor(layout: GradientLayout, q: Tensor) -> Tensor:
     """Return Q as a DTensor (sets of ranks with matrices of their own, columns, rank)."""
-    state = slot.state()
+    state = layout.get_parameter()
     assert isinstance(state, DTensor)
     mesh = state.device_mesh
-    own = [axis for axis in range(mesh.ndim) if axis > 1 or (axis == 1 and not slot.is_scattered)]
+    own = [dim for dim in range(mesh.ndim) if dim > 1 or (dim == 1 and not layout.is_reduce_scattered)]
     over = tuple(Shard(0) if axis in own else Replicate() for axis in range(mesh.ndim))
     sets = math.prod(mesh.size(axis) for axis in own)
-    return _laid_out(q[None], mesh, over, (sets, *q.shape))
+    return _from_local(q[None], mesh, over, (sets, *q.shape))
 
 
 def _global_sizes(
@@ -298,14 +323,14 @@ def _global_sizes(
     return tuple(sizes)
 
 
-def _shifted(placement: Placement) -> Placement:
+def _prepend_dim(placement: Placement) -> Placement:
     """Return the placement for a tensor with one more dim before the others."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
-def _laid_out(
+def _from_local(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Tensor:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

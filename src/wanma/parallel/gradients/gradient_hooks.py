@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.models.user_modules.parameter_hooks import Hook, ParameterHooks, has_hooks
@@ -38,7 +38,7 @@ class GradientHooks:
             if parameter in taken:
                 self._hooks[name] = taken[parameter]
             elif has_hooks(parameter):
-                self._take(name, parameter)
+                self._adopt(name, parameter)
                 taken[parameter] = self._hooks[name]
 
     def collect(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -49,18 +49,20 @@ class GradientHooks:
         """
         for name, parameter in parameters.items():
             if has_hooks(parameter):
-                self._take(name, parameter)
+                self._adopt(name, parameter)
 
     def __bool__(self) -> bool:
         return any(self._hooks.values())
 
     @torch.no_grad()
-    def call(self, parameters: Mapping[str, nn.Parameter], correction: float, device: torch.device) -> None:
+    def call(
+        self, parameters: Mapping[str, nn.Parameter], gradient_multiplier: float, device: torch.device
+    ) -> None:
         """Call each hook with its gradient, and adopt what it makes of it. All ranks of a stage call it.
 
         Args:
             parameters: parameters of this rank by name.
-            correction: factor from the gradients as they stand to those of the mean loss.
+            gradient_multiplier: factor from the gradients as they stand to those of the mean loss.
             device: device on which hooks get the gradients.
 
         Raises:
@@ -70,20 +72,20 @@ class GradientHooks:
             hooks = self._hooks.get(name)
             if not hooks or parameter.grad is None:
                 continue
-            gradient = _whole(parameter.grad, device) * correction
-            for hook in _all(hooks.on_gradient):
+            gradient = _full_tensor(parameter.grad, device) * gradient_multiplier
+            for hook in _all(hooks.gradient_hooks):
                 with torch.enable_grad():
                     changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            if any(hooks.after_gradient):
-                left = _after(name, _whole(parameter, device), gradient, hooks)
+            if any(hooks.post_accumulate_hooks):
+                left = _run_after_gradient_hooks(name, _full_tensor(parameter, device), gradient, hooks)
                 if left is None:
                     parameter.grad = None
                     continue
                 gradient = left
-            _put(name, gradient / correction, parameter.grad)
+            _store_gradient(name, gradient / gradient_multiplier, parameter.grad)
 
-    def _take(self, name: str, parameter: nn.Parameter) -> None:
+    def _adopt(self, name: str, parameter: nn.Parameter) -> None:
         plan = self._plan
         if max(plan.tp, plan.ep) > 1 or plan.synchronization is not None:
             raise JobError(
@@ -91,18 +93,20 @@ class GradientHooks:
                 "leave the hook out, or set parallel.tp = 1 and parallel.ep = 1 and leave "
                 "parallel.synchronization out",
             )
-        self._hooks.setdefault(name, ParameterHooks()).take(parameter)
+        self._hooks.setdefault(name, ParameterHooks()).take_from(parameter)
 
 
 def _all(kinds: Iterable[Mapping[int, Hook]]) -> list[Hook]:
     return [hook for kind in kinds for hook in kind.values()]
 
 
-def _after(name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks) -> Tensor | None:
+def _run_after_gradient_hooks(
+    name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks
+) -> Tensor | None:
     """Return the gradient that hooks on a parameter leave it with."""
     shown = nn.Parameter(value.clone())
     shown.grad = gradient
-    for hook in _all(hooks.after_gradient):
+    for hook in _all(hooks.post_accumulate_hooks):
         hook(shown)
     if not torch.equal(shown, value):
         raise WanmaError(
@@ -112,7 +116,7 @@ def _after(name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks) ->
     return shown.grad
 
 
-def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+def _full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Gather a tensor of which this rank has a part on `device`, also from where it is offloaded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(device)
@@ -128,14 +132,14 @@ def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     return placed.full_tensor()
 
 
-def _put(name: str, whole: Tensor, gradient: Tensor) -> None:
+def _store_gradient(name: str, whole: Tensor, gradient: Tensor) -> None:
     if whole.shape != gradient.shape:
         raise WanmaError(
             f"a hook on {name} has made a gradient of shape {tuple(whole.shape)} of {tuple(gradient.shape)}",
             "return one of the parameter's shape",
         )
     if isinstance(gradient, DTensor):
-        whole = local_part(
+        whole = local_tensor(
             distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None)
         )
-    local_part(gradient).copy_(whole)
+    local_tensor(gradient).copy_(whole)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from wanma.job.plan.plan import Plan
 
 
-def squared_norm_share(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
+def local_squared_norm(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
     """Return a sum of squares whose total over all ranks of a site counts each element once.
 
     A gradient that several ranks hold alike counts on each of them with weight one over their number.
@@ -28,7 +28,7 @@ def squared_norm_share(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
                 if not placement.is_replicate():
                     shards *= size
             gradient = gradient.to_local()
-        copies = plan.stage_ranks // shards
+        copies = plan.ranks_per_pipeline_rank // shards
         by_copies[copies].append(gradient)
     total = torch.zeros((), dtype=torch.float64)
     for copies, tensors in by_copies.items():

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.timing.communication_timer import CommunicationTimer
 from wanma.parallel.gradients.gradient_compression import GradientCompression
 from wanma.parallel.gradients.gradient_reducer import Bucket
 
 
-def sum_compressed(
+def all_reduce_compressed(
     gradients: Mapping[int, Tensor],
-    layout: Sequence[Bucket],
+    bucket_layout: Sequence[Bucket],
     names: Mapping[int, str],
     compression: GradientCompression,
     group: dist.ProcessGroup,
-    stopwatch: Stopwatch,
+    communication_timer: CommunicationTimer,
 ) -> dict[int, Tensor]:
     """Sum gradients over `group` in place; every rank calls it.
 
@@ -29,31 +29,34 @@ def sum_compressed(
 
     Args:
         gradients: gradients by parameter index, plain and contiguous.
-        layout: buckets of all trained parameters, the same on all ranks.
+        bucket_layout: buckets of all trained parameters, the same on all ranks.
         names: names of these parameters by index.
         compression: compressed exchanges of this rank.
         group: ranks that sum.
-        stopwatch: timer of the communication.
+        communication_timer: timer of the communication.
     """
-    sizes = [size for bucket in layout for size in bucket.sizes]
+    sizes = [size for bucket in bucket_layout for size in bucket.specs]
     if not sizes:
         return {}
     device = next((one.device for one in gradients.values()), torch.device("cpu"))
-    with stopwatch.waiting("data"):
-        has = torch.tensor([float(size.parameter in gradients) for size in sizes], device=device)
+    with communication_timer.time_blocking_transfer("data"):
+        has = torch.tensor([float(size.parameter_index in gradients) for size in sizes], device=device)
         dist.all_reduce(has, group=group)
         # In a dry run tensors have no values, and all ranks have what one has.
         ranks = [1.0] * len(sizes) if is_fake(has) else has.tolist()
         sums: dict[int, Tensor] = {}
         for size, number in zip(sizes, ranks, strict=True):
             if number:
-                own = gradients.get(size.parameter)
+                own = gradients.get(size.parameter_index)
                 if own is None:
                     own = torch.zeros(size.shape, dtype=size.dtype, device=device)
-                sums[size.parameter] = own
-        together = ([size.parameter for size in bucket.sizes if size.parameter in sums] for bucket in layout)
+                sums[size.parameter_index] = own
+        together = (
+            [size.parameter_index for size in bucket.specs if size.parameter_index in sums]
+            for bucket in bucket_layout
+        )
         buckets = (
             [(names[one], sums[one].view(1, -1), None) for one in found] for found in together if found
         )
-        compression.exchange(buckets, group)
+        compression.reduce(buckets, group)
     return sums

@@ -23,13 +23,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from wanma.job.errors import WanmaError
-from wanma.parallel.gradients.gradient_compression import GradientCompression, Slot, whole_slot
+from wanma.parallel.gradients.gradient_compression import (
+    GradientCompression,
+    GradientLayout,
+    replicated_layout,
+)
 
-_NAMED = 5
+_MAX_NAMES_IN_MESSAGE = 5
 """Largest number of parameters named in one message."""
 
 
-def compress_unit(
+def compress_fsdp_unit(
     unit: FSDPModule,
     compression: GradientCompression,
     names: Mapping[int, str],
@@ -49,17 +53,19 @@ def compress_unit(
     shards, replicas = group.mesh_info.shard_mesh_size, group.mesh_info.replicate_mesh_size
     parameters: list[Any] = group.fsdp_params
     if replicas > 1:
-        slots = [_replicated(one, names[id(one.sharded_param)]) for one in parameters]
+        layouts = [_hsdp_layout(one, names[id(one.sharded_param)]) for one in parameters]
         info = group.mesh_info
-        info.replicate_process_group = ReplicaGroup(info.replicate_process_group, compression, slots)
+        info.replicate_process_group = CompressedReplicaGroup(
+            info.replicate_process_group, compression, layouts
+        )
     elif shards > 1:
-        slots = [_scattered(one, names[id(one.sharded_param)], shards) for one in parameters]
+        layouts = [_reduce_scatter_layout(one, names[id(one.sharded_param)], shards) for one in parameters]
         inner: ReduceScatter = group._reduce_scatter_comm
-        unit.set_custom_reduce_scatter(CompressedReduceScatter(compression, slots, inner))
+        unit.set_custom_reduce_scatter(CompressedReduceScatter(compression, layouts, inner))
     else:
         return
-    for slot in slots:
-        compression.register(slot)
+    for layout in layouts:
+        compression.register(layout)
 
 
 class CompressedReduceScatter(ReduceScatter):
@@ -68,8 +74,10 @@ class CompressedReduceScatter(ReduceScatter):
     Its buffer holds for each rank its shard of each parameter, one after the other.
     """
 
-    def __init__(self, compression: GradientCompression, slots: Sequence[Slot], inner: ReduceScatter) -> None:
-        self._compression, self._slots, self._inner = compression, slots, inner
+    def __init__(
+        self, compression: GradientCompression, layouts: Sequence[GradientLayout], inner: ReduceScatter
+    ) -> None:
+        self._compression, self._layouts, self._inner = compression, layouts, inner
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -84,78 +92,88 @@ class CompressedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self._compression.is_on:
+        if not self._compression.is_active:
             return self._inner(output_tensor, input_tensor, group, op, async_op)
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are compressed, not {op}")
         rows = input_tensor.view(group.size(), -1)
         pieces = [
-            (slot.name, rows[:, start:stop], output_tensor[start:stop])
-            for slot, start, stop in _places(self._slots, rows.shape[1])
+            (layout.name, rows[:, start:stop], output_tensor[start:stop])
+            for layout, start, stop in _buffer_slices(self._layouts, rows.shape[1])
         ]
-        self._compression.exchange([pieces], group)
+        self._compression.reduce([pieces], group)
         return None
 
 
-class ReplicaGroup(dist.ProcessGroup):
+class CompressedReplicaGroup(dist.ProcessGroup):
     """Process group of the replicas that serves one call of FSDP2: the all-reduce of a unit's shards.
 
     Nothing else goes through it, and torch does not know it by name.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, compression: GradientCompression, slots: Sequence[Slot]
+        self, group: dist.ProcessGroup, compression: GradientCompression, layouts: Sequence[GradientLayout]
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # torch lists another only
-        self._group, self._compression, self._slots = group, compression, slots
+        self._group, self._compression, self._layouts = group, compression, layouts
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work | None:  # type: ignore[override]
         """Sum `tensors` over the replicas; torch calls it as it calls its own groups, and need not wait."""
         (flat,) = tensors
-        if not self._compression.is_on:
+        if not self._compression.is_active:
             dist.all_reduce(flat, op=options.reduceOp, group=self._group)
             return None
         if options.reduceOp != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are compressed, not {options.reduceOp}")
         row = flat.view(1, -1)
         pieces = [
-            (slot.name, row[:, start:stop], None) for slot, start, stop in _places(self._slots, row.shape[1])
+            (layout.name, row[:, start:stop], None)
+            for layout, start, stop in _buffer_slices(self._layouts, row.shape[1])
         ]
-        self._compression.exchange([pieces], self._group)
+        self._compression.reduce([pieces], self._group)
         return None
 
 
-def _places(slots: Sequence[Slot], width: int) -> list[tuple[Slot, int, int]]:
+def _buffer_slices(layouts: Sequence[GradientLayout], width: int) -> list[tuple[GradientLayout, int, int]]:
     """Return the slice of each trained parameter in a buffer of `width` elements.
 
     Raises:
         WanmaError: the buffer does not hold all of them.
     """
-    trained = [slot for slot in slots if slot.state().requires_grad]
-    if sum(slot.length for slot in trained) != width:
-        names = ", ".join(slot.name for slot in trained[:_NAMED]) + (", …" if len(trained) > _NAMED else "")
+    trained = [layout for layout in layouts if layout.get_parameter().requires_grad]
+    if sum(layout.elements_per_shard for layout in trained) != width:
+        names = ", ".join(layout.name for layout in trained[:_MAX_NAMES_IN_MESSAGE]) + (
+            ", …" if len(trained) > _MAX_NAMES_IN_MESSAGE else ""
+        )
         raise WanmaError(
             f"one of {names} had no gradient in this step: of sharded parameters, compression needs all",
             "freeze what does not take part (train.parameter_groups, frozen = true), or leave "
             "parallel.compression out",
         )
     places, start = [], 0
-    for slot in trained:
-        if slot.length:
-            places.append((slot, start, start + slot.length))
-        start += slot.length
+    for layout in trained:
+        if layout.elements_per_shard:
+            places.append((layout, start, start + layout.elements_per_shard))
+        start += layout.elements_per_shard
     return places
 
 
-def _replicated(parameter: Any, name: str) -> Slot:
-    """Return the slot of this rank's shard of a parameter, which all its replicas hold alike."""
+def _hsdp_layout(parameter: Any, name: str) -> GradientLayout:
+    """Return the layout of this rank's shard of a parameter, which all its replicas hold alike."""
     padded = tuple(parameter.padded_sharded_param_size)
-    slot = whole_slot(name, partial(_state_of, parameter), padded)
-    return Slot(name, slot.state, 1, slot.length, slot.columns, tuple(parameter.sharded_size))
+    layout = replicated_layout(name, partial(_module_parameter, parameter), padded)
+    return GradientLayout(
+        name,
+        layout.get_parameter,
+        1,
+        layout.elements_per_shard,
+        layout.matrix_columns,
+        tuple(parameter.sharded_size),
+    )
 
 
-def _scattered(parameter: Any, name: str, shards: int) -> Slot:
-    """Return the slot of a full parameter whose sum is scattered among its shards.
+def _reduce_scatter_layout(parameter: Any, name: str, shards: int) -> GradientLayout:
+    """Return the layout of a full parameter whose sum is scattered among its shards.
 
     One that is cut along another dim than the first comes with its parts below each other.
     """
@@ -165,13 +183,14 @@ def _scattered(parameter: Any, name: str, shards: int) -> Slot:
         whole = (shards * padded[0], *padded[1:])
     length = math.prod(padded)
     columns = max(math.prod(padded[1:]), 1)
-    return Slot(name, partial(_state_of, parameter), shards, length, columns, whole)
+    return GradientLayout(name, partial(_module_parameter, parameter), shards, length, columns, whole)
 
 
-def _state_of(parameter: Any) -> Tensor:
+def _module_parameter(parameter: Any) -> Tensor:
     """Return the parameter as checkpoints know it: the one in its module.
 
-    `allocate` has put another there than FSDP2 was given, which finds it before the first forward.
+    `materialize_parameters` has put another there than FSDP2 was given, which finds it before the first
+    forward.
     """
     held: Tensor = parameter.sharded_param
     if parameter.sharded_state is ShardedState.SHARDED:
@@ -179,6 +198,6 @@ def _state_of(parameter: Any) -> Tensor:
     return held
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
+def parameter_names_by_id(model: nn.Module) -> dict[int, str]:
     """Return the name of each parameter by its id, while all of them are sharded."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

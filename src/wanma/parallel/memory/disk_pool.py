@@ -20,7 +20,7 @@ from torch import Tensor
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text
 
@@ -35,13 +35,13 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Function `malloc_trim` of the GNU C library; None for other libraries."""
 
 
-def open_scratch(job: Job, worker: Worker) -> Scratch:
+def open_disk_pool(job: Job, worker: WorkerContext) -> DiskPool:
     """Return the disk pool of this rank, in the job's scratch folder or the run directory's."""
     folder = job.cluster.scratch
-    return Scratch(Path(folder) if folder is not None else RunDirectory(worker.run_directory).scratch)
+    return DiskPool(Path(folder) if folder is not None else RunDirectory(worker.run_directory).scratch)
 
 
-def pool_of_state(pool: Scratch | None, plan: Plan) -> Scratch | None:
+def state_disk_pool(pool: DiskPool | None, plan: Plan) -> DiskPool | None:
     """Return the disk pool of parameters or optimizer state under `plan`; None where memory holds both.
 
     Memory has no room for a copy of what lies there.
@@ -49,22 +49,22 @@ def pool_of_state(pool: Scratch | None, plan: Plan) -> Scratch | None:
     return pool if "disk" in (plan.offload_parameters, plan.offload_optimizer) else None
 
 
-class Scratch:
+class DiskPool:
     """Allocator of tensors in files below `folder`, which is made when the first tensor is.
 
-    Pages that were touched stay in memory until `rest`, or until the kernel needs them.
+    Pages that were touched stay in memory until `release_pages`, or until the kernel needs them.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.bytes = 0
+        self.reserved_bytes = 0
         """Bytes reserved on disk."""
         self._files: list[mmap.mmap] = []
         self._used = 0
         """Bytes of the last file that are in use."""
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> DiskPool:
         return self
 
     def __exit__(
@@ -76,7 +76,7 @@ class Scratch:
         with contextlib.suppress(OSError):  # another rank still uses it, or nobody ever did
             self.folder.rmdir()
 
-    def empty(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """Allocate `size` bytes, uninitialised: (size,) uint8.
 
         Raises:
@@ -84,25 +84,27 @@ class Scratch:
         """
         pages = max(-(-size // _PAGE), 1) * _PAGE
         if not self._files or self._used + pages > len(self._files[-1]):
-            self._files.append(self._file(max(pages, min(max(self.bytes, _FIRST_BYTES), _LARGEST_BYTES))))
+            self._files.append(
+                self._map_file(max(pages, min(max(self.reserved_bytes, _FIRST_BYTES), _LARGEST_BYTES)))
+            )
             self._used = 0
         start, self._used = self._used, self._used + pages
         return torch.frombuffer(self._files[-1], dtype=torch.uint8, count=max(size, 1), offset=start)[:size]
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Allocate a contiguous tensor of the same shape and dtype, uninitialised."""
-        flat = self.empty(tensor.numel() * tensor.element_size())
+        flat = self.allocate(tensor.numel() * tensor.element_size())
         return flat.view(tensor.dtype).view(tensor.shape)
 
-    def borrow(self, size: int) -> Tensor:
-        """Allocate `size` bytes until `give_back`: (size,) uint8."""
+    def acquire(self, size: int) -> Tensor:
+        """Allocate `size` bytes until `release`: (size,) uint8."""
         free = self._free[size]
-        return free.pop() if free else self.empty(size)
+        return free.pop() if free else self.allocate(size)
 
-    def give_back(self, lent: Tensor) -> None:
-        self._free[lent.numel()].append(lent)
+    def release(self, tensor: Tensor) -> None:
+        self._free[tensor.numel()].append(tensor)
 
-    def rest(self) -> None:
+    def release_pages(self) -> None:
         """Release the memory of the files' pages, whose content the files keep.
 
         It also returns memory that the process has freed: between long-lived gradients the heap keeps holes
@@ -113,7 +115,7 @@ class Scratch:
         if self._files and _trim is not None:
             _trim(0)
 
-    def _file(self, size: int) -> mmap.mmap:
+    def _map_file(self, size: int) -> mmap.mmap:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder) as file:
@@ -125,9 +127,10 @@ class Scratch:
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise WanmaError(
-                f"cannot offload {bytes_text(size)} to {self.folder}, beside {bytes_text(self.bytes)} there: "
+                f"cannot offload {bytes_text(size)} to {self.folder}, beside "
+                f"{bytes_text(self.reserved_bytes)} there: "
                 f"{error.strerror or error}",
                 "free space, set cluster.scratch to a folder on another disk, or offload less to disk",
             ) from error
-        self.bytes += size
+        self.reserved_bytes += size
         return mapped

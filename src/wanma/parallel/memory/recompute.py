@@ -25,11 +25,11 @@ from torch.utils.checkpoint import (
 
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.models.keyed_random.dropout import recompute_context
-from wanma.models.keyed_random.sample_context import SampleAware
-from wanma.models.structure.selective_recompute import Costly
-from wanma.parallel.context.ring_attention import OPERATOR as RING_ATTENTION
-from wanma.parallel.memory.recomputed_attributes import RecomputedAttributes
+from wanma.models.keyed_random.dropout import recompute_context_fn
+from wanma.models.keyed_random.sample_context import SampleDependentModule
+from wanma.models.structure.selective_recompute import SelectiveRecomputePolicy
+from wanma.parallel.context.ring_attention import RING_ATTENTION_OPERATOR
+from wanma.parallel.memory.recomputed_attributes import RecomputedAttributeCheck
 
 _SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 """Dispatch modes in which torch runs a block the first and the second time."""
@@ -38,7 +38,7 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the first run of a block and of the second."""
 
 
-def recompute(blocks: list[nn.Module], plan: Plan) -> None:
+def apply_recompute(blocks: list[nn.Module], plan: Plan) -> None:
     """Apply `plan.recompute` to a stage's blocks in place; parameter names stay as they are.
 
     A block's forward is replaced and no hook added, so that FSDP2's hooks stay outside of what runs again and
@@ -47,13 +47,13 @@ def recompute(blocks: list[nn.Module], plan: Plan) -> None:
     if plan.compile and plan.recompute != "none":
         # Dropout counts its calls. A compiled block computes its masks once more, from the same keys.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for index in plan.recomputed(len(blocks)):
+    for index in plan.recomputed_blocks(len(blocks)):
         block = blocks[index]
-        contexts = _contexts(block, keeps_some=plan.recompute == "selective")
-        block.forward = _recomputing(block.forward, contexts, block)
+        contexts = _recompute_contexts(block, is_selective=plan.recompute == "selective")
+        block.forward = _with_recompute(block.forward, contexts, block)
 
 
-def _recomputing(
+def _with_recompute(
     forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None, block: nn.Module
 ) -> Callable[..., Any]:
     name = type(block).__name__
@@ -63,7 +63,7 @@ def _recomputing(
         if module._buffers and not type(module).__module__.startswith("wanma.")
     ]
 
-    attributes = RecomputedAttributes(block)
+    attributes = RecomputedAttributeCheck(block)
 
     # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
     # where it comes as an argument.
@@ -71,7 +71,7 @@ def _recomputing(
         watches = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         before = _versions(arguments) if watches else []
         buffers = _buffer_versions(with_buffers) if watches else {}
-        function = attributes.watched(forward) if watches else forward
+        function = attributes.wrap_forward(forward) if watches else forward
         if contexts is None:
             output = checkpoint(function, *arguments, use_reentrant=False, **keywords)
         else:
@@ -108,32 +108,34 @@ def _buffer_versions(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[in
     }
 
 
-def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | None:
+def _recompute_contexts(block: nn.Module, is_selective: bool) -> Callable[[], _Contexts] | None:
     """Return the function that makes the contexts of a block's two runs, which share its sample context.
 
     Returns:
         None where nothing is kept and no module depends on samples.
     """
-    if not keeps_some and not any(isinstance(module, SampleAware) for module in block.modules()):
+    if not is_selective and not any(isinstance(module, SampleDependentModule) for module in block.modules()):
         return None
-    keyed = recompute_context(block)
+    keyed = recompute_context_fn(block)
 
     def contexts() -> _Contexts:
         if get_proxy_mode() is not None:
             # torch.compile wants nothing but modes that say what is kept. The second run is part of the
             # graph that it makes, and so are the samples that dropout was told.
-            keep, take = create_selective_checkpoint_contexts(_Policy(Costly() if keeps_some else None))
+            keep, take = create_selective_checkpoint_contexts(
+                _SaveCostlyPolicy(SelectiveRecomputePolicy() if is_selective else None)
+            )
             return keep, take
         first, again = keyed()
-        if not keeps_some:
+        if not is_selective:
             return first, again
-        keep, take = create_selective_checkpoint_contexts(_Policy(Costly()))
-        return _together(first, keep), _together(again, take)
+        keep, take = create_selective_checkpoint_contexts(_SaveCostlyPolicy(SelectiveRecomputePolicy()))
+        return _nest(first, keep), _nest(again, take)
 
     return contexts
 
 
-def hide_hooks(module: nn.Module) -> None:
+def exclude_hooks_from_recompute(module: nn.Module) -> None:
     """Exclude the hooks of modules inside a block, FSDP2's, from what is kept or runs again.
 
     torch 2.13 expects the same operators in the second run, and a sharded module that is gathered in the
@@ -141,10 +143,10 @@ def hide_hooks(module: nn.Module) -> None:
     """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = _hidden(hook)
+            hooks[key] = _outside_selective_mode(hook)
 
 
-def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_selective_mode(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **keywords: Any) -> Any:
         modes = _get_current_dispatch_mode_stack()
         if not modes or not isinstance(modes[-1], _SELECTIVE_MODES):
@@ -158,12 +160,12 @@ def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Policy:
+class _SaveCostlyPolicy:
     """Policy of selective recompute: keep the results of costly operators, or none without `costly`."""
 
-    def __init__(self, costly: Costly | None) -> None:
+    def __init__(self, costly: SelectiveRecomputePolicy | None) -> None:
         self._costly = costly
-        self._costly_again = Costly()
+        self._costly_again = SelectiveRecomputePolicy()
         """Counter for the second run, in which torch 2.11 asks again."""
 
     def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -171,13 +173,13 @@ class _Policy:
         keeps = (
             self._costly is not None
             and costly is not None
-            and (costly.keeps(operator) or operator is RING_ATTENTION)
+            and (costly.must_save(operator) or operator is RING_ATTENTION_OPERATOR)
         )
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager
-def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _nest(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -16,29 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError
-from wanma.models.user_modules.user_attributes import ATTRIBUTES_OF_MODULES, is_users
+from wanma.models.user_modules.user_attributes import MODULE_ATTRIBUTES, is_user_object
 
-_WATCHED_RUNS = 4
+_CHECKED_RUNS = 4
 """Number of first runs of a block that are checked."""
 _DEPTH, _ITEMS = 3, 100
 _TOLERANCE = 1e-5
 """Relative difference that rounding may make between the two runs."""
 
 
-class RecomputedAttributes:
+class RecomputedAttributeCheck:
     """Check of one block's attributes in its first runs."""
 
     def __init__(self, block: nn.Module) -> None:
         self._name = type(block).__name__
-        self._modules = [(path, module) for path, module in block.named_modules() if is_users(module)]
+        self._modules = [(path, module) for path, module in block.named_modules() if is_user_object(module)]
         self._runs = 0
 
-    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `forward` with a comparison of attributes after its first run and its run in backward."""
         self._runs += 1
-        if self._runs > _WATCHED_RUNS or not self._modules:
+        if self._runs > _CHECKED_RUNS or not self._modules:
             return forward
         number = self._runs
         left: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class RecomputedAttributes:
             f"{path}.{name}".lstrip("."): _value(value, _DEPTH)
             for path, module in self._modules
             for name, value in vars(module).items()
-            if name not in ATTRIBUTES_OF_MODULES
+            if name not in MODULE_ATTRIBUTES
         }
 
     def _compare(self, left: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def _value(value: Any, depth: int) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        return _digest(local_part(value))
+        return _digest(local_tensor(value))
     if isinstance(value, np.ndarray):
         return _digest(torch.from_numpy(value)) if value.dtype.kind in "biuf" else None
     if depth == 0:
@@ -90,7 +90,7 @@ def _value(value: Any, depth: int) -> Any:
         return {str(key): _value(one, depth - 1) for key, one in value.items()}
     if isinstance(value, set | frozenset):
         return len(value)
-    if is_users(value) and not isinstance(value, nn.Module):
+    if is_user_object(value) and not isinstance(value, nn.Module):
         return {name: _value(one, depth - 1) for name, one in vars(value).items()}
     return None
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.shared_memory.backend import WAY_OUT, Way, backend, shared_group, why_not
-from wanma.collectives.shared_memory.native_library import load
-from wanma.hardware.native.cpp_compiler import cpp_compiler
-from wanma.hardware.native.native_library import COLLECTIVES, NativeLibrary, compiled
+from wanma.collectives.shared_memory.backend import (
+    GLOO_FALLBACK_HINT,
+    SharedMemoryOptions,
+    as_shared_memory_group,
+    get_fallback_reason,
+    register_backend,
+)
+from wanma.collectives.shared_memory.native_library import load_library
+from wanma.hardware.native.cpp_compiler import find_cpp_compiler
+from wanma.hardware.native.native_library import COLLECTIVES_SOURCE, NativeLibrary, build_and_check_library
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Worker
-from wanma.job.sections.parallel import Collectives
+from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.parallel import CollectiveTransport
 
 
-def backend_name(worker: Worker, device: torch.device, collectives: Collectives) -> str:
+def select_backend(worker: WorkerContext, device: torch.device, collectives: CollectiveTransport) -> str:
     """Return the backend name that `init_process_group` is given.
 
     Raises:
@@ -24,26 +30,33 @@ def backend_name(worker: Worker, device: torch.device, collectives: Collectives)
         return "cpu:gloo,cuda:nccl"
     if collectives == "gloo" or worker.world_size == 1:
         return "gloo"
-    found = native_library()
+    found = load_collectives_library()
     required = collectives == "shared_memory"
     if required and found.path is None:
-        raise WanmaError(f"parallel.collectives = 'shared_memory' cannot be done: {found.reason}", WAY_OUT)
+        raise WanmaError(
+            f"parallel.collectives = 'shared_memory' cannot be done: {found.failure_reason}",
+            GLOO_FALLBACK_HINT,
+        )
     # A rank without the library joins the meeting all the same, so that the others learn of it.
-    return backend(Way(found.path, found.reason, required, worker.local_world_size))
+    return register_backend(
+        SharedMemoryOptions(found.path, found.failure_reason, required, worker.local_world_size)
+    )
 
 
-def native_library() -> NativeLibrary:
+def load_collectives_library() -> NativeLibrary:
     """Return the library of the shared-memory collectives, compiled from C++ where it is not there yet.
 
     Compiling takes about four seconds, once for this user and processor.
     """
-    found = compiled(COLLECTIVES)
-    if found.path is not None and not load(found.path).wanma_has_float16():
-        return NativeLibrary(None, f"{cpp_compiler()} does not know 16-bit numbers (g++ 12 or later does)")
+    found = build_and_check_library(COLLECTIVES_SOURCE)
+    if found.path is not None and not load_library(found.path).wanma_has_float16():
+        return NativeLibrary(
+            None, f"{find_cpp_compiler()} does not know 16-bit numbers (g++ 12 or later does)"
+        )
     return found
 
 
-def tell_transport(worker: Worker, collectives: Collectives) -> None:
+def log_backend(worker: WorkerContext, collectives: CollectiveTransport) -> None:
     """Print the transport of the collectives in rank 0's log.
 
     A message of the run says why they use Gloo where shared memory was possible in principle.
@@ -51,8 +64,8 @@ def tell_transport(worker: Worker, collectives: Collectives) -> None:
     world = dist.group.WORLD
     if worker.rank != 0 or world is None or collectives == "gloo":
         return
-    if shared_group(world) is not None:
+    if as_shared_memory_group(world) is not None:
         print(f"collectives of {world.size()} ranks go over shared memory", flush=True)
-    elif reason := why_not(world):
+    elif reason := get_fallback_reason(world):
         text = f"collectives go through Gloo, over TCP: {reason}"
-        worker.control.event({"kind": "message", "level": "info", "text": text})
+        worker.supervisor_client.send_event({"kind": "message", "level": "info", "text": text})

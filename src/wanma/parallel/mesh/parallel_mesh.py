@@ -13,17 +13,17 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes groups that pretend known
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wanma.collectives.functional_all_gather import mend_all_gather
-from wanma.collectives.timing.communication_timer import Stopwatch, watching
+from wanma.collectives.functional_all_gather import patch_functional_all_gather
+from wanma.collectives.timing.communication_timer import CommunicationTimer, use_timer
 from wanma.job.errors import WanmaError
-from wanma.job.plan.plan import AXES, Plan
-from wanma.job.run.worker import Worker
-from wanma.job.sections.parallel import Collectives
-from wanma.parallel.mesh.backend_selection import backend_name, tell_transport
+from wanma.job.plan.plan import MESH_DIMS, Plan
+from wanma.job.run.worker import WorkerContext
+from wanma.job.sections.parallel import CollectiveTransport
+from wanma.parallel.mesh.backend_selection import log_backend, select_backend
 
 
 @dataclass(frozen=True)
-class Grid:
+class ParallelMesh:
     """Device meshes of one plan as one rank sees them.
 
     The world is seen in up to three ways, all of them meshes of one root, as FSDP2 wants it: by the plan's
@@ -35,36 +35,36 @@ class Grid:
     plan: Plan
     rank: int
     device: torch.device
-    axes: DeviceMesh
-    state: DeviceMesh
-    experts: DeviceMesh | None
+    plan_mesh: DeviceMesh
+    parameter_mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None
     """Expert mesh (expert_stage, expert_replicate, expert_shard, ep, expert_tp); None without `ep`."""
-    ranks_by_node: tuple[int, ...] = ()
-    """Ranks of each node, as in `Worker`."""
-    communication: Stopwatch = field(default_factory=Stopwatch, compare=False)
+    local_world_sizes: tuple[int, ...] = ()
+    """Ranks of each node, as in `WorkerContext`."""
+    communication_timer: CommunicationTimer = field(default_factory=CommunicationTimer, compare=False)
     """Timer of all communication of this rank."""
 
     @property
-    def state_mesh(self) -> DeviceMesh:
+    def hsdp_mesh(self) -> DeviceMesh:
         """Mesh (replicate, shard) of the ranks that hold the same part of the model, `cp` included."""
-        return self.state["replicate", "shard"]
+        return self.parameter_mesh["replicate", "shard"]
 
     @property
-    def expert_mesh(self) -> DeviceMesh:
+    def expert_hsdp_mesh(self) -> DeviceMesh:
         """Mesh (expert_replicate, expert_shard) of the ranks that hold the same experts."""
-        assert self.experts is not None
-        return self.experts["expert_replicate", "expert_shard"]
+        assert self.expert_mesh is not None
+        return self.expert_mesh["expert_replicate", "expert_shard"]
 
-    def axis(self, name: str) -> DeviceMesh:
+    def dim_mesh(self, name: str) -> DeviceMesh:
         """Return the one-dimensional mesh of a plan's dimension to which this rank belongs."""
         if name == "tp":
-            return self.state["state_tp"]  # the one that FSDP2 finds in parameters split by `tp`
+            return self.parameter_mesh["state_tp"]  # the one that FSDP2 finds in parameters split by `tp`
         if name == "ep":
-            assert self.experts is not None
-            return self.experts["ep"]
-        return self.axes[name]
+            assert self.expert_mesh is not None
+            return self.expert_mesh["ep"]
+        return self.plan_mesh[name]
 
-    def at(self, name: str) -> int:
+    def coordinate(self, name: str) -> int:
         """Return this rank's coordinate in mesh dimension `name`."""
         return self.plan.coordinates(self.rank)[name]
 
@@ -75,21 +75,21 @@ class Grid:
 
     @property
     def data_rank(self) -> int:
-        return self.plan.data_rank(self.rank)
+        return self.plan.data_parallel_rank(self.rank)
 
     @property
-    def counts_loss(self) -> bool:
+    def contributes_loss(self) -> bool:
         """Selection of one rank of those that compute the same losses: the last stage's first tensor rank.
 
         Context ranks compute the losses of different positions.
         """
-        return self.plan.holds_loss(self.rank) and self.at("tp") == 0
+        return self.plan.has_last_stage(self.rank) and self.coordinate("tp") == 0
 
 
 @contextmanager
-def process_grid(
-    worker: Worker, plan: Plan, deadline_seconds: float, collectives: Collectives = "auto"
-) -> Iterator[Grid]:
+def open_mesh(
+    worker: WorkerContext, plan: Plan, hang_timeout_seconds: float, collectives: CollectiveTransport = "auto"
+) -> Iterator[ParallelMesh]:
     """Join the run's process group and build its mesh; close both on exit, also after an error.
 
     A group is made for a single process too: the same code then runs at every size.
@@ -97,7 +97,7 @@ def process_grid(
     Args:
         worker: context of this rank.
         plan: plan of the run.
-        deadline_seconds: silence in seconds after which the supervisor calls a run hung. Collectives wait
+        hang_timeout_seconds: silence in seconds after which the supervisor calls a run hung. Collectives wait
             longer than that, so that its report, which names the cause, comes before their bare time-out.
         collectives: transport of CPU ranks; `parallel.collectives` of the job.
 
@@ -111,7 +111,7 @@ def process_grid(
             "start as many ranks as pp × dp_replicate × dp_shard × cp × tp",
         )
     device = _device(worker, plan)
-    timeout = timedelta(seconds=2 * deadline_seconds + 60)
+    timeout = timedelta(seconds=2 * hang_timeout_seconds + 60)
     store: Any = worker.store
     if store is None:
         store = (
@@ -121,26 +121,28 @@ def process_grid(
                 worker.store_host, worker.store_port, is_master=False, timeout=timeout
             )
         )
-    mend_all_gather()
-    backend = backend_name(worker, device, collectives)
+    patch_functional_all_gather()
+    backend = select_backend(worker, device, collectives)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
     )
     try:
-        tell_transport(worker, collectives)
-        grid = build_grid(plan, worker.rank, device, worker.ranks_by_node)
+        log_backend(worker, collectives)
+        parallel_mesh = build_mesh(plan, worker.rank, device, worker.local_world_sizes)
         # The host's clock times the waits of a CPU, not the work of a GPU.
-        with watching(grid.communication) if device.type == "cpu" else nullcontext():
-            yield grid
+        with use_timer(parallel_mesh.communication_timer) if device.type == "cpu" else nullcontext():
+            yield parallel_mesh
     finally:
         dist.destroy_process_group()
 
 
-def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple[int, ...] = ()) -> Grid:
+def build_mesh(
+    plan: Plan, rank: int, device: torch.device, local_world_sizes: tuple[int, ...] = ()
+) -> ParallelMesh:
     """Build the meshes of a plan in a process group that has been joined; every rank calls it.
 
     Args:
-        ranks_by_node: ranks of each node, as in `Worker`.
+        local_world_sizes: ranks of each node, as in `WorkerContext`.
     """
     saves_groups = device.type == "cpu" and plan.world_size > 1
     root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))
@@ -160,22 +162,24 @@ def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple
         return root._unflatten(0, sizes, names, backends or None)
 
     sites = () if plan.synchronization is None else (plan.sites,)
-    within = {axis: getattr(plan, axis) for axis in AXES} | {"dp_replicate": plan.dp_replicate // plan.sites}
-    axes = seen_as((*sites, *within.values()), ("site", *AXES))
+    within = {axis: getattr(plan, axis) for axis in MESH_DIMS} | {
+        "dp_replicate": plan.dp_replicate // plan.sites
+    }
+    axes = seen_as((*sites, *within.values()), ("site", *MESH_DIMS))
     state = seen_as(
-        (*sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp),
+        (*sites, plan.pp, plan.replicate_group_size, plan.shard_group_size, plan.tp),
         ("state_site", "stage", "replicate", "shard", "state_tp"),
     )
     experts = None
     if plan.ep > 1:
         experts = seen_as(
-            (*sites, plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
+            (*sites, plan.pp, *plan.expert_group_sizes, plan.ep, plan.tp),
             ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
-    return Grid(plan, rank, device, axes, state, experts, ranks_by_node)
+    return ParallelMesh(plan, rank, device, axes, state, experts, local_world_sizes)
 
 
-def _device(worker: Worker, plan: Plan) -> torch.device:
+def _device(worker: WorkerContext, plan: Plan) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
     if worker.local_rank >= torch.cuda.device_count():

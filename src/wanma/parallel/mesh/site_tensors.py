@@ -12,42 +12,42 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 
-def over_sites(local: Tensor, like: Tensor, grid: Grid) -> Tensor:
+def replicate_local_over_sites(local: Tensor, like: Tensor, parallel_mesh: ParallelMesh) -> Tensor:
     """Return a tensor of the shape of `like`, equal on all sites, of which this rank holds `local`.
 
     Args:
         local: this rank's part, on any device, in the shape of the local part of `like`.
         like: tensor of this site. A plain tensor is the same everywhere already.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
     """
     if not isinstance(like, DTensor):
         return local
     names = like.device_mesh.mesh_dim_names
     assert names is not None, "the grid names all its axes"
     if names[0].startswith("expert"):
-        assert grid.experts is not None
-        mesh = grid.experts["expert_site", *names]
+        assert parallel_mesh.expert_mesh is not None
+        mesh = parallel_mesh.expert_mesh["expert_site", *names]
     else:
-        mesh = grid.state["state_site", *names]
+        mesh = parallel_mesh.parameter_mesh["state_site", *names]
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(), *like.placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
-def everywhere(tensor: Tensor, grid: Grid) -> Tensor:
+def replicate_over_sites(tensor: Tensor, parallel_mesh: ParallelMesh) -> Tensor:
     """Return this site's `tensor` as a tensor that all sites hold alike."""
-    return over_sites(local_part(tensor), tensor, grid)
+    return replicate_local_over_sites(local_tensor(tensor), tensor, parallel_mesh)
 
 
-def on_site(tensor: Tensor, grid: Grid) -> Tensor:
+def place_on_site(tensor: Tensor, parallel_mesh: ParallelMesh) -> Tensor:
     """Return `tensor` as a DTensor of this site alone; a plain tensor is replicated on its ranks."""
     if isinstance(tensor, DTensor):
         return tensor
-    mesh = grid.state["replicate", "shard"]
+    mesh = parallel_mesh.parameter_mesh["replicate", "shard"]
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     spec = DTensorSpec(mesh, (Replicate(), Replicate()), tensor_meta=meta)
     with torch.no_grad():

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.job.errors import AgreedError, JobError
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.job.errors import AllRanksError, JobError
 
-WATCHED_STEPS = 3
+CHECKED_FIRST_STEPS = 3
 """Number of first steps in which values are compared.
 
 A teacher begins as its student, and follows it from the second step on.
 """
-_STEPS_BETWEEN_LOOKS = 100
+_STEPS_BETWEEN_CHECKS = 100
 """Steps from one later comparison to the next, for changes that begin while training runs.
 
 To read all weights twice in so many steps costs less than a thousandth of them.
@@ -36,31 +36,31 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BETWEEN_STEPS = "change weights between two steps, in a loop of your own (wanma.session)"
 
 
-def bits(tensor: Tensor) -> Tensor:
+def as_integer_bits(tensor: Tensor) -> Tensor:
     """Return the bits of this rank's part of a tensor as integers, so that equal NaNs compare equal."""
-    local = local_part(tensor).detach()
+    local = local_tensor(tensor).detach()
     if local.is_complex():
         local = torch.view_as_real(local)
     return local.contiguous().view(_INTEGERS[local.itemsize])
 
 
-def is_watched(step: int) -> bool:
+def is_checked_step(step: int) -> bool:
     """Return whether values are compared in a step.
 
     Args:
         step: number of steps before it.
     """
-    return step < WATCHED_STEPS or step % _STEPS_BETWEEN_LOOKS == 0
+    return step < CHECKED_FIRST_STEPS or step % _STEPS_BETWEEN_CHECKS == 0
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    flat = bits(tensor).view(-1)
+    flat = as_integer_bits(tensor).view(-1)
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
         flat = flat.view(torch.int64)  # summed ten times as fast as what must be converted
     return flat.sum(dtype=torch.int64)
 
 
-def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
+def lost_change_error(name: str, *, on_cpu: bool) -> JobError:
     """Return the refusal of a change to a weight of which ranks compute with copies."""
     replicas = "; replicas in fp32 keep the change (parallel.shard = 'none', train.precision = 'fp32')"
     return JobError(
@@ -70,7 +70,7 @@ def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
     )
 
 
-class ForwardChanges:
+class ForwardChangeCheck:
     """Changes in one step to weights that compute in the memory of the state.
 
     Args:
@@ -82,12 +82,12 @@ class ForwardChanges:
         self._steps = 0
         self._tensors: Sequence[Tensor] = ()
         self._versions: list[int] = []
-        self._sums: list[Tensor] | None = None
+        self._checksums: list[Tensor] | None = None
         self._micro_batches = 0
         self._after_first: dict[int, Tensor] = {}
         """Values of the weights that the first micro-batch has changed, as integers, by parameter index."""
 
-    def begin(self, tensors: Sequence[Tensor]) -> None:
+    def begin_step(self, tensors: Sequence[Tensor]) -> None:
         """Note the weights before the first forward of a step.
 
         Args:
@@ -95,15 +95,17 @@ class ForwardChanges:
         """
         self._tensors = tensors
         self._versions = [tensor._version for tensor in tensors]
-        compares = is_watched(self._steps) and not any(map(is_empty, tensors))
-        self._sums = [checksum(tensor) for tensor in tensors] if compares else None
+        compares = is_checked_step(self._steps) and not any(map(has_no_data, tensors))
+        self._checksums = [checksum(tensor) for tensor in tensors] if compares else None
 
     def begin_micro_batch(self) -> None:
         if self._micro_batches == 1:
-            self._after_first = {index: bits(self._tensors[index]).clone() for index in self._changed()}
+            self._after_first = {
+                index: as_integer_bits(self._tensors[index]).clone() for index in self._changed()
+            }
         self._micro_batches += 1
 
-    def end_backward(self) -> bool:
+    def end_step(self) -> bool:
         """Check the weights after the last backward of a step.
 
         Returns:
@@ -112,13 +114,13 @@ class ForwardChanges:
         Raises:
             JobError: several micro-batches have each changed it; or the forward has hooked its gradient.
         """
-        if self._steps < WATCHED_STEPS:
+        if self._steps < CHECKED_FIRST_STEPS:
             for name, tensor in zip(self._names, self._tensors, strict=bool(self._tensors)):
-                _refuse_hooks(name, tensor, own=1)
+                _require_no_hooks(name, tensor, own=1)
         changed = self._changed()
         for index in changed if self._micro_batches != 1 else ():
             first = self._after_first.get(index)
-            if first is None or not torch.equal(first, bits(self._tensors[index])):
+            if first is None or not torch.equal(first, as_integer_bits(self._tensors[index])):
                 raise JobError(
                     f"{self._names[index]} was changed in a forward pass, of which a step has several here: "
                     "one for each micro-batch, where a plain loop over the global batch has one",
@@ -129,11 +131,11 @@ class ForwardChanges:
         self._micro_batches, self._after_first = 0, {}
         return bool(changed)
 
-    def compare(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def compare_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Compare the weights of replicas, after some rank's have changed; every data rank calls it.
 
         Raises:
-            AgreedError: the weights of another replica have changed otherwise.
+            AllRanksError: the weights of another replica have changed otherwise.
         """
         mine = [int(checksum(tensor)) for tensor in self._tensors]
         for group in groups:
@@ -141,7 +143,7 @@ class ForwardChanges:
             dist.all_gather_object(found, mine, group=group)
             for name, sums in zip(self._names, zip(*found, strict=True), strict=True):
                 if len(set(sums)) > 1:
-                    raise AgreedError(
+                    raise AllRanksError(
                         f"{name} was changed in a forward pass, and by each replica otherwise",
                         f"{_BETWEEN_STEPS}, and give nn.Embedding no max_norm",
                     )
@@ -151,11 +153,11 @@ class ForwardChanges:
             index
             for index, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True))
             if tensor._version != version
-            or (self._sums is not None and bool(checksum(tensor) != self._sums[index]))
+            or (self._checksums is not None and bool(checksum(tensor) != self._checksums[index]))
         ]
 
 
-class GatheredCopies:
+class GatheredCopyCheck:
     """Unsharded copies of the shards of one FSDP2 unit, which are discarded after use.
 
     Args:
@@ -169,13 +171,15 @@ class GatheredCopies:
         self._names = [names.get(id(shard.sharded_param), "a parameter") for shard in group.fsdp_params]
         self._steps = 0
         self._versions: list[int] | None = None
-        self._places: list[int] = []
+        self._addresses: list[int] = []
 
-    def begin(self) -> None:
+    def record_versions(self) -> None:
         """Note the versions of the copies after a gather. A further gather leaves them as they are."""
         if self._versions is None:
             self._versions = [shard.unsharded_param._version for shard in self._group.fsdp_params]
-            self._places = [local_part(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params]
+            self._addresses = [
+                local_tensor(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params
+            ]
 
     def check_values(self) -> None:
         """Compare the copies with the shards, while they are gathered.
@@ -183,20 +187,20 @@ class GatheredCopies:
         Raises:
             JobError: this rank's part of a copy is no longer equal to its shard.
         """
-        if not is_watched(self._steps) or not self._group.is_unsharded:
+        if not is_checked_step(self._steps) or not self._group.is_unsharded:
             return
         for index, (name, shard) in enumerate(zip(self._names, self._group.fsdp_params, strict=True)):
             local = shard.sharded_param._local_tensor
-            if is_empty(shard.unsharded_param):
+            if has_no_data(shard.unsharded_param):
                 continue
-            whole, dim = local_part(shard.unsharded_param), shard.fsdp_placement.dim
+            whole, dim = local_tensor(shard.unsharded_param), shard.fsdp_placement.dim
             if hasattr(local, "fsdp_pre_all_gather"):  # a part of the whole, unless that has been replaced
-                if self._places and whole.data_ptr() != self._places[index]:
-                    raise self._refusal(name)
+                if self._addresses and whole.data_ptr() != self._addresses[index]:
+                    raise self._lost_change_error(name)
                 continue
-            own = whole.narrow(dim, _start(shard, whole.shape[dim]), local.shape[dim])
-            if not torch.equal(bits(own), bits(local.to(own))):
-                raise self._refusal(name)
+            own = whole.narrow(dim, _shard_start(shard, whole.shape[dim]), local.shape[dim])
+            if not torch.equal(as_integer_bits(own), as_integer_bits(local.to(own))):
+                raise self._lost_change_error(name)
 
     def end_step(self) -> None:
         """Check the copies at the end of a step.
@@ -206,18 +210,18 @@ class GatheredCopies:
         """
         self._steps += 1
         for name, shard in zip(self._names, self._group.fsdp_params, strict=True):
-            if self._versions is not None and self._steps <= WATCHED_STEPS:
-                _refuse_hooks(name, shard.unsharded_param)
+            if self._versions is not None and self._steps <= CHECKED_FIRST_STEPS:
+                _require_no_hooks(name, shard.unsharded_param)
         for index, shard in enumerate(self._group.fsdp_params if self._versions is not None else ()):
             assert self._versions is not None
             if shard.unsharded_param._version != self._versions[index]:
-                raise self._refusal(self._names[index])
+                raise self._lost_change_error(self._names[index])
 
-    def _refusal(self, name: str) -> JobError:
-        return refuse_lost_change(name, on_cpu=self._group.device.type == "cpu")
+    def _lost_change_error(self, name: str) -> JobError:
+        return lost_change_error(name, on_cpu=self._group.device.type == "cpu")
 
 
-def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
+def _require_no_hooks(name: str, computing: Any, own: int = 0) -> None:
     """Refuse hooks on a tensor that computes: they would see one micro-batch's gradient.
 
     Args:
@@ -233,7 +237,7 @@ def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
         )
 
 
-def _start(shard: Any, size: int) -> int:
+def _shard_start(shard: Any, size: int) -> int:
     """Return the index at which this rank's part begins in a dim of `size` elements."""
     shards, rank = (
         getattr(shard.mesh_info, "shard_mesh_size", 1),
@@ -242,7 +246,7 @@ def _start(shard: Any, size: int) -> int:
     return min(rank * -(-size // shards), size)
 
 
-def is_empty(tensor: Tensor) -> bool:
+def has_no_data(tensor: Tensor) -> bool:
     """Return whether a tensor has no values, as in a dry run."""
-    local = local_part(tensor)
+    local = local_tensor(tensor)
     return is_fake(local) or local.is_meta

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from wanma.job.errors import WanmaError
-from wanma.parallel.parameters.fsdp_units import group_of, units
+from wanma.parallel.parameters.fsdp_units import fsdp_param_group, fsdp_units
 
-LOW = (torch.bfloat16, torch.float16)
+LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def frozen_for_good(model: nn.Module, is_frozen: Any) -> frozenset[str]:
+def freeze_permanently(model: nn.Module, is_frozen: Any) -> frozenset[str]:
     """Freeze the job's frozen parameters; return the names of all that are never trained.
 
     The names are those of a full model; of tied parameters all names.
@@ -32,20 +32,20 @@ def frozen_for_good(model: nn.Module, is_frozen: Any) -> frozenset[str]:
     for name, parameter in model.named_parameters():
         if is_frozen(name):
             parameter.requires_grad_(False)
-        is_low = parameter.dtype in LOW and not parameter.requires_grad
+        is_low = parameter.dtype in LOW_PRECISION_DTYPES and not parameter.requires_grad
         if is_frozen(name) or is_low or not (parameter.is_floating_point() or parameter.is_complex()):
             fixed.add(parameter)
     everything = model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in everything if parameter in fixed)
 
 
-def refuse_release(name: str, parameter: torch.Tensor) -> None:
+def raise_frozen_released(name: str, parameter: torch.Tensor) -> None:
     """Refuse to train a parameter that is frozen for good.
 
     Raises:
         WanmaError: always.
     """
-    if parameter.dtype in LOW:
+    if parameter.dtype in LOW_PRECISION_DTYPES:
         cause = f"it is kept in {str(parameter.dtype).removeprefix('torch.')}, and what is trained in fp32"
     else:
         cause = "the job freezes it (model.lora_rank or train.parameter_groups)"
@@ -55,32 +55,32 @@ def refuse_release(name: str, parameter: torch.Tensor) -> None:
     )
 
 
-class Flags:
+class RequiresGradSync:
     """Flags `requires_grad` of one module's FSDP2 shards, kept equal to those of the tensors that compute.
 
     FSDP2 hands a shard's flag on to the tensor that it gathers, never back.
 
     Args:
         model: module that FSDP2 has sharded.
-        fixed: names of parameters that are frozen for good.
+        permanently_frozen: names of parameters that are frozen for good.
     """
 
-    def __init__(self, model: nn.Module, fixed: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, permanently_frozen: Collection[str]) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._shards: list[_Shard] = []
-        for unit in units(model):
-            if (group := group_of(unit)) is None:
+        self._shards: list[_ShardFlag] = []
+        for unit in fsdp_units(model):
+            if (group := fsdp_param_group(unit)) is None:
                 continue
             shards = [
-                _Shard(shard, name, name in fixed)
+                _ShardFlag(shard, name, name in permanently_frozen)
                 for shard in group.fsdp_params
                 for name in [names.get(id(shard.sharded_param), "a parameter")]
             ]
             self._shards += shards
 
-            def follow(*_: Any, group: Any = group, shards: list[_Shard] = shards) -> None:
+            def follow(*_: Any, group: Any = group, shards: list[_ShardFlag] = shards) -> None:
                 for shard in shards:
-                    shard.follow()
+                    shard.adopt_after_forward()
                 # FSDP2 looks once in which precision a unit's gradients are summed, if any are.
                 if group._orig_dtype is None and any(shard.is_trained for shard in shards):
                     group._init_mp_dtypes()
@@ -89,36 +89,36 @@ class Flags:
             assert isinstance(unit, nn.Module)
             unit.register_forward_hook(torch.compiler.disable(follow), prepend=True)
 
-    def settle(self) -> None:
+    def adopt_late_changes(self) -> None:
         """Adopt the flags that have changed since the forward, after the last backward of a step."""
         for shard in self._shards:
-            shard.settle()
+            shard.adopt_late_change()
 
 
-class _Shard:
+class _ShardFlag:
     """Flag of one parameter."""
 
-    def __init__(self, shard: Any, name: str, is_fixed: bool) -> None:
-        self._shard, self._name, self._is_fixed = shard, name, is_fixed
+    def __init__(self, shard: Any, name: str, is_permanently_frozen: bool) -> None:
+        self._shard, self._name, self._is_permanently_frozen = shard, name, is_permanently_frozen
         self._last: bool = shard.sharded_param.requires_grad
 
     @property
     def is_trained(self) -> bool:
         return bool(self._shard.sharded_param.requires_grad)
 
-    def follow(self) -> None:
+    def adopt_after_forward(self) -> None:
         """Adopt the flag of the gathered tensor, after a forward."""
         self._last = self._shard._unsharded_param.requires_grad
-        self._take(self._last)
+        self._set_trained(self._last)
 
-    def settle(self) -> None:
+    def adopt_late_change(self) -> None:
         whole = getattr(self._shard, "_unsharded_param", None)
         if whole is not None and whole.requires_grad != self._last:
-            self._take(whole.requires_grad)
+            self._set_trained(whole.requires_grad)
 
-    def _take(self, is_trained: bool) -> None:
+    def _set_trained(self, is_trained: bool) -> None:
         state = self._shard.sharded_param
-        if is_trained and self._is_fixed:
-            refuse_release(self._name, state)
+        if is_trained and self._is_permanently_frozen:
+            raise_frozen_released(self._name, state)
         if state.requires_grad != is_trained:
             state.requires_grad_(is_trained)

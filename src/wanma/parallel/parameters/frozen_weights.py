@@ -15,17 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.collectives.shared_memory.backend import shared_group
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.collectives.shared_memory.backend import as_shared_memory_group
 from wanma.job.plan.plan import Plan
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parameters.forward_changes import checksum, is_empty, is_watched, refuse_lost_change
-from wanma.parallel.parameters.freezing import LOW, refuse_release
-from wanma.parallel.parameters.replicated_parameters import Held, hold, is_of_experts
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parameters.forward_changes import (
+    checksum,
+    has_no_data,
+    is_checked_step,
+    lost_change_error,
+)
+from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES, raise_frozen_released
+from wanma.parallel.parameters.replicated_parameters import (
+    ReplicatedParameter,
+    is_expert_parameter,
+    replicate_parameters,
+)
 
 
 @torch.no_grad()
-def round_frozen(module: nn.Module, dtype: torch.dtype, fixed: Collection[str]) -> None:
+def cast_frozen_weights(module: nn.Module, dtype: torch.dtype, permanently_frozen: Collection[str]) -> None:
     """Cast the weights of `module` that are frozen for good to the precision that computes, in place.
 
     Single numbers keep their precision, in which they compute too. So do weights of a class of their own,
@@ -34,38 +43,44 @@ def round_frozen(module: nn.Module, dtype: torch.dtype, fixed: Collection[str]) 
     Args:
         module: module before FSDP2 shards it.
         dtype: dtype in which FSDP2 gives the weights to the module's forward.
-        fixed: names of parameters that are frozen for good.
+        permanently_frozen: names of parameters that are frozen for good.
     """
-    if dtype not in LOW:
+    if dtype not in LOW_PRECISION_DTYPES:
         return
     for name, parameter in module.named_parameters():
         is_plain = type(parameter.data) is Tensor and parameter.ndim > 0 and parameter.numel() > 0
-        if name in fixed and is_plain and parameter.dtype == torch.float32:
+        if name in permanently_frozen and is_plain and parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
 
 
-def held_once(
-    model: nn.Module, plan: Plan, grid: Grid, dtype: torch.dtype, fixed: Collection[str]
+def find_gather_free_weights(
+    model: nn.Module,
+    plan: Plan,
+    parallel_mesh: ParallelMesh,
+    dtype: torch.dtype,
+    permanently_frozen: Collection[str],
 ) -> set[nn.Parameter]:
     """Return the parameters of `model` that need no gather: frozen for good, and unsharded for all of a step.
 
     Args:
         model: module before FSDP2 shards it.
         plan: plan of the run.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
         dtype: dtype that computes; parameters of another are gathered, to be cast.
-        fixed: names of parameters that are frozen for good.
+        permanently_frozen: names of parameters that are frozen for good.
     """
-    if plan.reshards or plan.offload_parameters != "none":
+    if plan.reshards_after_forward or plan.offload_parameters != "none":
         return set()
     return {
         parameter
         for name, parameter in model.named_parameters()
-        if name in fixed
+        if name in permanently_frozen
         and parameter.dtype == dtype
         and parameter.ndim > 0
         and parameter.numel() > 0
-        and not _is_common(grid.expert_mesh if is_of_experts(parameter) else grid.state_mesh)
+        and not _is_shared_memory(
+            parallel_mesh.expert_hsdp_mesh if is_expert_parameter(parameter) else parallel_mesh.hsdp_mesh
+        )
     }
 
 
@@ -74,90 +89,98 @@ class FrozenWeights:
 
     Args:
         model: module before FSDP2 shards it.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
         parameters: parameters of `model` to hold; their state takes their place.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, parameters: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, parallel_mesh: ParallelMesh, parameters: Collection[nn.Parameter]
+    ) -> None:
         names = {name for name, parameter in model.named_parameters() if parameter in parameters}
-        self._held = hold(model, grid, parameters, fixed=names)
-        self._on_cpu = grid.plan.device == "cpu"
-        self._computes = False
+        self._parameters = replicate_parameters(model, parallel_mesh, parameters, permanently_frozen=names)
+        self._on_cpu = parallel_mesh.plan.device == "cpu"
+        self._is_bound_for_compute = False
         self._steps = 0
-        self._places: list[tuple[int, int]] = []
+        self._versions_and_addresses: list[tuple[int, int]] = []
         """Version and address of each weight at the start of a step."""
-        self._sums: list[Tensor] = []
+        self._checksums: list[Tensor] = []
         """Checksums of the weights at the start of a step in which values are compared."""
         # Outside what is compiled, as FSDP2's are.
         model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
 
     @property
-    def state(self) -> set[nn.Parameter]:
-        return {held.state for held in self._held}
+    def parameters(self) -> set[nn.Parameter]:
+        return {held.state for held in self._parameters}
 
-    def end_backward(self) -> None:
+    def end_step(self) -> None:
         """Check the weights after the last backward of a step, and make the state the parameters again.
 
         Raises:
             WanmaError: the forward has changed a weight, or released it.
         """
-        if self._computes:
-            self.refuse_changes()
+        if self._is_bound_for_compute:
+            self.check_weights_unchanged()
             self._steps += 1
-            self.rest()
+            self.reshard()
 
-    def refuse_changes(self) -> None:
+    def check_weights_unchanged(self) -> None:
         """Check that no forward has changed a weight.
 
         Raises:
             JobError: a forward pass of the step has changed a weight.
         """
-        if not self._computes:
+        if not self._is_bound_for_compute:
             return
-        sums = [checksum(_computing(held)) for held in self._held] if self._sums else []
-        changed = [bool(now != then) for now, then in zip(sums, self._sums, strict=True)]
-        changed = changed or [False] * len(self._held)
-        for held, place, has_changed in zip(self._held, self._places, changed, strict=True):
-            if has_changed or _place(held) != place:
-                raise refuse_lost_change(held.full_name, on_cpu=self._on_cpu)
+        sums = [checksum(_compute_parameter(held)) for held in self._parameters] if self._checksums else []
+        changed = [bool(now != then) for now, then in zip(sums, self._checksums, strict=True)]
+        changed = changed or [False] * len(self._parameters)
+        for held, place, has_changed in zip(
+            self._parameters, self._versions_and_addresses, changed, strict=True
+        ):
+            if has_changed or _version_and_address(held) != place:
+                raise lost_change_error(held.full_name, on_cpu=self._on_cpu)
 
-    def computing(self) -> Iterator[Tensor]:
-        """Yield the tensors that compute, as in `Sharded.computing`."""
-        yield from (held.computing for held in self._held if held.computing is not None)
+    def forward_parameters(self) -> Iterator[Tensor]:
+        """Yield the tensors that compute, as in `Sharded.forward_parameters`."""
+        yield from (held.compute_parameter for held in self._parameters if held.compute_parameter is not None)
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Make the state the module's parameters again."""
-        if self._computes:
-            self._computes = False
-            for held in self._held:
-                held.put(held.state)
-                held.take_flag()
+        if self._is_bound_for_compute:
+            self._is_bound_for_compute = False
+            for held in self._parameters:
+                held.install(held.state)
+                held.adopt_requires_grad()
 
     def _before_forward(self, *_: Any) -> None:
-        if self._computes:
+        if self._is_bound_for_compute:
             return
-        self._computes = True
-        for held in self._held:
+        self._is_bound_for_compute = True
+        for held in self._parameters:
             if held.state.requires_grad:
-                refuse_release(held.full_name, held.state)
-            held.put(held.alias())
-        self._places = [_place(held) for held in self._held]
-        weights = [_computing(held) for held in self._held]
-        compares = is_watched(self._steps) and not any(map(is_empty, weights))
-        self._sums = [checksum(weight) for weight in weights] if compares else []
+                raise_frozen_released(held.full_name, held.state)
+            held.install(held.prepare_compute_parameter())
+        self._versions_and_addresses = [_version_and_address(held) for held in self._parameters]
+        weights = [_compute_parameter(held) for held in self._parameters]
+        compares = is_checked_step(self._steps) and not any(map(has_no_data, weights))
+        self._checksums = [checksum(weight) for weight in weights] if compares else []
 
 
-def _computing(held: Held) -> nn.Parameter:
-    assert held.computing is not None
-    return held.computing
+def _compute_parameter(held: ReplicatedParameter) -> nn.Parameter:
+    assert held.compute_parameter is not None
+    return held.compute_parameter
 
 
-def _place(held: Held) -> tuple[int, int]:
-    computing = _computing(held)
-    address = 0 if is_empty(computing) else local_part(computing).data_ptr()
+def _version_and_address(held: ReplicatedParameter) -> tuple[int, int]:
+    computing = _compute_parameter(held)
+    address = 0 if has_no_data(computing) else local_tensor(computing).data_ptr()
     return computing._version, address
 
 
-def _is_common(mesh: DeviceMesh) -> bool:
+def _is_shared_memory(mesh: DeviceMesh) -> bool:
     """Return whether the ranks that shard over `mesh` (replicate, shard) compute with one shared copy."""
-    return mesh.size(1) > 1 and mesh.device_type == "cpu" and shared_group(mesh.get_group(1)) is not None
+    return (
+        mesh.size(1) > 1
+        and mesh.device_type == "cpu"
+        and as_shared_memory_group(mesh.get_group(1)) is not None
+    )

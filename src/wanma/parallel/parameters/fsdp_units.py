@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:
+def fsdp_units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:
     assert isinstance(model, nn.Module)
     yield from (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def group_of(unit: FSDPModule) -> Any:
+def fsdp_param_group(unit: FSDPModule) -> Any:
     """Return FSDP2's parameter group of a unit; None where the unit holds no parameters."""
     return unit._get_fsdp_state()._fsdp_param_group

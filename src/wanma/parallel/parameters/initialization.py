@@ -7,29 +7,31 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from wanma.checkpoint.format.local_shards import local_box, local_part
-from wanma.models.structure.parameter_initialization import initial_part
+from wanma.checkpoint.format.local_shards import local_box, local_tensor
+from wanma.models.structure.parameter_initialization import draw_initial_shard
 
 
-def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+def materialize_parameters(
+    model: nn.Module, parameter_device: torch.device, buffer_device: torch.device
+) -> None:
     """Allocate a model that was built on the meta device; its parameters hold no values yet.
 
     Args:
         model: module on the meta device.
-        parameters: device of the parameters.
-        buffers: device of the buffers, which may be the same.
+        parameter_device: device of the parameters.
+        buffer_device: device of the buffers, which may be the same.
     """
-    model.to_empty(device=parameters)
+    model.to_empty(device=parameter_device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(buffers)
+            module._buffers[name] = buffer.to(buffer_device)
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
             reset()
 
 
 @torch.no_grad()
-def draw(model: nn.Module, seed: int, but: Container[str] = ()) -> None:
+def initialize_parameters(model: nn.Module, seed: int, exclude: Container[str] = ()) -> None:
     """Draw this rank's part of every parameter's initial value.
 
     A value is a function of (seed, parameter name) alone; a rank draws the tiles that its box touches.
@@ -37,12 +39,12 @@ def draw(model: nn.Module, seed: int, but: Container[str] = ()) -> None:
     Args:
         model: module whose parameters have memory.
         seed: seed of the job.
-        but: names of parameters that are filled otherwise.
+        exclude: names of parameters that are filled otherwise.
     """
     for name, parameter in model.named_parameters():
-        if name in but:
+        if name in exclude:
             continue
         box = local_box(name, parameter)
         assert box is not None  # parameters lie on this rank's own mesh
-        part = initial_part(model, name, parameter.shape, box.offset, box.shape, parameter.dtype, seed)
-        local_part(parameter).copy_(part)
+        part = draw_initial_shard(model, name, parameter.shape, box.offset, box.shape, parameter.dtype, seed)
+        local_tensor(parameter).copy_(part)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wanma.job.errors import JobError
 
 
-class Strays:
+class StaleParameterCheck:
     """Check of the parameters that a model had before its state took their place.
 
     Modules are given other tensors to compute with, under their own names. A model that has kept the first
@@ -19,25 +19,25 @@ class Strays:
 
     def __init__(self, model: nn.Module) -> None:
         # A gradient from before the run is not the run's.
-        self._given = [
+        self._original_parameters = [
             (name, weakref.ref(parameter), parameter.requires_grad)
             for name, parameter in model.named_parameters()
             if parameter.grad is None
         ]
 
-    def given(self) -> Iterator[Tensor]:
+    def original_parameters(self) -> Iterator[Tensor]:
         """Yield the first parameters that still exist."""
-        yield from (parameter for _, one, _ in self._given if (parameter := one()) is not None)
+        yield from (parameter for _, one, _ in self._original_parameters if (parameter := one()) is not None)
 
-    def refuse(self) -> None:
+    def check(self) -> None:
         """Check the first parameters after a backward.
 
         Raises:
             JobError: one of them has got a gradient, or has been frozen or released.
         """
         # Most are gone with the first step.
-        self._given = [one for one in self._given if one[1]() is not None]
-        for name, given, was_trained in self._given:
+        self._original_parameters = [one for one in self._original_parameters if one[1]() is not None]
+        for name, given, was_trained in self._original_parameters:
             parameter = given()
             if parameter is not None and parameter.requires_grad != was_trained:
                 raise JobError(

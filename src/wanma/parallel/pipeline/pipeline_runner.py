@@ -25,13 +25,13 @@ from wanma.data.batch import Batch
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Schedule
-from wanma.models.keyed_random.forward_draws import Forward, RandomDraws
-from wanma.parallel.data_parallel.replicated import Whole
+from wanma.models.keyed_random.forward_draws import KeyedForward, RandomDraws
+from wanma.parallel.data_parallel.replicated import Replicated
 from wanma.parallel.data_parallel.sharded import Sharded
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parameters.stale_parameters import Strays
-from wanma.parallel.pipeline.timed_stage import OwnWork, Stage
-from wanma.parallel.profiling.compute_timer import WorkClock
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parameters.stale_parameters import StaleParameterCheck
+from wanma.parallel.pipeline.timed_stage import BubbleTimer, TimedPipelineStage
+from wanma.parallel.profiling.compute_timer import ComputeTimer
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 
 SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
@@ -43,59 +43,61 @@ SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] 
     "dualpipev": ScheduleDualPipeV,
 }
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+MicroBatchLoss = Callable[[Tensor, Tensor], Tensor]
 """Function (output, targets) of one micro-batch -> its summed loss."""
 
 
-class Pipeline:
+class PipelineRunner:
     """Runner of micro-batches through this rank's stages.
 
     Args:
-        parts: modules of the stages.
-        numbers: indices of the stages.
+        model_parts: modules of the stages.
+        stage_indices: indices of the stages.
         plan: plan of the run.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
         data_parallel: data parallelism of each stage.
-        clock: timer of the stages' compute.
-        draws: random draws of the model's forward.
-        strays: parameters of the model before it was cut.
+        compute_timer: timer of the stages' compute.
+        random_draws: random draws of the model's forward.
+        stale_parameter_check: parameters of the model before it was cut.
     """
 
     def __init__(
         self,
-        parts: list[nn.Module],
-        numbers: tuple[int, ...],
+        model_parts: list[nn.Module],
+        stage_indices: tuple[int, ...],
         plan: Plan,
-        grid: Grid,
-        data_parallel: tuple[Sharded | Whole, ...],
-        clock: WorkClock,
-        draws: RandomDraws,
-        strays: Strays,
+        parallel_mesh: ParallelMesh,
+        data_parallel: tuple[Sharded | Replicated, ...],
+        compute_timer: ComputeTimer,
+        random_draws: RandomDraws,
+        stale_parameter_check: StaleParameterCheck,
     ) -> None:
-        self._clock, self._strays = clock, strays
-        self._parts = dict(zip(numbers, parts, strict=True))
-        self._data_parallel = dict(zip(numbers, data_parallel, strict=True))
+        self._compute_timer, self._stale_parameter_check = compute_timer, stale_parameter_check
+        self._model_parts = dict(zip(stage_indices, model_parts, strict=True))
+        self._data_parallel = dict(zip(stage_indices, data_parallel, strict=True))
         self._plan = plan
-        self._grid = grid
-        self._group = grid.axis("pp").get_group()
-        self._boundaries: dict[tuple[int, ...], list[_Boundary]] = {}
+        self._parallel_mesh = parallel_mesh
+        self._group = parallel_mesh.dim_mesh("pp").get_group()
+        self._stage_activations: dict[tuple[int, ...], list[_StageActivation]] = {}
         self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """Newest training (True) and evaluation (False) schedule, each with its micro-batches' shape."""
-        self._loss: Loss | None = None
-        self._work = OwnWork(grid.communication)
+        self._loss: MicroBatchLoss | None = None
+        self._bubble_timer = BubbleTimer(parallel_mesh.communication_timer)
         cuts_graph = plan.schedule in SPLIT_BACKWARD
-        self._announcers = {
-            number: _Announcer(part, draws, no_views=cuts_graph and number < plan.stages - 1)
-            for number, part in self._parts.items()
+        self._sample_hooks = {
+            number: _SampleKeyHook(part, random_draws, no_views=cuts_graph and number < plan.stage_count - 1)
+            for number, part in self._model_parts.items()
         }
 
-    def run(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
-        """Run forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
+    def forward_backward(
+        self, batch: Batch, positions: Tensor | None, micro_batches: int, loss: MicroBatchLoss
+    ) -> Tensor:
+        """Run forward and backward of `micro_batches` equal micro-batches along dimension 0 of `batch`.
 
         Args:
             batch: this rank's rows of a step.
             positions: sequence positions of the activations between stages; None: the complete sequence.
-            count: number of micro-batches.
+            micro_batches: number of micro-batches.
             loss: loss of one micro-batch on the last stage.
 
         Returns:
@@ -105,15 +107,15 @@ class Pipeline:
             WanmaError: a stage puts out something else than one tensor or changes what its backward needs, or
                 the schedule cannot take its backward apart.
         """
-        self._tell(positions, loss)
-        schedule = self._schedule(batch, count, trains=True)
+        self._set_step_inputs(positions, loss)
+        schedule = self._schedule(batch, micro_batches, trains=True)
         try:
-            with self._work.telling_what_is_waited():
-                total = self._drive(schedule.step, batch)
+            with self._bubble_timer.measure_bubble():
+                total = self._run_schedule(schedule.step, batch)
         except RuntimeError as error:
             if _CHANGED_MEANWHILE in f"{error} {error.__cause__}":
-                raise self._changed_meanwhile() from error
-            reason = next((why for text, why in _NOT_TAKEN_APART.items() if text in str(error)), None)
+                raise self._in_place_change_error() from error
+            reason = next((why for text, why in _SPLIT_BACKWARD_ERRORS.items() if text in str(error)), None)
             if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
                 raise
             raise WanmaError(
@@ -121,26 +123,28 @@ class Pipeline:
                 f"weights apart, which torch {torch.__version__} cannot do for {reason}",
                 "use parallel.schedule = 'interleaved_1f1b'",
             ) from error
-        self._strays.refuse()
+        self._stale_parameter_check.check()
         for part in self._data_parallel.values():
-            part.end_backward()
+            part.finalize_gradients()
         return total
 
-    def evaluate(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
+    def evaluate(
+        self, batch: Batch, positions: Tensor | None, micro_batches: int, loss: MicroBatchLoss
+    ) -> Tensor:
         """Run forward alone, as `run`, of any number of micro-batches."""
-        self._tell(positions, loss)
-        self._clock.is_on = False
+        self._set_step_inputs(positions, loss)
+        self._compute_timer.is_enabled = False
         try:
             with torch.no_grad():
-                return self._drive(self._schedule(batch, count, trains=False).eval, batch)
+                return self._run_schedule(self._schedule(batch, micro_batches, trains=False).eval, batch)
         finally:
-            self._clock.is_on = True
+            self._compute_timer.is_enabled = True
 
-    def _changed_meanwhile(self) -> JobError:
+    def _in_place_change_error(self) -> JobError:
         """Return the refusal of a forward pass that changes what the backward of another needs."""
         try:
             for part in self._data_parallel.values():
-                part.refuse_changes()
+                part.check_weights_unchanged()
         except JobError as refusal:
             return refusal
         return JobError(
@@ -150,9 +154,9 @@ class Pipeline:
             "parallel.pp = 1",
         )
 
-    def _tell(self, positions: Tensor | None, loss: Loss) -> None:
+    def _set_step_inputs(self, positions: Tensor | None, loss: MicroBatchLoss) -> None:
         self._loss = loss
-        for announcer in self._announcers.values():
+        for announcer in self._sample_hooks.values():
             announcer.positions = positions
 
     def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
@@ -161,47 +165,49 @@ class Pipeline:
         known, schedule = self._schedules.get(trains, (None, None))
         if known == shape:
             return schedule
-        if shape[1:] not in self._boundaries:
-            self._boundaries[shape[1:]] = self._find_boundaries(batch, batch.rows // count)
-        stages = [self._stage(number, self._boundaries[shape[1:]]) for number in self._parts]
-        schedule = self._training(stages, count) if trains else self._forward_only(stages, count)
+        if shape[1:] not in self._stage_activations:
+            self._stage_activations[shape[1:]] = self._infer_activations(batch, batch.rows // count)
+        stages = [self._stage(number, self._stage_activations[shape[1:]]) for number in self._model_parts]
+        schedule = (
+            self._training_schedule(stages, count) if trains else self._evaluation_schedule(stages, count)
+        )
         self._schedules[trains] = shape, schedule
         return schedule
 
-    def _training(self, stages: list[Stage], count: int) -> Any:
+    def _training_schedule(self, stages: list[TimedPipelineStage], count: int) -> Any:
         kind: Any = SCHEDULES[self._plan.schedule]
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
+        return kind(mine, n_microbatches=count, loss_fn=self._timed_loss, scale_grads=False)
 
-    def _forward_only(self, stages: list[Stage], count: int) -> Any:
+    def _evaluation_schedule(self, stages: list[TimedPipelineStage], count: int) -> Any:
         """Return a schedule for any number of micro-batches, without its backward.
 
         torch's own `eval` skips only the computation of a backward: it still wants as many micro-batches as
         training does, and fails for the schedules in which a rank holds neighbouring stages.
         """
         kind: Any = ScheduleZBVZeroBubble if self._plan.is_v_shaped else ScheduleLoopedBFS
-        schedule: Any = kind(stages, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
+        schedule: Any = kind(stages, n_microbatches=count, loss_fn=self._timed_loss, scale_grads=False)
         schedule.pipeline_order_with_comms = {
-            rank: [action for action in actions if action.computation_type.name in _FORWARD]
+            rank: [action for action in actions if action.computation_type.name in _FORWARD_ACTIONS]
             for rank, actions in schedule.pipeline_order_with_comms.items()
         }
         return schedule
 
-    def _stage(self, number: int, boundaries: list[_Boundary]) -> Stage:
-        return Stage(
-            self._work,
-            self._clock,
-            self._parts[number],
+    def _stage(self, number: int, activations: list[_StageActivation]) -> TimedPipelineStage:
+        return TimedPipelineStage(
+            self._bubble_timer,
+            self._compute_timer,
+            self._model_parts[number],
             number,
-            self._plan.stages,
-            self._grid.device,
-            input_args=boundaries[number].example(),
-            output_args=boundaries[number + 1].example(),
+            self._plan.stage_count,
+            self._parallel_mesh.device,
+            input_args=activations[number].meta_tensor(),
+            output_args=activations[number + 1].meta_tensor(),
             group=self._group,
         )
 
     @torch.no_grad()
-    def _find_boundaries(self, batch: Batch, rows: int) -> list[_Boundary]:
+    def _infer_activations(self, batch: Batch, rows: int) -> list[_StageActivation]:
         """Return the boundaries before the first and after each stage, for micro-batches of `rows` samples.
 
         Each stage runs once, on zeros but for the first, in evaluation mode: models that count in training
@@ -210,19 +216,23 @@ class Pipeline:
         """
         keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
         given = batch.inputs[0][:rows].clone()  # which a stage may change
-        found = [_Boundary(tuple(given.shape), given.dtype, requires_grad=False)]
-        for number in range(self._plan.stages):
+        found = [_StageActivation(tuple(given.shape), given.dtype, requires_grad=False)]
+        for number in range(self._plan.stage_count):
             told: list[Any] = [None]
             failure: Exception | None = None
-            if number in self._parts:
+            if number in self._model_parts:
                 if number > 0:
-                    given = torch.zeros(found[-1].shape, dtype=found[-1].dtype, device=self._grid.device)
-                announced = {**keywords, SAMPLES: batch.samples[:rows]}
+                    given = torch.zeros(
+                        found[-1].shape, dtype=found[-1].dtype, device=self._parallel_mesh.device
+                    )
+                announced = {**keywords, SAMPLE_INDICES_KEYWORD: batch.samples[:rows]}
                 try:
-                    told = [self._boundary_after(number, given, announced, found[-1])]
+                    told = [self._infer_activation_after(number, given, announced, found[-1])]
                 except Exception as error:  # the other ranks wait for its result
                     failure, told = error, [f"stage {number} of the pipeline: {error}"]
-            holder = next(rank for rank in range(self._plan.pp) if number in self._plan.stages_of(rank))
+            holder = next(
+                rank for rank in range(self._plan.pp) if number in self._plan.stages_of_pipeline_rank(rank)
+            )
             dist.broadcast_object_list(
                 told,
                 src=dist.get_global_rank(self._group, holder),
@@ -236,20 +246,20 @@ class Pipeline:
             found += told
         return found
 
-    def _boundary_after(
-        self, number: int, given: Tensor, keywords: dict[str, Tensor], before: _Boundary
-    ) -> _Boundary:
-        part = self._parts[number]
+    def _infer_activation_after(
+        self, number: int, given: Tensor, keywords: dict[str, Tensor], before: _StageActivation
+    ) -> _StageActivation:
+        part = self._model_parts[number]
         were = {module: module.training for module in part.modules()}
         try:
             version = given._version
             output = part.eval()(given, **keywords)
-            self._announcers[number].changes_input |= given._version != version
+            self._sample_hooks[number].modifies_input |= given._version != version
         finally:
             part.train(were[part])  # modules may do more there than note the mode
             for module, training in were.items():
                 module.training = training
-        self._data_parallel[number].rest()
+        self._data_parallel[number].reshard()
         if not isinstance(output, Tensor):
             raise JobError(
                 f"parallel.pp = {self._plan.pp}: stage {number} puts out a {type(output).__name__}, "
@@ -260,33 +270,33 @@ class Pipeline:
         # that an input must have a gradient even if all before it is frozen.
         trains = self._plan.schedule in SPLIT_BACKWARD or before.requires_grad
         trains = trains or any(parameter.requires_grad for parameter in part.parameters())
-        return _Boundary(tuple(output.shape), output.dtype, trains)
+        return _StageActivation(tuple(output.shape), output.dtype, trains)
 
-    def _drive(self, step: Callable[..., Any], batch: Batch) -> Tensor:
+    def _run_schedule(self, step: Callable[..., Any], batch: Batch) -> Tensor:
         losses: list[Tensor] = []
         step(
-            *(batch.inputs if 0 in self._parts else ()),
-            target=batch.targets if self._plan.stages - 1 in self._parts else None,
+            *(batch.inputs if 0 in self._model_parts else ()),
+            target=batch.targets if self._plan.stage_count - 1 in self._model_parts else None,
             losses=losses,
             return_outputs=False,  # nobody wants the logits of all micro-batches at once
             **batch.keywords,
-            **{SAMPLES: batch.samples},
+            **{SAMPLE_INDICES_KEYWORD: batch.samples},
         )
         if not losses:
             return torch.zeros((), device=batch.samples.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def _timed_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
-        with self._work:
-            self._clock.start()
+        with self._bubble_timer:
+            self._compute_timer.start()
             loss = self._loss(output, target)
-            self._clock.stop(forward=True)
+            self._compute_timer.stop(is_forward=True)
             return loss
 
 
 @dataclass(frozen=True)
-class _Boundary:
+class _StageActivation:
     """Shape and dtype of the tensor between two stages."""
 
     shape: tuple[int, ...]
@@ -294,61 +304,61 @@ class _Boundary:
     requires_grad: bool
     """True if the tensor needs a gradient: something before it is trained."""
 
-    def example(self) -> Tensor:
+    def meta_tensor(self) -> Tensor:
         """Return such a tensor without storage, from which torch makes its buffers."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
 
-class _Announcer:
+class _SampleKeyHook:
     """Hooks that tell the dropout of one stage its samples: the schedule, and not wanma, calls the module.
 
     The arguments of a call say which samples it computes.
 
     Args:
-        part: module of the stage.
-        draws: random draws of the model's forward.
+        model_part: module of the stage.
+        random_draws: random draws of the model's forward.
         no_views: true if the stage may not put out a view: schedules that take a backward apart cut the graph
             off the output.
     """
 
-    def __init__(self, part: nn.Module, draws: RandomDraws, *, no_views: bool) -> None:
+    def __init__(self, model_part: nn.Module, random_draws: RandomDraws, *, no_views: bool) -> None:
         self.positions: Tensor | None = None
-        self.changes_input = False
+        self.modifies_input = False
         """True if the stage writes to its input, which is a leaf of the graph here and must not change."""
-        self._draws = draws
-        self._drawing = ExitStack()
-        self._forward: Forward | None = None
+        self._random_draws = random_draws
+        self._key_scope = ExitStack()
+        self._forward: KeyedForward | None = None
         self._no_views = no_views
-        part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        part.register_forward_hook(self._end, always_call=True)
+        model_part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        model_part.register_forward_hook(self._end, always_call=True)
 
     def _begin(
         self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         keywords = dict(keywords)
-        samples = keywords.pop(SAMPLES)
-        forward = self._draws.forward(module, samples, self.positions)
-        self._forward = self._drawing.enter_context(forward)
-        if self.changes_input:
+        samples = keywords.pop(SAMPLE_INDICES_KEYWORD)
+        forward = self._random_draws.forward(module, samples, self.positions)
+        self._forward = self._key_scope.enter_context(forward)
+        if self.modifies_input:
             arguments = tuple(one.clone() if isinstance(one, Tensor) else one for one in arguments)
         return arguments, keywords
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
-        with self._drawing:
+        with self._key_scope:
             if output is not None and self._forward is not None:
-                self._forward.end()
+                self._forward.end_forward()
         return (
             output.clone() if self._no_views and isinstance(output, Tensor) and output._is_view() else output
         )
 
 
-SAMPLES = "wanma_samples"
+SAMPLE_INDICES_KEYWORD = "wanma_samples"
 """Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
-_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+_FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """Names of the actions of torch's schedules that belong to a forward."""
 _CHANGED_MEANWHILE = "has been modified by an inplace operation"
 """Part of torch's message about a tensor that changed before its backward."""
-_NOT_TAKEN_APART = {
+_SPLIT_BACKWARD_ERRORS = {
     "backward through the graph a second": "a parameter that one stage uses twice",
     "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalisation",
 }

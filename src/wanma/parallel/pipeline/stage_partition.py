@@ -13,12 +13,12 @@ from torch import nn
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.models.layers.batch_norm import GroupedBatchNorm
-from wanma.models.structure.parallel_spec import Layout
-from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, balanced_cuts, wrong_cuts
-from wanma.planner.rules.capabilities import installed_torch
+from wanma.models.structure.parallel_spec import ParallelSpec
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, balanced_cuts, invalid_cuts_reason
+from wanma.planner.rules.capabilities import installed_torch_version
 
 
-def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
+def pipeline_parallel_spec(model: nn.Module, parallel_spec: ParallelSpec | None, plan: Plan) -> ParallelSpec:
     """Return the layout by which a model is cut: its own, or that of a plain sequence of modules.
 
     Raises:
@@ -30,20 +30,20 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
             f"{key}: {name} has batch normalisation, whose statistics a pipeline's schedule would disturb",
             "use pp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
         )
-    if layout is not None and layout.blocks is not None:
-        _refuse_hooks(model, layout.blocks, key)
-        return layout
-    if layout is None and type(model) is nn.Sequential:
-        _refuse_hooks(model, "", key)
-        _refuse_shared(model, key)
-        version = installed_torch()
+    if parallel_spec is not None and parallel_spec.blocks is not None:
+        _require_no_hooks(model, parallel_spec.blocks, key)
+        return parallel_spec
+    if parallel_spec is None and type(model) is nn.Sequential:
+        _require_no_hooks(model, "", key)
+        _require_unshared_parameters(model, key)
+        version = installed_torch_version()
         if plan.schedule in SPLIT_BACKWARD and version < (2, 13):
             raise JobError(
                 f"parallel.schedule = '{plan.schedule}' on one's own module: torch {version[0]}.{version[1]} "
                 "computes wrong gradients under it for parameters that a forward uses several times",
                 "use parallel.schedule = 'interleaved_1f1b', or torch 2.13",
             )
-        return Layout(blocks="")
+        return ParallelSpec(blocks="")
     raise JobError(
         f"{key}: {name} does not declare its blocks",
         "use pp = 1, or make the whole model an nn.Sequential, which is cut between its children; "
@@ -51,7 +51,7 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
     )
 
 
-def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.Module:
+def extract_stage(model: nn.Module, parallel_spec: ParallelSpec, plan: Plan, stage: int) -> nn.Module:
     """Return a copy of `model` with the part that pipeline stage `stage` of `plan.stages` holds.
 
     Parameter names stay those of the full model, so that every stage writes the same checkpoint.
@@ -60,14 +60,20 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
         JobError: the plan's cuts do not fit the model's blocks, or there are too few of them; or a kept
             module holds a parameter of another stage.
     """
-    assert layout.blocks is not None
+    assert parallel_spec.blocks is not None
     model = copy.deepcopy(model)
-    absent_tensors = _Absent(model)
-    blocks = model.get_submodule(layout.blocks)
+    absent_tensors = _TensorReferences(model)
+    blocks = model.get_submodule(parallel_spec.blocks)
     # Not named_children(), which leaves out the second name of a module that has two.
     names = [name for name, child in blocks._modules.items() if child is not None]
-    cuts = plan.stage_cuts or _cuts_by_parameters(blocks, layout, plan)
-    if reason := wrong_cuts(cuts, len(names), plan.stages, bool(layout.first), bool(layout.last)):
+    cuts = plan.stage_cuts or _cuts_by_parameters(blocks, parallel_spec, plan)
+    if reason := invalid_cuts_reason(
+        cuts,
+        len(names),
+        plan.stage_count,
+        bool(parallel_spec.first_stage_modules),
+        bool(parallel_spec.last_stage_modules),
+    ):
         given = f", stage cuts {list(plan.stage_cuts)}" if plan.stage_cuts else ""
         raise JobError(
             f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
@@ -77,17 +83,19 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
     bounds = (0, *cuts, len(names))
     held = range(bounds[stage], bounds[stage + 1])
     if isinstance(model, Stageable):
-        model.keep_stage(held, is_first=stage == 0, is_last=stage == plan.stages - 1)
-        absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
+        model.keep_stage(held, is_first=stage == 0, is_last=stage == plan.stage_count - 1)
+        absent_tensors.check_stage(model, f"parallel.pp = {plan.pp}")
         return model
     for number, name in enumerate(names):
         if number not in held:
             delattr(blocks, name)  # a sequence's own `del` would number the others anew
-    absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
+    absent = (parallel_spec.first_stage_modules if stage > 0 else ()) + (
+        parallel_spec.last_stage_modules if stage < plan.stage_count - 1 else ()
+    )
     for path in absent:
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, None)  # the model's forward tests the attribute for None
-    absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
+    absent_tensors.check_stage(model, f"parallel.pp = {plan.pp}")
     return model
 
 
@@ -99,14 +107,14 @@ class Stageable(Protocol):
         """Keep the blocks in `held`, and the modules before or after all blocks where the stage is an end."""
 
 
-class _Absent:
+class _TensorReferences:
     """Parameters and buffers of the full model, of which a stage is about to lose most."""
 
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
         self._tensors = [(name, weakref.ref(tensor)) for name, tensor in named]
 
-    def refuse(self, stage: nn.Module, key: str) -> None:
+    def check_stage(self, stage: nn.Module, key: str) -> None:
         """Check a stage after the cut.
 
         Raises:
@@ -114,21 +122,21 @@ class _Absent:
                 nobody would train.
         """
         kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
-        if self._held(kept):
+        if self._dangling_names(kept):
             gc.collect()  # removed modules may be in reference cycles
-        if held := self._held(kept):
+        if held := self._dangling_names(kept):
             raise JobError(
                 f"{key}: a part of the model holds {held[0]} of another stage, in a list or another object; "
                 "it would compute with a copy that is not trained",
                 "use pp = 1, or let each part read its own parameters only",
             )
 
-    def _held(self, kept: set[int]) -> list[str]:
+    def _dangling_names(self, kept: set[int]) -> list[str]:
         found = ((name, reference()) for name, reference in self._tensors)
         return [name for name, tensor in found if tensor is not None and id(tensor) not in kept]
 
 
-def _refuse_shared(model: nn.Module, key: str) -> None:
+def _require_unshared_parameters(model: nn.Module, key: str) -> None:
     """Refuse children that share a parameter: a cut between them would train it as two."""
     seen: dict[int, str] = {}
     named: list[tuple[str, torch.Tensor]] = [
@@ -145,7 +153,7 @@ def _refuse_shared(model: nn.Module, key: str) -> None:
             )
 
 
-def _refuse_hooks(model: nn.Module, blocks: str, key: str) -> None:
+def _require_no_hooks(model: nn.Module, blocks: str, key: str) -> None:
     """Refuse hooks on modules of which all stages have a part: each would run them, with its own inputs."""
     parts = blocks.split(".") if blocks else []
     for path in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
@@ -164,11 +172,14 @@ def _refuse_hooks(model: nn.Module, blocks: str, key: str) -> None:
             )
 
 
-def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:
+def _cuts_by_parameters(blocks: nn.Module, parallel_spec: ParallelSpec, plan: Plan) -> tuple[int, ...]:
     """Return cuts balanced by parameters, for models of unknown FLOPs; empty for too few blocks."""
     held = [block for block in blocks._modules.values() if block is not None]
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in held]
-    first, last = 0.0 if layout.first else None, 0.0 if layout.last else None
-    if plan.stages > len(sizes) + (first is not None) + (last is not None):
+    first, last = (
+        0.0 if parallel_spec.first_stage_modules else None,
+        0.0 if parallel_spec.last_stage_modules else None,
+    )
+    if plan.stage_count > len(sizes) + (first is not None) + (last is not None):
         return ()
-    return balanced_cuts(sizes, plan.stages, first, last)
+    return balanced_cuts(sizes, plan.stage_count, first, last)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def autocast_forward(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def apply_autocast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Run `model`'s forward under autocast.
 
     FSDP2 casts parameters and inputs to `dtype`; a buffer or a constant in fp32 would turn activations

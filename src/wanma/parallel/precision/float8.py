@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from wanma.job.errors import JobError, WanmaError, missing_extra
+from wanma.job.errors import JobError, WanmaError, missing_extra_error
 from wanma.job.plan.plan import Plan
-from wanma.models.layers.lora import Adapted
-from wanma.planner.rules.capabilities import FP8_LEAST_CAPABILITY
+from wanma.models.layers.lora import LoRALinear
+from wanma.planner.rules.capabilities import FP8_MIN_COMPUTE_CAPABILITY
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-MULTIPLE = 16
+MATRIX_DIM_MULTIPLE = 16
 """Divisor of both dims of a matrix, on every rank, that fp8 products require, in elements."""
 
 
-def compute_in_fp8(blocks: list[nn.Module], plan: Plan, *, pretend: bool = False) -> None:
+def apply_float8(blocks: list[nn.Module], plan: Plan, *, emulate: bool = False) -> None:
     """Make the linear layers of `blocks` compute in fp8, in place; before anything splits them.
 
     Layers whose dims do not suit, layers with adapters, and all modules outside the blocks stay as they are.
@@ -33,53 +33,56 @@ def compute_in_fp8(blocks: list[nn.Module], plan: Plan, *, pretend: bool = False
     Args:
         blocks: modules whose linear layers compute in fp8.
         plan: plan of the run.
-        pretend: emulate fp8 products on a device that has none.
+        emulate: emulate fp8 products on a device that has none.
 
     Raises:
         WanmaError: torchao is not installed, this GPU has no products in fp8, or no layer suits.
     """
-    config = _config(plan, pretend)
-    if not pretend:
+    config = _config(plan, emulate)
+    if not emulate:
         _require_capability()
     from torchao.float8 import convert_to_float8_training
 
-    suits = _filter(plan)
+    suits = _linear_filter(plan)
     if not any(suits(module, name) for block in blocks for name, module in block.named_modules()):
         raise JobError(
-            f"train.fp8: no linear layer of the blocks has dims that are multiples of {MULTIPLE} everywhere",
+            f"train.fp8: no linear layer of the blocks has dims that are multiples of {MATRIX_DIM_MULTIPLE} "
+            "everywhere",
             "leave train.fp8 out, or choose other dimensions",
         )
     for block in blocks:
         convert_to_float8_training(block, config=config, module_filter_fn=suits)
 
 
-def _config(plan: Plan, pretend: bool) -> Float8LinearConfig:
+def _config(plan: Plan, emulate: bool) -> Float8LinearConfig:
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError as error:
-        raise missing_extra("torchao", "fp8", "train.fp8") from error
+        raise missing_extra_error("torchao", "fp8", "train.fp8") from error
     # Weights that are gathered for every block and micro-batch are gathered in fp8. Those that `tp` splits
     # are cut and put together by other means than torchao's, as plain tensors.
     gathers = plan.shard == "parameters" and plan.tp == 1
-    return Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=pretend)
+    return Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=emulate)
 
 
-def _filter(plan: Plan) -> Callable[[nn.Module, str], bool]:
+def _linear_filter(plan: Plan) -> Callable[[nn.Module, str], bool]:
     def suits(module: nn.Module, _: str) -> bool:
-        if not isinstance(module, nn.Linear) or isinstance(module, Adapted):
+        if not isinstance(module, nn.Linear) or isinstance(module, LoRALinear):
             return False
         # `tp` splits one of the two; either may be it.
-        return all(dim % (MULTIPLE * plan.tp) == 0 for dim in (module.in_features, module.out_features))
+        return all(
+            dim % (MATRIX_DIM_MULTIPLE * plan.tp) == 0 for dim in (module.in_features, module.out_features)
+        )
 
     return suits
 
 
 def _require_capability() -> None:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if capability < FP8_LEAST_CAPABILITY:
+    if capability < FP8_MIN_COMPUTE_CAPABILITY:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
         raise WanmaError(
             f"train.fp8: {name} has compute capability {'.'.join(map(str, capability))}, and products in fp8 "
-            f"need {'.'.join(map(str, FP8_LEAST_CAPABILITY))}",
+            f"need {'.'.join(map(str, FP8_MIN_COMPUTE_CAPABILITY))}",
             "leave train.fp8 out",
         )

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanma.parallel.context.ring_attention import messages as ring_messages
+from wanma.parallel.context.ring_attention import ring_message_bytes
 
 _KINDS = {
     "allreduce_": "all-reduce",
@@ -42,31 +42,31 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """Kind of collective that one rank issues in a step."""
 
-    kind: str
-    ranks: tuple[int, ...]
+    operation: str
+    group_ranks: tuple[int, ...]
     """Ranks of its process group."""
     tensor_bytes: int
     """Bytes of the full tensor that is gathered, reduced or exchanged; of a message, bytes sent."""
 
 
-class CollectiveRecorder(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Counter of the collectives that run within the context, as torch dispatches them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.counts: Counter[Collective] = Counter()
+        self.counts: Counter[CollectiveCall] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ring, messages = ring_messages(func, args)
+        ring, messages = ring_message_bytes(func, args)
         for size in messages:
             for way in ("send", "receive"):
-                self.counts[Collective(way, _ranks([ring]), size)] += 1
+                self.counts[CollectiveCall(way, _ranks([ring]), size)] += 1
         kind = _KINDS.get(func._schema.name.partition("::")[2]) if func.namespace in _NAMESPACES else None
         if kind is not None:
             leaves = tree_leaves((args, kwargs))
@@ -76,7 +76,7 @@ class CollectiveRecorder(TorchDispatchMode):
             gathers = func.namespace != "c10d" and kind == "all-gather"
             size = max(sizes, default=0) * (len(ranks) if gathers else 1)
             if len(ranks) > 1:
-                self.counts[Collective(kind, ranks, size)] += 1
+                self.counts[CollectiveCall(kind, ranks, size)] += 1
         return func(*args, **kwargs)
 
 
@@ -90,11 +90,11 @@ def _ranks(leaves: list[Any]) -> tuple[int, ...]:
     for leaf in reversed(leaves):
         if isinstance(leaf, str):
             try:
-                return tuple(dist.get_process_group_ranks(_by_name(leaf)))
+                return tuple(dist.get_process_group_ranks(_resolve_group(leaf)))
             except (RuntimeError, ValueError):
                 continue  # another text argument, such as the reduction's name
     return ()
 
 
-_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+_resolve_group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 """Resolver of a process group's name, by which functional collectives know it; torch has no public way."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-FORWARDS = 3.0
+STEP_TO_FORWARD_RATIO = 3.0
 """Ratio of the time of forward and backward to that of the forward.
 
 Backward computes the gradients of inputs and of weights (Kaplan et al. 2020, section 2.1). Ranks are compared
@@ -22,71 +22,74 @@ with each other, so that an error in it cancels.
 """
 
 
-class WorkClock:
+class ComputeTimer:
     """Timer of the pieces of a step between `start` and `stop`, or of a step's compute in one piece.
 
     Args:
         device: "cpu" or "cuda".
-        waited: returns the seconds that this process has waited for other ranks so far; not called on GPUs.
-        by_piece: true if the rank waits for others between the pieces, untimed, as in a pipeline.
+        get_waited_seconds: returns the seconds that this process has waited for other ranks so far; not
+            called on GPUs.
+        per_micro_batch: true if the rank waits for others between the pieces, untimed, as in a pipeline.
 
     Attributes:
-        is_on: true if pieces count; evaluation's do not.
+        is_enabled: true if pieces count; evaluation's do not.
     """
 
-    def __init__(self, device: str, waited: Callable[[], float], *, by_piece: bool) -> None:
-        self.is_on = True
-        self._by_piece = by_piece or device == "cuda"
-        self._device, self._waited = device, waited
+    def __init__(
+        self, device: str, get_waited_seconds: Callable[[], float], *, per_micro_batch: bool
+    ) -> None:
+        self.is_enabled = True
+        self._per_micro_batch = per_micro_batch or device == "cuda"
+        self._device, self._get_waited_seconds = device, get_waited_seconds
         self._seconds = 0.0
         self._began: tuple[float, float] | None = None
         self._queued: list[tuple[Any, Any]] = []
         self._event: Any = None
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def measure_step(self) -> Iterator[None]:
         """Time all of a step's forwards and backwards, and what is between them, in one piece if possible."""
-        if self._by_piece:
+        if self._per_micro_batch:
             yield
             return
         self.start()
-        self.is_on = False
+        self.is_enabled = False
         try:
             yield
         finally:
-            self.is_on = True
-            self.stop(forward=False)
+            self.is_enabled = True
+            self.stop(is_forward=False)
 
     def start(self) -> None:
         """Start the timer: a forward or a backward of this rank begins."""
-        if not self.is_on:
+        if not self.is_enabled:
             return
         if self._device == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
         else:
-            self._began = (time.perf_counter(), self._waited())
+            self._began = (time.perf_counter(), self._get_waited_seconds())
 
-    def stop(self, *, forward: bool) -> None:
+    def stop(self, *, is_forward: bool) -> None:
         """Stop the timer: the forward or backward has ended, or on a GPU is queued."""
-        if not self.is_on:
+        if not self.is_enabled:
             return
         if self._device == "cuda":
-            if self._event is not None and forward:
+            if self._event is not None and is_forward:
                 end: Any = torch.cuda.Event(enable_timing=True)
                 end.record()
                 self._queued.append((self._event, end))
             self._event = None
         elif self._began is not None:
             began, waited = self._began
-            self._seconds += max(time.perf_counter() - began - (self._waited() - waited), 0.0)
+            self._seconds += max(time.perf_counter() - began - (self._get_waited_seconds() - waited), 0.0)
             self._began = None
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Return the seconds since the last call; on a GPU, call it when all that was queued has ended."""
         if self._device == "cuda":
             queued, self._queued = self._queued, []
             forwards: float = sum(begin.elapsed_time(end) for begin, end in queued)
-            return FORWARDS * forwards / 1e3  # from milliseconds
+            return STEP_TO_FORWARD_RATIO * forwards / 1e3  # from milliseconds
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from wanma.collectives.timing.communication_timer import waiting
+from wanma.collectives.timing.communication_timer import time_blocking_transfer
 
-Part = Callable[[DTensor], Tensor]
+LocalTensorFunction = Callable[[DTensor], Tensor]
 """Function from a parameter to the plain tensor that a rank computes with; differentiable."""
 
-Around = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+ForwardWrapper = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 """Function (forward, input) -> output that wraps a module's forward."""
 
 
-def distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
     """Make `module`'s own parameters DTensors on `mesh`; every rank has the full values, or none yet."""
     for name, placement in placements.items():
         whole = module.get_parameter(name)
@@ -33,35 +33,37 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Pla
         module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
-def compute_locally(module: nn.Module, parts: Mapping[str, Part], around: Around | None = None) -> None:
-    """Make `module`'s forward see `parts` of its parameters in place of the DTensors."""
+def use_local_parameters(
+    module: nn.Module, local_tensors: Mapping[str, LocalTensorFunction], wrapper: ForwardWrapper | None = None
+) -> None:
+    """Make `module`'s forward see `local_tensors` of its parameters in place of the DTensors."""
     forward = type(module).forward
 
     def local_forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         whole = dict(module._parameters)
-        for name, part in parts.items():
+        for name, part in local_tensors.items():
             module._parameters[name] = part(whole[name])  # type: ignore[arg-type,assignment]  # as torch.func's
         try:
-            if around is None:
+            if wrapper is None:
                 return forward(module, x, *arguments, **keywords)  # type: ignore[no-any-return]
-            return around(lambda given: forward(module, given, *arguments, **keywords), x)
+            return wrapper(lambda given: forward(module, given, *arguments, **keywords), x)
         finally:
             module._parameters.update(whole)
 
     module.forward = local_forward
 
 
-def own_shard(parameter: DTensor) -> Tensor:
+def local_shard(parameter: DTensor) -> Tensor:
     """Return a rank's part of a split parameter."""
     return parameter.to_local()
 
 
-def whole_with_partial_gradient(parameter: DTensor) -> Tensor:
+def replicated_with_partial_gradient(parameter: DTensor) -> Tensor:
     """Return a replicated parameter whose gradient is a sum over ranks: each applies it to other data."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
-def convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+def redistribute_local(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
     """Convert `x` from placement `source` on the ranks to `target`; backward is the transpose.
 
     A replicated tensor that was gathered or left as is enters split matrices: its gradient is a sum over the
@@ -74,36 +76,37 @@ def convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -
         target: placement of the result: `Replicate`; from `Partial` also `Shard`.
     """
     group = mesh.get_group()
-    converted: Tensor = _Convert.apply(x, source, target, group.size(), group.group_name)  # type: ignore[no-untyped-call]  # torch's
+    converted: Tensor = _Redistribute.apply(x, source, target, group.size(), group.group_name)  # type: ignore[no-untyped-call]  # torch's
     return converted
 
 
-class _Convert(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
         is_sum = isinstance(source, Partial)
         from_gradient = Partial() if isinstance(target, Replicate) and not is_sum else target
         to_gradient = Replicate() if is_sum else source
         ctx.way_back = from_gradient, to_gradient, ranks, group
-        return _move(x, source, target, ranks, group)
+        return _timed_collective(x, source, target, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _move(gradient, *ctx.way_back), None, None, None, None
+        return _timed_collective(gradient, *ctx.way_back), None, None, None, None
 
 
-def _move(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+def _timed_collective(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
     """Move `x` by the operators of torch's functional collectives, which compile too."""
     if source == target:
         return x.view_as(x)
     if torch.compiler.is_compiling():
-        return _sent(x, source, target, ranks, group)
-    # Gradients go by `_Convert`: the operators' own autograd, which is written in Python, would only look on.
-    with waiting("tensor"), torch._C._AutoDispatchBelowAutograd():
-        return _sent(x, source, target, ranks, group)
+        return _run_collective(x, source, target, ranks, group)
+    # Gradients go by `_Redistribute`: the operators' own autograd, which is written in Python, would only
+    # look on.
+    with time_blocking_transfer("tensor"), torch._C._AutoDispatchBelowAutograd():
+        return _run_collective(x, source, target, ranks, group)
 
 
-def _sent(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+def _run_collective(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
     collectives = torch.ops._c10d_functional
     moved: Tensor
     if isinstance(source, Shard) and isinstance(target, Replicate):
@@ -120,6 +123,6 @@ def _sent(x: Tensor, source: Placement, target: Placement, ranks: int, group: st
     return moved
 
 
-def shard_of_last_dim(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def as_last_dim_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return the DTensor of which the ranks hold parts along the last dim."""
     return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False)

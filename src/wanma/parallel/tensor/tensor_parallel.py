@@ -27,46 +27,54 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.models.structure.parallel_spec import Layout, TensorRole, tie_parameters
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.models.structure.parallel_spec import ParallelSpec, TensorParallelStyle, tie_parameters
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 from wanma.parallel.tensor.local_parameters import (
-    Around,
-    Part,
-    compute_locally,
-    convert,
-    distribute,
-    own_shard,
-    shard_of_last_dim,
-    whole_with_partial_gradient,
+    ForwardWrapper,
+    LocalTensorFunction,
+    as_last_dim_shard,
+    distribute_parameters,
+    local_shard,
+    redistribute_local,
+    replicated_with_partial_gradient,
+    use_local_parameters,
 )
 
 
-def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
-    """Split the modules that `layout.tensor` names, in place.
+def apply_tensor_parallel(model: nn.Module, parallel_spec: ParallelSpec, parallel_mesh: ParallelMesh) -> None:
+    """Split the modules that `parallel_spec.tensor_parallel_styles` names, in place.
 
     Raises:
         JobError: nothing may be split, a dim or the heads do not divide by `tp`, or `plan.sequence` meets a
             module of which the layout does not say what it does with a part of the sequence.
     """
-    size = grid.plan.tp
-    if not layout.tensor:
+    size = parallel_mesh.plan.tp
+    if not parallel_spec.tensor_parallel_styles:
         raise JobError(
             f"parallel.tp = {size}: {type(model).__name__} has no matrix that may be split",
             "set parallel.tp = 1 and use the ranks as dp_replicate or dp_shard",
         )
-    roles = {name: role for name, _ in model.named_modules() if (role := _role(name, layout)) is not None}
-    _check_heads(layout, size)
-    for name, role in roles.items():
-        _check_divides(name, model.get_submodule(name), role, layout, size)
-    if grid.plan.sequence_parallel:
-        _refuse_undeclared(model, layout, roles)
-    axis = _Axis(grid.axis("tp"), Shard(1) if grid.plan.sequence_parallel else Replicate(), layout)
-    for name, role in roles.items():
-        _ROLES[role](model.get_submodule(name), axis)
-    tie_parameters(model, layout.tied)
+    styles = {
+        name: style
+        for name, _ in model.named_modules()
+        if (style := _style_of(name, parallel_spec)) is not None
+    }
+    _check_heads(parallel_spec, size)
+    for name, style in styles.items():
+        _check_divides(name, model.get_submodule(name), style, parallel_spec, size)
+    if parallel_mesh.plan.sequence_parallel:
+        _require_declared_modules(model, parallel_spec, styles)
+    tensor_group = _TensorGroup(
+        parallel_mesh.dim_mesh("tp"),
+        Shard(1) if parallel_mesh.plan.sequence_parallel else Replicate(),
+        parallel_spec,
+    )
+    for name, style in styles.items():
+        _APPLY_STYLE[style](model.get_submodule(name), tensor_group)
+    tie_parameters(model, parallel_spec.tied_parameters)
 
 
-def heads_seen(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int]:
+def local_kv_heads(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int]:
     """Return the key and value heads to which the query heads of `rank` attend.
 
     Each comes once where every one serves the same number of the rank's query heads, in their order; else
@@ -80,13 +88,13 @@ def heads_seen(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _TensorGroup:
     """Ranks that share each matrix, and the placement of what they hold between the matrices."""
 
     mesh: DeviceMesh
-    residual: Placement
+    residual_placement: Placement
     """Placement of hidden states (rows, sequence, hidden) between the split matrices."""
-    layout: Layout
+    parallel_spec: ParallelSpec
 
     @property
     def size(self) -> int:
@@ -98,150 +106,182 @@ class _Axis:
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Convert the residual stream to the replicated input of split matrices."""
-        return convert(hidden, self.mesh, self.residual, Replicate())
+        return redistribute_local(hidden, self.mesh, self.residual_placement, Replicate())
 
     def reduce(self, parts: Tensor) -> Tensor:
         """Sum partial outputs over the ranks into the residual stream."""
-        return convert(parts, self.mesh, Partial(), self.residual)
+        return redistribute_local(parts, self.mesh, Partial(), self.residual_placement)
 
 
-def _gathered(module: nn.Module, axis: _Axis) -> None:
+def _apply_gathered_input(module: nn.Module, tensor_group: _TensorGroup) -> None:
     first = next(iter(inspect.signature(module.forward).parameters))
 
     def gather(
         _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if arguments:
-            return (axis.gather(arguments[0]), *arguments[1:]), keywords
-        return arguments, {**keywords, first: axis.gather(keywords[first])}
+            return (tensor_group.gather(arguments[0]), *arguments[1:]), keywords
+        return arguments, {**keywords, first: tensor_group.gather(keywords[first])}
 
     module.register_forward_pre_hook(gather, with_kwargs=True)
 
 
-def _column(module: nn.Module, axis: _Axis, around: Around | None = None) -> None:
-    distribute(module, axis.mesh, {n: Replicate() if n in _INPUTS_WHOLE else Shard(0) for n in _own(module)})
-    parts: dict[str, Part] = {
-        name: whole_with_partial_gradient if name in _INPUTS_WHOLE else own_shard for name in _own(module)
+def _apply_colwise(
+    module: nn.Module, tensor_group: _TensorGroup, wrapper: ForwardWrapper | None = None
+) -> None:
+    distribute_parameters(
+        module,
+        tensor_group.mesh,
+        {n: Replicate() if n in _LORA_DOWN else Shard(0) for n in _parameter_names(module)},
+    )
+    parts: dict[str, LocalTensorFunction] = {
+        name: replicated_with_partial_gradient if name in _LORA_DOWN else local_shard
+        for name in _parameter_names(module)
     }
-    compute_locally(module, parts, around)
+    use_local_parameters(module, parts, wrapper)
 
 
-def _key_value(module: nn.Module, axis: _Axis) -> None:
-    heads, kv_heads = axis.layout.heads, axis.layout.kv_heads
-    if kv_heads % axis.size == 0:
-        _column(module, axis)
+def _apply_key_value(module: nn.Module, tensor_group: _TensorGroup) -> None:
+    heads, kv_heads = tensor_group.parallel_spec.heads, tensor_group.parallel_spec.kv_heads
+    if kv_heads % tensor_group.size == 0:
+        _apply_colwise(module, tensor_group)
         return
-    names = _own(module)
-    distribute(module, axis.mesh, dict.fromkeys(names, Replicate()))
-    rows = partial(_rows_of_heads, kv_heads=kv_heads, seen=heads_seen(heads, kv_heads, axis.size, axis.rank))
-    parts: dict[str, Part] = {n: whole_with_partial_gradient if n in _INPUTS_WHOLE else rows for n in names}
-    compute_locally(module, parts)
+    names = _parameter_names(module)
+    distribute_parameters(module, tensor_group.mesh, dict.fromkeys(names, Replicate()))
+    rows = partial(
+        _rows_of_heads,
+        kv_heads=kv_heads,
+        heads=local_kv_heads(heads, kv_heads, tensor_group.size, tensor_group.rank),
+    )
+    parts: dict[str, LocalTensorFunction] = {
+        n: replicated_with_partial_gradient if n in _LORA_DOWN else rows for n in names
+    }
+    use_local_parameters(module, parts)
 
 
-def _rows_of_heads(parameter: DTensor, kv_heads: int, seen: list[int]) -> Tensor:
-    """Return the rows of a replicated projection that belong to the heads `seen`."""
-    by_head = whole_with_partial_gradient(parameter).unflatten(0, (kv_heads, -1))
-    return torch.cat([by_head[head] for head in seen])
+def _rows_of_heads(parameter: DTensor, kv_heads: int, heads: list[int]) -> Tensor:
+    """Return the rows of a replicated projection that belong to the heads `heads`."""
+    by_head = replicated_with_partial_gradient(parameter).unflatten(0, (kv_heads, -1))
+    return torch.cat([by_head[head] for head in heads])
 
 
-def _row(module: nn.Module, axis: _Axis) -> None:
-    names = _own(module)
-    by_inputs = ("weight", *_INPUTS_WHOLE)
-    distribute(module, axis.mesh, {name: Shard(1) if name in by_inputs else Replicate() for name in names})
+def _apply_rowwise(module: nn.Module, tensor_group: _TensorGroup) -> None:
+    names = _parameter_names(module)
+    by_inputs = ("weight", *_LORA_DOWN)
+    distribute_parameters(
+        module, tensor_group.mesh, {name: Shard(1) if name in by_inputs else Replicate() for name in names}
+    )
     # One rank alone adds the bias, for the outputs are summed.
-    added: Part = whole_with_partial_gradient if axis.rank == 0 else _nothing
-    parts: dict[str, Part] = {name: own_shard if name in by_inputs else added for name in names}
-    parts |= {name: whole_with_partial_gradient for name in names if name in _OUTPUTS_WHOLE}
-    compute_locally(module, parts, lambda forward, x: axis.reduce(forward(x)))
+    added: LocalTensorFunction = replicated_with_partial_gradient if tensor_group.rank == 0 else _zero_term
+    parts: dict[str, LocalTensorFunction] = {
+        name: local_shard if name in by_inputs else added for name in names
+    }
+    parts |= {name: replicated_with_partial_gradient for name in names if name in _LORA_UP}
+    use_local_parameters(module, parts, lambda forward, x: tensor_group.reduce(forward(x)))
 
 
-def _nothing(parameter: DTensor) -> Tensor:
+def _zero_term(parameter: DTensor) -> Tensor:
     """Return zeros that take part in backward, where other ranks wait for this one's gradient."""
-    return whole_with_partial_gradient(parameter) * 0.0
+    return replicated_with_partial_gradient(parameter) * 0.0
 
 
-def _vocabulary(module: nn.Module, axis: _Axis) -> None:
+def _apply_vocabulary_parallel(module: nn.Module, tensor_group: _TensorGroup) -> None:
     embedding = cast(nn.Embedding, module)
-    held = embedding.num_embeddings // axis.size
-    start = axis.rank * held
+    held = embedding.num_embeddings // tensor_group.size
+    start = tensor_group.rank * held
     if embedding.padding_idx is not None:
         here = 0 <= embedding.padding_idx - start < held
         embedding.padding_idx = embedding.padding_idx - start if here else None
-    distribute(module, axis.mesh, {"weight": Shard(0)})
+    distribute_parameters(module, tensor_group.mesh, {"weight": Shard(0)})
 
     def look_up(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        if isinstance(axis.residual, Shard) and tokens.shape[1] % axis.size:
+        if isinstance(tensor_group.residual_placement, Shard) and tokens.shape[1] % tensor_group.size:
             raise WanmaError(
-                f"a sequence of {tokens.shape[1]} tokens does not divide among {axis.size} tensor ranks",
-                f"make data.sequence_length a multiple of {axis.size}, or set parallel.sequence_parallel = "
+                f"a sequence of {tokens.shape[1]} tokens does not divide among {tensor_group.size} tensor "
+                "ranks",
+                f"make data.sequence_length a multiple of {tensor_group.size}, or set "
+                "parallel.sequence_parallel = "
                 "false",
             )
         mine = tokens - start
         is_here = (mine >= 0) & (mine < held)
         found = forward(torch.where(is_here, mine, 0))
-        return axis.reduce(torch.where(is_here.unsqueeze(-1), found, 0.0))
+        return tensor_group.reduce(torch.where(is_here.unsqueeze(-1), found, 0.0))
 
-    compute_locally(module, {"weight": own_shard}, look_up)
-
-
-def _head(module: nn.Module, axis: _Axis) -> None:
-    _column(module, axis, lambda forward, hidden: shard_of_last_dim(forward(axis.gather(hidden)), axis.mesh))
+    use_local_parameters(module, {"weight": local_shard}, look_up)
 
 
-def _norm(module: nn.Module, axis: _Axis) -> None:
-    if isinstance(axis.residual, Shard):
-        _head_norm(module, axis)
+def _apply_output_head(module: nn.Module, tensor_group: _TensorGroup) -> None:
+    _apply_colwise(
+        module,
+        tensor_group,
+        lambda forward, hidden: as_last_dim_shard(forward(tensor_group.gather(hidden)), tensor_group.mesh),
+    )
 
 
-def _head_norm(module: nn.Module, axis: _Axis) -> None:
-    if names := _own(module):
-        distribute(module, axis.mesh, dict.fromkeys(names, Replicate()))
-        compute_locally(module, dict.fromkeys(names, whole_with_partial_gradient))
+def _apply_norm(module: nn.Module, tensor_group: _TensorGroup) -> None:
+    if isinstance(tensor_group.residual_placement, Shard):
+        _apply_head_norm(module, tensor_group)
 
 
-_ROLES: dict[TensorRole, Callable[[nn.Module, _Axis], None]] = {
-    "gathered": _gathered,
-    "column": _column,
-    "key_value": _key_value,
-    "row": _row,
-    "vocabulary": _vocabulary,
-    "head": _head,
-    "norm": _norm,
-    "head_norm": _head_norm,
+def _apply_head_norm(module: nn.Module, tensor_group: _TensorGroup) -> None:
+    if names := _parameter_names(module):
+        distribute_parameters(module, tensor_group.mesh, dict.fromkeys(names, Replicate()))
+        use_local_parameters(module, dict.fromkeys(names, replicated_with_partial_gradient))
+
+
+_APPLY_STYLE: dict[TensorParallelStyle, Callable[[nn.Module, _TensorGroup], None]] = {
+    "gathered": _apply_gathered_input,
+    "column": _apply_colwise,
+    "key_value": _apply_key_value,
+    "row": _apply_rowwise,
+    "vocabulary": _apply_vocabulary_parallel,
+    "head": _apply_output_head,
+    "norm": _apply_norm,
+    "head_norm": _apply_head_norm,
 }
 
-_INPUTS_WHOLE, _OUTPUTS_WHOLE = ("lora_a",), ("lora_b",)
+_LORA_DOWN, _LORA_UP = ("lora_a",), ("lora_b",)
 """Adapter parameters that stay replicated where inputs (first) or outputs (second) are not split.
 
 An adapter (`models/layers/lora.py`) is two products whose inner dim is never split. The first is split by
 inputs alone, and the second by outputs alone, where the linear layer itself is.
 """
 
-_SPLIT_DIM: dict[TensorRole, int] = {"column": 0, "row": 1, "vocabulary": 0, "head": 0}
+_SPLIT_DIM: dict[TensorParallelStyle, int] = {"column": 0, "row": 1, "vocabulary": 0, "head": 0}
 
 
-def _role(name: str, layout: Layout) -> TensorRole | None:
-    return next((role for pattern, role in layout.tensor.items() if fnmatchcase(name, pattern)), None)
+def _style_of(name: str, parallel_spec: ParallelSpec) -> TensorParallelStyle | None:
+    return next(
+        (
+            role
+            for pattern, role in parallel_spec.tensor_parallel_styles.items()
+            if fnmatchcase(name, pattern)
+        ),
+        None,
+    )
 
 
-def _own(module: nn.Module) -> list[str]:
+def _parameter_names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 
-def _check_heads(layout: Layout, size: int) -> None:
-    if layout.heads % size:
+def _check_heads(parallel_spec: ParallelSpec, size: int) -> None:
+    if parallel_spec.heads % size:
         raise JobError(
-            f"parallel.tp = {size} does not divide the model's {layout.heads} attention heads",
+            f"parallel.tp = {size} does not divide the model's {parallel_spec.heads} attention heads",
             "choose a tp that divides model.heads",
         )
 
 
-def _check_divides(name: str, module: nn.Module, role: TensorRole, layout: Layout, size: int) -> None:
-    if role == "key_value" and not layout.kv_heads:
+def _check_divides(
+    name: str, module: nn.Module, style: TensorParallelStyle, parallel_spec: ParallelSpec, size: int
+) -> None:
+    if style == "key_value" and not parallel_spec.kv_heads:
         raise ValueError(f"a layout that calls {name} key_value must say how many heads there are")
-    if role not in _SPLIT_DIM:
+    if style not in _SPLIT_DIM:
         return
-    dim, shape = _SPLIT_DIM[role], tuple(module.get_parameter("weight").shape)
+    dim, shape = _SPLIT_DIM[style], tuple(module.get_parameter("weight").shape)
     if shape[dim] % size:
         raise JobError(
             f"parallel.tp = {size} does not divide dim {dim} of {name}.weight, {shape}",
@@ -249,13 +289,15 @@ def _check_divides(name: str, module: nn.Module, role: TensorRole, layout: Layou
         )
 
 
-def _refuse_undeclared(model: nn.Module, layout: Layout, roles: dict[str, TensorRole]) -> None:
+def _require_declared_modules(
+    model: nn.Module, parallel_spec: ParallelSpec, styles: dict[str, TensorParallelStyle]
+) -> None:
     """Refuse modules that act on a part of the sequence undeclared: their gradient would be partial."""
-    gathered = [f"{name}." for name, role in roles.items() if role == "gathered"]
+    gathered = [f"{name}." for name, role in styles.items() if role == "gathered"]
     for name, module in model.named_modules():
-        if not _own(module) or name in roles or name.startswith(tuple(gathered)):
+        if not _parameter_names(module) or name in styles or name.startswith(tuple(gathered)):
             continue
-        if layout.experts is not None and fnmatchcase(name, layout.experts):
+        if parallel_spec.expert_modules is not None and fnmatchcase(name, parallel_spec.expert_modules):
             continue
         raise JobError(
             f"parallel.sequence_parallel: the layout of {type(model).__name__} does not say what {name} does "

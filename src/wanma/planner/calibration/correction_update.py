@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wanma.job.forecast.forecast import Forecast
-from wanma.job.forecast.step_phases import measured_phases, phases_of
+from wanma.job.forecast.step_phases import comparable_phases, forecast_phases
 from wanma.job.plan.plan import Plan
-from wanma.planner.hardware_model.calibration import FACTOR_BOUNDS, Corrections
+from wanma.planner.hardware_model.calibration import FACTOR_BOUNDS, CorrectionFactors
 
-LEAST_GAIN = 0.2
+MIN_UPDATE_WEIGHT = 0.2
 """Weight of the newest run, however many came before: nodes and programs change."""
-LEAST_SHARE = 0.02
+MIN_STEP_SHARE = 0.02
 """Share of a step below which a phase gives no reliable evidence, 0 .. 1."""
-ROUNDS = 8
+FIXED_POINT_ITERATIONS = 8
 """Iterations of fitting the factors to a run; they depend on each other, because compute hides communication.
 """
-PURE_SHARE = 0.1
+MAX_COMMUNICATION_SHARE = 0.1
 """Share of forward and backward below which communication inside them is ignored, 0 .. 1."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedStep:
     """Measured steps of a run, as medians over similar steps."""
 
     seconds: float
@@ -38,7 +38,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class CorrectionChange:
     """Change of one correction factor by a run."""
 
     kind: str
@@ -49,13 +49,16 @@ class Lesson:
     measured: float
 
 
-def learned(
-    corrections: Corrections, plan: Plan, forecast: Callable[[Corrections], Forecast], observed: Observed
-) -> tuple[Corrections, tuple[Lesson, ...]]:
+def update_corrections(
+    corrections: CorrectionFactors,
+    plan: Plan,
+    forecast: Callable[[CorrectionFactors], Forecast],
+    observed: ObservedStep,
+) -> tuple[CorrectionFactors, tuple[CorrectionChange, ...]]:
     """Return the correction factors after one more run, and their changes.
 
     Each factor moves towards the one with which this run's forecast would have been right: all the way after
-    the first run, then as a running geometric mean whose newest weight never falls below `LEAST_GAIN`.
+    the first run, then as a running geometric mean whose newest weight never falls below `MIN_UPDATE_WEIGHT`.
 
     Args:
         forecast: function that forecasts this very run with correction factors.
@@ -63,25 +66,25 @@ def learned(
     Raises:
         ValueError: a forecast has no step time.
     """
-    first = _evidence(plan, forecast(corrections), observed)
+    first = _forecast_and_measured(plan, forecast(corrections), observed)
     right = corrections
-    for _ in range(ROUNDS):
-        evidence = _evidence(plan, forecast(right), observed)
+    for _ in range(FIXED_POINT_ITERATIONS):
+        evidence = _forecast_and_measured(plan, forecast(right), observed)
         misses = {
             kind: measured / expected for kind, (expected, measured) in evidence.items() if kind in first
         }
         right = _with(right, {kind: _bounded(getattr(right, kind) * miss) for kind, miss in misses.items()})
-    gain = max(1 / (corrections.runs + 1), LEAST_GAIN)
+    gain = max(1 / (corrections.runs + 1), MIN_UPDATE_WEIGHT)
     lessons = []
     for kind, (expected, measured) in first.items():
         before = getattr(corrections, kind)
         after = _bounded(before * (getattr(right, kind) / before) ** gain)
-        lessons.append(Lesson(kind, before, after, expected, measured))
+        lessons.append(CorrectionChange(kind, before, after, expected, measured))
     factors = {lesson.kind: lesson.after for lesson in lessons}
     return replace(_with(corrections, factors), runs=corrections.runs + 1), tuple(lessons)
 
 
-def _with(corrections: Corrections, factors: dict[str, Any]) -> Corrections:
+def _with(corrections: CorrectionFactors, factors: dict[str, Any]) -> CorrectionFactors:
     return replace(corrections, **factors)
 
 
@@ -90,17 +93,19 @@ def _bounded(factor: float) -> float:
     return min(max(factor, low), high)
 
 
-def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, tuple[float, float]]:
+def _forecast_and_measured(
+    plan: Plan, forecast: Forecast, observed: ObservedStep
+) -> dict[str, tuple[float, float]]:
     """Return kind -> (forecast, measured), for kinds that the phases separate."""
     step = forecast.step
     if step is None:
         raise ValueError("a forecast without a step's time cannot be compared with one")
-    expected = phases_of(step, plan)
-    measured = measured_phases(dict(observed.phases), plan)
+    expected = forecast_phases(step, plan)
+    measured = comparable_phases(dict(observed.phases), plan)
     found: dict[str, tuple[float, float]] = {}
 
     def compare(kind: str, phase: str) -> None:
-        if expected.get(phase, 0.0) > LEAST_SHARE * step.seconds and measured.get(phase, 0.0) > 0:
+        if expected.get(phase, 0.0) > MIN_STEP_SHARE * step.seconds and measured.get(phase, 0.0) > 0:
             found[kind] = expected[phase], measured[phase]
 
     # With offload a miss may be the copy's or the compute's beside it: no factor may absorb it.
@@ -110,15 +115,17 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
     if plan.offload_parameters == plan.offload_optimizer == "none":
         compare("optimizer", "optimizer")
     inside = expected["forward_backward"] - step.compute - step.bubble
-    if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:
+    if "compute" in found and inside > MAX_COMMUNICATION_SHARE * expected["forward_backward"]:
         # Both are measured together, so that both get the same factor.
         found.setdefault("communication", found["compute"])
-    if (unused := _unused(plan, forecast, observed)) is not None:
+    if (unused := _fragmentation_bytes(plan, forecast, observed)) is not None:
         found["unused"] = unused
     return found
 
 
-def _unused(plan: Plan, forecast: Forecast, observed: Observed) -> tuple[float, float] | None:
+def _fragmentation_bytes(
+    plan: Plan, forecast: Forecast, observed: ObservedStep
+) -> tuple[float, float] | None:
     """Return (forecast, measured) bytes of allocator memory beside all that the forecast counts exactly.
 
     Return None on a GPU, whose recorder counts live tensors alone.
@@ -126,7 +133,7 @@ def _unused(plan: Plan, forecast: Forecast, observed: Observed) -> tuple[float, 
     unused = forecast.fragmentation_bytes
     if plan.device != "cpu" or observed.memory_bytes is None:
         return None
-    if unused < LEAST_SHARE * forecast.memory_bytes:
+    if unused < MIN_STEP_SHARE * forecast.memory_bytes:
         return None
     measured = observed.memory_bytes - (forecast.memory_bytes - unused)
     return unused, max(measured, FACTOR_BOUNDS[0] * unused)

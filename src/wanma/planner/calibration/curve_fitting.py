@@ -16,24 +16,46 @@ from statistics import median
 from typing import TypeVar
 
 from wanma.job.errors import WanmaError
-from wanma.planner.calibration.framework_benchmarks import fitted_program
-from wanma.planner.calibration.host_benchmarks import fitted_host
-from wanma.planner.hardware_model.calibration import Measured, Operator, Point
+from wanma.planner.calibration.framework_benchmarks import fit_framework_overhead
+from wanma.planner.calibration.host_benchmarks import fit_host_model
+from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint, DeviceCalibration
 from wanma.planner.hardware_model.collective_time import (
-    Group,
+    RankGroup,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     reduce_scatter_seconds,
     send_seconds,
 )
-from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve
-from wanma.planner.hardware_model.operator_time import attention_seconds, product_seconds
+from wanma.planner.hardware_model.model import (
+    AttentionCurve,
+    DeviceModel,
+    HardwareModel,
+    LinkLevel,
+    MatmulCurve,
+)
+from wanma.planner.hardware_model.operator_time import attention_seconds, matmul_seconds
 
-FILLS = (0.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0, 2560.0)
-SHARES = tuple(0.01 * percent for percent in range(2, 101))
-LATENCIES = tuple(1e-6 * 10 ** (step / 6) for step in range(25))
-RAMPS = (0.0, 1e3, 1e4, 1e5, 3e5, 1e6, 3e6, 1e7, 3e7)
+TILE_OVERHEAD_GRID = (
+    0.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    96.0,
+    128.0,
+    192.0,
+    256.0,
+    384.0,
+    512.0,
+    768.0,
+    1024.0,
+    1536.0,
+    2560.0,
+)
+SHARE_GRID = tuple(0.01 * percent for percent in range(2, 101))
+LATENCY_GRID = tuple(1e-6 * 10 ** (step / 6) for step in range(25))
+HALF_RATE_GRID = (0.0, 1e3, 1e4, 1e5, 3e5, 1e6, 3e6, 1e7, 3e7)
 """Values among which the best numbers of a curve are searched."""
 
 CPU_TILES = ((16, 16, 1.0),)
@@ -42,24 +64,24 @@ CPU_TILES = ((16, 16, 1.0),)
 _T = TypeVar("_T")
 
 
-def fitted_machine(
+def fit_hardware_model(
     name: str,
-    points: Sequence[Point],
+    points: Sequence[BenchmarkPoint],
     ranks: int,
     *,
-    processors: int | None,
-    known: Chip | None = None,
-    shared: float = 1.0,
-) -> Machine:
+    multiprocessors: int | None,
+    catalogue_device: DeviceModel | None = None,
+    threads_per_core: float = 1.0,
+) -> HardwareModel:
     """Return the hardware model that forecasts `points` best.
 
     Args:
         name: name of the device.
         ranks: number of ranks that measured together.
-        processors: multiprocessors of an accelerator; None: a CPU.
-        known: the device's peaks and bandwidth, with curves for what was not measured. None: its peak is the
-            best measured rate.
-        shared: threads of all ranks per core, as in `Machine.shared`.
+        multiprocessors: multiprocessors of an accelerator; None: a CPU.
+        catalogue_device: the device's peaks and bandwidth, with curves for what was not measured. None: its
+            peak is the best measured rate.
+        threads_per_core: threads of all ranks per core, as in `HardwareModel.shared`.
 
     Raises:
         WanmaError: there are no products, streams or dispatch among the points.
@@ -69,33 +91,33 @@ def fitted_machine(
             f"the measurements of {name} lack {' and '.join(sorted(missing))}",
             "measure again, with more --seconds",
         )
-    plain = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), sustained=1.0)
+    plain = DeviceModel(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), sustained=1.0)
     # Seconds of measuring do not show the clock under hours of load: `sustained` stays as it was.
-    chip = replace(known or plain, name=name, sustained=1.0)
+    chip = replace(catalogue_device or plain, name=name, sustained=1.0)
     dispatch = median(point.seconds / point.shape[0] for point in points if point.operator == "dispatch")
-    if processors is None:
+    if multiprocessors is None:
         # A kernel runs in the thread that launches it: its dispatch precedes it, and overlaps with nothing.
         chip = replace(chip, tiles=CPU_TILES, multiprocessors=1, launch_seconds=dispatch)
     else:
-        chip = replace(chip, multiprocessors=processors)
-    is_peak_known = known is not None
+        chip = replace(chip, multiprocessors=multiprocessors)
+    is_peak_known = catalogue_device is not None
     chip = _with_bandwidth(chip, points, is_peak_known)
-    chip = _with_attention(_with_products(chip, points, is_peak_known), points)
-    machine = Machine(
-        replace(chip, sustained=known.sustained if known is not None else 1.0),
-        (Link(ranks, 0.0, 1.0),),
-        dispatch_seconds=0.0 if processors is None else dispatch,
+    chip = _with_attention_curves(_with_matmul_curves(chip, points, is_peak_known), points)
+    machine = HardwareModel(
+        replace(chip, sustained=catalogue_device.sustained if catalogue_device is not None else 1.0),
+        (LinkLevel(ranks, 0.0, 1.0),),
+        dispatch_seconds=0.0 if multiprocessors is None else dispatch,
         start_seconds=0.0,
-        shared=shared,
-        host=fitted_host(points),
+        shared=threads_per_core,
+        host=fit_host_model(points),
     )
     if ranks > 1:
         machine = _with_links(machine, points, ranks)
-    return replace(machine, program=fitted_program(machine, points))
+    return replace(machine, program=fit_framework_overhead(machine, points))
 
 
-def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:
-    """Return `measured` with these points of collectives in place of its own, and links refitted.
+def refit_links(device_calibration: DeviceCalibration, points: Sequence[BenchmarkPoint]) -> DeviceCalibration:
+    """Return `device_calibration` with these points of collectives in place of its own, and links refitted.
 
     Args:
         points: new points, with all-reduces among them.
@@ -104,12 +126,12 @@ def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:
         WanmaError: there are no all-reduces.
     """
     new = {point.operator for point in points}
-    merged = (*(point for point in measured.points if point.operator not in new), *points)
-    machine = _with_links(measured.machine, merged, measured.ranks)
-    return replace(measured, machine=machine, points=merged)
+    merged = (*(point for point in device_calibration.points if point.operator not in new), *points)
+    machine = _with_links(device_calibration.machine, merged, device_calibration.ranks)
+    return replace(device_calibration, machine=machine, points=merged)
 
 
-def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
+def _with_bandwidth(chip: DeviceModel, points: Sequence[BenchmarkPoint], is_peak_known: bool) -> DeviceModel:
     """Return `chip` with the memory rate of streams that take longer than their launch."""
     streams = [point for point in points if point.operator == "stream"]
     rates = [
@@ -125,7 +147,9 @@ def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) ->
     return replace(chip, bandwidth_share=min(rates[-1] / chip.bandwidth_bytes_per_second, 1.0))
 
 
-def _with_products(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
+def _with_matmul_curves(
+    chip: DeviceModel, points: Sequence[BenchmarkPoint], is_peak_known: bool
+) -> DeviceModel:
     """Return `chip` with a curve for every measured precision; the others keep theirs."""
     for name, own in _by_precision(points, "product"):
         peaks = dict(chip.peak_flops_per_second)
@@ -135,44 +159,49 @@ def _with_products(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> 
             continue  # no share can be stated without a peak
         chip = replace(chip, peak_flops_per_second=peaks)
 
-        def with_curve(share: float, fill: float, chip: Chip = chip, name: str = name) -> Chip:
-            return replace(chip, products={**chip.products, name: ProductCurve(share, fill)})
+        def with_curve(share: float, fill: float, chip: DeviceModel = chip, name: str = name) -> DeviceModel:
+            return replace(chip, products={**chip.products, name: MatmulCurve(share, fill)})
 
-        def seconds(tried: Chip, point: Point, name: str = name) -> float:
+        def seconds(tried: DeviceModel, point: BenchmarkPoint, name: str = name) -> float:
             m, n, k = point.shape
-            return product_seconds(tried, m, n, k, name)
+            return matmul_seconds(tried, m, n, k, name)
 
-        chip = _best(itertools.starmap(with_curve, itertools.product(SHARES, FILLS)), seconds, own)
+        chip = _best_fit(
+            itertools.starmap(with_curve, itertools.product(SHARE_GRID, TILE_OVERHEAD_GRID)), seconds, own
+        )
     return chip
 
 
-def _with_attention(chip: Chip, points: Sequence[Point]) -> Chip:
+def _with_attention_curves(chip: DeviceModel, points: Sequence[BenchmarkPoint]) -> DeviceModel:
     """Return `chip` with an attention curve for every measured precision."""
     for name, forward in _by_precision(points, "attention"):
         if name not in chip.products:
             continue
         ((_, backward),) = (pair for pair in _by_precision(points, "attention_backward") if pair[0] == name)
 
-        def with_curve(curve: AttentionCurve, chip: Chip = chip, name: str = name) -> Chip:
+        def with_curve(curve: AttentionCurve, chip: DeviceModel = chip, name: str = name) -> DeviceModel:
             return replace(chip, attention_in={**chip.attention_in, name: curve})
 
-        def seconds(tried: Chip, point: Point, name: str = name) -> float:
+        def seconds(tried: DeviceModel, point: BenchmarkPoint, name: str = name) -> float:
             sequences, length, heads, width = point.shape
             back = point.operator == "attention_backward"
             return attention_seconds(
                 tried, sequences, length, length, heads, width, backward=back, precision=name
             )
 
-        curves = (AttentionCurve(share, fill, 1.0) for share, fill in itertools.product(SHARES, FILLS))
-        chip = _best(map(with_curve, curves), seconds, forward)
+        curves = (
+            AttentionCurve(share, fill, 1.0)
+            for share, fill in itertools.product(SHARE_GRID, TILE_OVERHEAD_GRID)
+        )
+        chip = _best_fit(map(with_curve, curves), seconds, forward)
         found = chip.attention_in[name]
         tries = (with_curve(replace(found, backward=0.02 * step), chip) for step in range(1, 101))
-        chip = _best(tries, seconds, backward)
+        chip = _best_fit(tries, seconds, backward)
     return chip
 
 
-def _with_links(machine: Machine, points: Sequence[Point], ranks: int) -> Machine:
-    """Return `machine` with one link level that joins the ranks.
+def _with_links(hardware: HardwareModel, points: Sequence[BenchmarkPoint], ranks: int) -> HardwareModel:
+    """Return `hardware` with one link level that joins the ranks.
 
     It is fitted to all-reduces; the other collectives get factors relative to it.
     """
@@ -181,61 +210,67 @@ def _with_links(machine: Machine, points: Sequence[Point], ranks: int) -> Machin
         for name in _COLLECTIVES
     }
     if not by_name["all_reduce"]:
-        raise WanmaError(f"the measurements of {machine.chip.name} lack all_reduce", "measure again")
-    base = _best_link(machine, by_name.pop("all_reduce"), ranks, RAMPS)
+        raise WanmaError(f"the measurements of {hardware.chip.name} lack all_reduce", "measure again")
+    base = _fit_link(hardware, by_name.pop("all_reduce"), ranks, HALF_RATE_GRID)
     factors = {}
     for name, own in by_name.items():
         if own:
-            found = _best_link(machine, own, ranks, (base.ramp_bytes,))
+            found = _fit_link(hardware, own, ranks, (base.ramp_bytes,))
             latency = found.latency_seconds / base.latency_seconds
             factors[name] = latency, base.bandwidth_bytes_per_second / found.bandwidth_bytes_per_second
-    return replace(machine, links=(base,), collective_factors=factors)
+    return replace(hardware, links=(base,), collective_factors=factors)
 
 
-def _best_link(machine: Machine, points: Sequence[Point], ranks: int, ramps: Iterable[float]) -> Link:
+def _fit_link(
+    hardware: HardwareModel, points: Sequence[BenchmarkPoint], ranks: int, half_rate_grid: Iterable[float]
+) -> LinkLevel:
     """Return the link level that forecasts the times of these collectives best."""
     fastest = max(point.shape[1] / point.seconds for point in points)
     rates = [fastest * 2 ** (step / 4) for step in range(-4, 17)]
-    grid = itertools.product(LATENCIES, rates, ramps)
-    tries = (replace(machine, links=(Link(ranks, *numbers),)) for numbers in grid)
-    return _best(tries, _collective_seconds, points).links[0]
+    grid = itertools.product(LATENCY_GRID, rates, half_rate_grid)
+    tries = (replace(hardware, links=(LinkLevel(ranks, *numbers),)) for numbers in grid)
+    return _best_fit(tries, _collective_seconds, points).links[0]
 
 
-def forecast_of_collective(machine: Machine, operator: Operator, ranks: int, size_bytes: float) -> float:
+def forecast_collective_seconds(
+    hardware: HardwareModel, operator: BenchmarkKind, ranks: int, size_bytes: float
+) -> float:
     """Return the forecast seconds of a collective.
 
     Args:
-        operator: collective, one of `collectives.measurement.microbenchmark.COLLECTIVES`.
+        operator: collective, one of `collectives.measurement.microbenchmark.TRAINING_COLLECTIVES`.
     """
-    return _COLLECTIVES[operator](machine, Group(ranks), size_bytes)
+    return _COLLECTIVES[operator](hardware, RankGroup(ranks), size_bytes)
 
 
-def _collective_seconds(machine: Machine, point: Point) -> float:
-    return forecast_of_collective(machine, point.operator, *point.shape)
+def _collective_seconds(hardware: HardwareModel, point: BenchmarkPoint) -> float:
+    return forecast_collective_seconds(hardware, point.operator, *point.shape)
 
 
-_COLLECTIVES: dict[str, Callable[[Machine, Group, float], float]] = {
+_COLLECTIVES: dict[str, Callable[[HardwareModel, RankGroup, float], float]] = {
     "all_reduce": all_reduce_seconds,
     "all_gather": all_gather_seconds,
     "reduce_scatter": reduce_scatter_seconds,
-    "tensor_gather": partial(all_gather_seconds, of="tensor_gather"),
-    "tensor_scatter": partial(reduce_scatter_seconds, of="tensor_scatter"),
+    "tensor_gather": partial(all_gather_seconds, collective="tensor_gather"),
+    "tensor_scatter": partial(reduce_scatter_seconds, collective="tensor_scatter"),
     "all_to_all": all_to_all_seconds,
     "send": lambda machine, _, size: send_seconds(machine, 1, size),
 }
 
 
-def _by_precision(points: Sequence[Point], operator: str) -> list[tuple[str, list[Point]]]:
+def _by_precision(points: Sequence[BenchmarkPoint], operator: str) -> list[tuple[str, list[BenchmarkPoint]]]:
     """Return the points of one operator, grouped by precision."""
     own = [point for point in points if point.operator == operator]
     names = dict.fromkeys(point.precision for point in own)
     return [(name, [point for point in own if point.precision == name]) for name in names]
 
 
-def _best(tries: Iterable[_T], seconds: Callable[[_T, Point], float], points: Sequence[Point]) -> _T:
+def _best_fit(
+    candidates: Iterable[_T], seconds: Callable[[_T, BenchmarkPoint], float], points: Sequence[BenchmarkPoint]
+) -> _T:
     """Return the candidate with times nearest to those measured: least squares of the ratios' logarithms."""
 
     def error(tried: _T) -> float:
         return sum(math.log(seconds(tried, point) / point.seconds) ** 2 for point in points)
 
-    return min(tries, key=error)
+    return min(candidates, key=error)

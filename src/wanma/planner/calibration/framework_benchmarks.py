@@ -2,7 +2,7 @@
 
     for operator, plan in plans(ranks).items():
         ...                                        # seconds of one of MICRO_BATCHES of `DIMENSIONS`
-    program = fitted_program(machine, points)      # for forecasts
+    program = fit_framework_overhead(machine, points)      # for forecasts
 
 The benchmark trains a decoder so small that little other time is left. Single operators, one after the other,
 show less than half of the overhead: around each there are modules, views, and autograd's records; around a
@@ -16,28 +16,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.cost.decoder import step_anatomy
-from wanma.planner.hardware_model.calibration import Operator, Point
-from wanma.planner.hardware_model.model import Machine, Program
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.cost.decoder import decoder_step_components
+from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint
+from wanma.planner.hardware_model.model import FrameworkOverhead, HardwareModel
 
 BLOCKS = 4
-DIMENSIONS = DecoderDimensions(layers=BLOCKS, hidden=32, heads=4, kv_heads=4, feed_forward=64, vocabulary=64)
-SEQUENCE = 16
+DIMENSIONS = DecoderConfig(layers=BLOCKS, hidden=32, heads=4, kv_heads=4, feed_forward=64, vocabulary=64)
+SEQUENCE_LENGTH = 16
 MICRO_BATCHES = 100
 """Micro-batches of a step; with so many, work that is done once a step counts for next to nothing."""
 
-_PLAIN: Operator = "blocks"
-_FIELDS: Mapping[Operator, str] = {
+_BASELINE: BenchmarkKind = "blocks"
+_FIELDS: Mapping[BenchmarkKind, str] = {
     "blocks_tensor": "tensor_seconds",
     "blocks_gradients": "gradients_seconds",
     "blocks_parameters": "parameters_seconds",
 }
 
 
-def plans(ranks: int) -> dict[Operator, Plan]:
+def benchmark_plans(ranks: int) -> dict[BenchmarkKind, Plan]:
     """Return the plans that `ranks` of a CPU measure together, with micro-batches of one sequence."""
-    found = {_PLAIN: _plan(dp_replicate=ranks)}
+    found = {_BASELINE: _plan(dp_replicate=ranks)}
     if ranks > 1:
         if ranks % 2 == 0:
             found["blocks_tensor"] = _plan(tp=2, dp_replicate=ranks // 2, sequence_parallel=True)
@@ -50,22 +50,25 @@ def _plan(**settings: object) -> Plan:
     return replace(Plan(micro_batch=1, device="cpu", precision="fp32"), **settings)  # type: ignore[arg-type]
 
 
-def fitted_program(machine: Machine, points: Sequence[Point]) -> Program:
-    """Return the framework overhead that the forecasts of `machine` lack for these points' times.
+def fit_framework_overhead(hardware: HardwareModel, points: Sequence[BenchmarkPoint]) -> FrameworkOverhead:
+    """Return the framework overhead that the forecasts of `hardware` lack for these points' times.
 
     Args:
-        machine: hardware model with its other curves and links fitted; its framework overhead does not count.
+        hardware: hardware model with its other curves and links fitted; its framework overhead does not
+            count.
     """
     taken = {point.operator: (point.shape[0], point.seconds) for point in points}
-    if _PLAIN not in taken:
-        return Program()
-    ranks, seconds = taken[_PLAIN]
-    ways = plans(ranks)
-    without = micro_batch_seconds(replace(machine, program=Program()), ways[_PLAIN])
-    of_each = micro_batch_seconds(replace(machine, program=Program(kernel_seconds=1.0)), ways[_PLAIN])
-    program = Program(kernel_seconds=max(seconds - without, 0.0) / (of_each - without))
+    if _BASELINE not in taken:
+        return FrameworkOverhead()
+    ranks, seconds = taken[_BASELINE]
+    ways = benchmark_plans(ranks)
+    without = micro_batch_seconds(replace(hardware, program=FrameworkOverhead()), ways[_BASELINE])
+    of_each = micro_batch_seconds(
+        replace(hardware, program=FrameworkOverhead(kernel_seconds=1.0)), ways[_BASELINE]
+    )
+    program = FrameworkOverhead(kernel_seconds=max(seconds - without, 0.0) / (of_each - without))
     extra = {
-        name: max(taken[operator][1] - micro_batch_seconds(replace(machine, program=program), plan), 0.0)
+        name: max(taken[operator][1] - micro_batch_seconds(replace(hardware, program=program), plan), 0.0)
         / BLOCKS
         for operator, plan in ways.items()
         if (name := _FIELDS.get(operator)) is not None and operator in taken
@@ -73,8 +76,8 @@ def fitted_program(machine: Machine, points: Sequence[Point]) -> Program:
     return replace(program, **extra)
 
 
-def micro_batch_seconds(machine: Machine, plan: Plan) -> float:
+def micro_batch_seconds(hardware: HardwareModel, plan: Plan) -> float:
     """Return the forecast seconds of one micro-batch of the small decoder, forward and backward."""
-    batch = MICRO_BATCHES * plan.data_ranks
-    (cost,) = step_anatomy(DIMENSIONS, SEQUENCE, plan, batch, machine).costs
+    batch = MICRO_BATCHES * plan.data_parallel_size
+    (cost,) = decoder_step_components(DIMENSIONS, SEQUENCE_LENGTH, plan, batch, hardware).costs
     return cost.seconds

@@ -1,8 +1,8 @@
 """Benchmarks of the host behind a device: link to the device, host memory, mapped files, disk.
 
-    for operator, shape, make in host_cases(device, folder):
+    for operator, shape, make in host_benchmark_cases(device, folder):
         run = make()                # prepares; `run()` is then one copy
-    host = fitted_host(points)      # for forecasts
+    host = fit_host_model(points)      # for forecasts
 
 Files are used as plans that offload to disk use them (`parallel.memory.disk_pool`): copied into and out of,
 and released after each copy, while the kernel may keep their pages.
@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.planner.hardware_model.calibration import Operator, Point
-from wanma.planner.hardware_model.model import Host
+from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint
+from wanma.planner.hardware_model.model import HostModel
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,12 @@ COPIED_BYTES = 1 << 25
 
 STREAMED_BYTES = 1 << 28
 """Bytes of a memory-bound run: more than the caches of a large CPU hold."""
-FRESH_TENSORS = 32
+ALLOCATED_TENSORS = 32
 """Number of tensors that one run allocates."""
 
-Make = Callable[[], Callable[[], object]]
+PrepareRun = Callable[[], Callable[[], object]]
 
-_FIELDS: dict[Operator, str] = {
+_FIELDS: dict[BenchmarkKind, str] = {
     "to_host": "link_bytes_per_second",
     "host_stream": "memory_bytes_per_second",
     "file_read": "file_read_bytes_per_second",
@@ -45,7 +45,9 @@ _FIELDS: dict[Operator, str] = {
 }
 
 
-def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, tuple[int, ...], Make]]:
+def host_benchmark_cases(
+    device: torch.device, folder: Path
+) -> Iterator[tuple[BenchmarkKind, tuple[int, ...], PrepareRun]]:
     """Yield each benchmark that this device allows: operator, shape, and the maker of its run.
 
     Args:
@@ -56,32 +58,32 @@ def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, t
     yield "host_stream", (2 * STREAMED_BYTES,), _stream
     yield "file_write", (COPIED_BYTES,), lambda: _file(folder, writes=True)
     yield "file_read", (COPIED_BYTES,), lambda: _file(folder, writes=False)
-    if (trim := heap_trim()) is not None:
-        yield "fresh", (FRESH_TENSORS * COPIED_BYTES // 8,), lambda: _fresh(trim)
+    if (trim := find_malloc_trim()) is not None:
+        yield "fresh", (ALLOCATED_TENSORS * COPIED_BYTES // 8,), lambda: _allocate_and_free(trim)
     yield "disk", (COPIED_BYTES,), lambda: _disk(folder)
 
 
-def fitted_host(points: Sequence[Point]) -> Host:
+def fit_host_model(points: Sequence[BenchmarkPoint]) -> HostModel:
     """Return the host rates of `points`; default rates where no point is of a host."""
     rates: dict[str, Any] = {
         _FIELDS[point.operator]: point.shape[0] / point.seconds
         for point in points
         if point.operator in _FIELDS
     }
-    return replace(Host(), **rates, doubt=0.0) if rates else Host()
+    return replace(HostModel(), **rates, doubt=0.0) if rates else HostModel()
 
 
-def heap_trim() -> Callable[[int], int] | None:
+def find_malloc_trim() -> Callable[[int], int] | None:
     """Return glibc's function that returns freed memory to the kernel; None elsewhere."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def _fresh(trim: Callable[[int], int]) -> Callable[[], object]:
+def _allocate_and_free(trim: Callable[[int], int]) -> Callable[[], object]:
     """Return a run that allocates and frees tensors in one go, as a step's activations are."""
     import torch
 
     def run() -> None:
-        made = [torch.ones(COPIED_BYTES // 32) for _ in range(FRESH_TENSORS)]
+        made = [torch.ones(COPIED_BYTES // 32) for _ in range(ALLOCATED_TENSORS)]
         made.clear()
         trim(0)
 

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from wanma.hardware.discovery.resource_limits import cpu_model
-from wanma.job.cluster import Node
+from wanma.job.cluster import NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 
 
-def rank_counts(node: Node, asked: Sequence[int], *, least: int = 1, uses_gpus: bool = True) -> list[int]:
+def rank_counts(
+    node: NodeGroup, requested: Sequence[int], *, min_ranks: int = 1, uses_gpus: bool = True
+) -> list[int]:
     """Return the rank counts to measure with, ascending; default: powers of two up to its GPUs or cores.
 
     Args:
-        asked: rank counts that the user gave; empty: the default.
-        least: fewest ranks of a measurement.
+        requested: rank counts that the user gave; empty: the default.
+        min_ranks: fewest ranks of a measurement.
         uses_gpus: use GPUs, if there are some, one for each rank. CPU ranks may share cores.
 
     Raises:
@@ -25,29 +27,29 @@ def rank_counts(node: Node, asked: Sequence[int], *, least: int = 1, uses_gpus: 
     """
     gpus = len(node.devices) if uses_gpus else 0
     most = gpus or node.cores
-    if asked:
-        if min(asked) < least:
-            words = "one rank" if least == 1 else f"{least} ranks"
-            raise JobError(f"--ranks {min(asked)}: a measurement takes at least {words}")
-        if gpus and max(asked) > most:
-            raise JobError(f"--ranks {max(asked)}: this machine has {most} GPUs", f"give at most {most}")
-        return sorted(set(asked))
-    return [1 << power for power in range(most.bit_length()) if 1 << power >= least] or [least]
+    if requested:
+        if min(requested) < min_ranks:
+            words = "one rank" if min_ranks == 1 else f"{min_ranks} ranks"
+            raise JobError(f"--ranks {min(requested)}: a measurement takes at least {words}")
+        if gpus and max(requested) > most:
+            raise JobError(f"--ranks {max(requested)}: this machine has {most} GPUs", f"give at most {most}")
+        return sorted(set(requested))
+    return [1 << power for power in range(most.bit_length()) if 1 << power >= min_ranks] or [min_ranks]
 
 
-def plainest_plan(node: Node, ranks: int, machines: int = 1, *, uses_gpus: bool = True) -> Plan:
-    """Return a plan of replicas alone, with `ranks` on each of `machines` nodes like this one."""
+def baseline_plan(node: NodeGroup, ranks: int, node_count: int = 1, *, uses_gpus: bool = True) -> Plan:
+    """Return a plan of replicas alone, with `ranks` on each of `node_count` nodes like this one."""
     device = "cuda" if node.devices and uses_gpus else "cpu"
     threads = max(node.cores // ranks, 1)
-    return Plan(dp_replicate=ranks * machines, device=device, threads_per_rank=threads)
+    return Plan(dp_replicate=ranks * node_count, device=device, threads_per_rank=threads)
 
 
-def device_name(node: Node, plan: Plan) -> str:
+def calibration_device_name(node: NodeGroup, plan: Plan) -> str:
     """Return the device's name in a calibration."""
     return node.devices[0].name if plan.device == "cuda" else cpu_model()
 
 
-def machine_text(node: Node) -> str:
+def node_text(node: NodeGroup) -> str:
     """Return a description of the measured node: devices, CPU and versions, each once."""
     processor = "" if cpu_model() in str(node) else f"{cpu_model()}, {node.cores} cores, "
     return f"{node}, {processor}{platform.system()} {platform.release()}, torch {version('torch')}"

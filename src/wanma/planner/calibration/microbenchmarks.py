@@ -17,20 +17,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wanma.collectives.measurement.microbenchmark import COLLECTIVES, collective_seconds
-from wanma.planner.calibration.host_benchmarks import host_cases
-from wanma.planner.calibration.round_robin import added_up, in_turn
-from wanma.planner.hardware_model.calibration import Operator, Point
+from wanma.collectives.measurement.microbenchmark import TRAINING_COLLECTIVES, measure_collective
+from wanma.planner.calibration.host_benchmarks import host_benchmark_cases
+from wanma.planner.calibration.round_robin import measure_round_robin, sum_over_ranks
+from wanma.planner.hardware_model.calibration import BenchmarkKind, BenchmarkPoint
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-EMULATED_FACTOR = 3.0
+EMULATION_SLOWDOWN = 3.0
 """Time of a small product over that of one in 64 bits beyond which its precision counts as emulated, and
 unusable for training."""
 
 # (m, n, k). A step has products with many rows and two sides of a matrix, and for the weights' gradients with
 # many terms; small ones show the cost of a launch.
-CPU_PRODUCTS = (
+CPU_MATMULS = (
     (64, 64, 64),
     (64, 512, 512),
     (256, 128, 128),
@@ -41,7 +41,7 @@ CPU_PRODUCTS = (
     (1024, 1024, 1024),
     (1024, 4096, 512),
 )
-GPU_PRODUCTS = (
+GPU_MATMULS = (
     (128, 4096, 4096),
     (512, 4096, 4096),
     (1024, 1024, 1024),
@@ -57,7 +57,7 @@ GPU_STREAMS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 # (sequences, queries, heads, head width)
 CPU_ATTENTION = ((8, 64, 4, 32), (4, 256, 4, 64), (2, 512, 8, 64), (1, 1024, 8, 64))
 GPU_ATTENTION = ((8, 1024, 16, 128), (4, 2048, 16, 128), (2, 4096, 16, 128), (1, 8192, 16, 128))
-DISPATCHED = 64
+DISPATCH_KERNELS = 64
 """Number of small consecutive operators by which dispatch is measured."""
 CPU_BUFFERS = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Buffer sizes of a collective in bytes."""
@@ -65,23 +65,23 @@ GPU_BUFFERS = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 29)
 
 
 @dataclass(frozen=True)
-class Measurements:
+class BenchmarkResults:
     """Benchmark points, the same on every rank."""
 
-    points: tuple[Point, ...]
-    disturbed: int
+    points: tuple[BenchmarkPoint, ...]
+    disturbed_points: int
     """Number of points without enough quiet rounds."""
 
 
-def measure(
+def run_microbenchmarks(
     group: dist.ProcessGroup,
     device: torch.device,
     precisions: tuple[str, ...],
     seconds: float,
-    shared: float = 1.0,
+    threads_per_core: float = 1.0,
     folder: Path | None = None,
-    more: Sequence[Case] = (),
-) -> Measurements:
+    extra_cases: Sequence[BenchmarkCase] = (),
+) -> BenchmarkResults:
     """Measure every operator, compute-bound ones in each of `precisions`, and every collective of `group`.
 
     All are run in turn, several times over: other work on the node comes and goes by seconds.
@@ -91,69 +91,71 @@ def measure(
             collectives.
         precisions: precisions to measure; those that this device only emulates are left out.
         seconds: approximate seconds of all rounds; up to as many again where other programs disturb them.
-        shared: threads of all ranks per core of a CPU.
+        threads_per_core: threads of all ranks per core of a CPU.
         folder: folder on the disk to measure; None: neither disk nor host memory is measured.
-        more: additional cases.
+        extra_cases: additional cases.
     """
-    native = _native(group, device, precisions)
-    cases = [*_cases(group, device, native, shared), *more]
+    native = _native_precisions(group, device, precisions)
+    cases = [*_cases(group, device, native, threads_per_core), *extra_cases]
     if folder is not None:
         # Wall time, not CPU time: a disk makes the process wait.
         cases += [
-            Case(operator, shape, "", _timed(device, 1.0, make))
-            for operator, shape, make in host_cases(device, folder)
+            BenchmarkCase(operator, shape, "", _timed_run(device, 1.0, make))
+            for operator, shape, make in host_benchmark_cases(device, folder)
         ]
-    taken = in_turn(cases, seconds, group)
+    taken = measure_round_robin(cases, seconds, group)
     points = tuple(
-        Point(case.operator, case.shape, one.seconds, case.precision)
+        BenchmarkPoint(case.operator, case.shape, one.seconds, case.precision)
         for case, one in zip(cases, taken, strict=True)
     )
-    return Measurements(points, sum(one.is_disturbed for one in taken))
+    return BenchmarkResults(points, sum(one.is_disturbed for one in taken))
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One operator or collective to measure."""
 
-    operator: Operator
+    operator: BenchmarkKind
     shape: tuple[int, ...]
     precision: str
     measure: Callable[[float], float]
     """Function from the approximate seconds of measuring to the seconds of one run, as in
-    `round_robin.Measurable`."""
+    `round_robin.MeasurableCase`."""
 
 
 def _cases(
-    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], shared: float
-) -> Iterator[Case]:
+    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], threads_per_core: float
+) -> Iterator[BenchmarkCase]:
     """Yield the cases of a device: operators in each precision, and collectives."""
     on_cpu = device.type == "cpu"
-    timed = partial(_timed, device, shared)
+    timed = partial(_timed_run, device, threads_per_core)
     products, streams, attentions, buffers = (
-        (CPU_PRODUCTS, CPU_STREAMS, CPU_ATTENTION, CPU_BUFFERS)
+        (CPU_MATMULS, CPU_STREAMS, CPU_ATTENTION, CPU_BUFFERS)
         if on_cpu
-        else (GPU_PRODUCTS, GPU_STREAMS, GPU_ATTENTION, GPU_BUFFERS)
+        else (GPU_MATMULS, GPU_STREAMS, GPU_ATTENTION, GPU_BUFFERS)
     )
     largest = max(max(m * n, m * k, n * k) for m, n, k in products)
     for name in precisions:
         # Operands are parts of one buffer, so that numbers are drawn only once.
         noise = torch.randn(3 * largest, device=device).to(DTYPES[name])
         for shape in products:
-            yield from _products(noise, shape, name, timed)
+            yield from _matmul_cases(noise, shape, name, timed)
         for of_attention in attentions:
-            yield from _attention(device, of_attention, name, timed)
+            yield from _attention_cases(device, of_attention, name, timed)
     for elements in streams:
-        yield Case("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
-    yield Case("dispatch", (DISPATCHED,), "", timed(partial(_dispatch, device)))
+        yield BenchmarkCase("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
+    yield BenchmarkCase("dispatch", (DISPATCH_KERNELS,), "", timed(partial(_dispatch, device)))
     if group.size() == 1:
         return
-    for collective in COLLECTIVES:
+    for collective in TRAINING_COLLECTIVES:
         for size in buffers:
-            run = partial(collective_seconds, collective, size, group, device)
-            yield Case(collective, (group.size(), size), "", run)
+            run = partial(measure_collective, collective, size, group, device)
+            yield BenchmarkCase(collective, (group.size(), size), "", run)
 
 
-def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing) -> Iterator[Case]:
+def _matmul_cases(
+    noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing
+) -> Iterator[BenchmarkCase]:
     """Yield a linear layer's three products: forward, gradient of its input, and gradient of its weight.
 
     The matrices have the memory layout of training.
@@ -164,14 +166,14 @@ def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Tim
         noise[number * third :][: rows * columns].view(rows, columns)
         for number, (rows, columns) in enumerate(((m, k), (n, k), (m, n)))
     )
-    yield Case("product", (m, n, k), name, timed(lambda: lambda: F.linear(x, weight)))
-    yield Case("product", (m, k, n), name, timed(lambda: lambda: gradient @ weight))
-    yield Case("product", (n, k, m), name, timed(lambda: lambda: gradient.t() @ x))
+    yield BenchmarkCase("product", (m, n, k), name, timed(lambda: lambda: F.linear(x, weight)))
+    yield BenchmarkCase("product", (m, k, n), name, timed(lambda: lambda: gradient @ weight))
+    yield BenchmarkCase("product", (n, k, m), name, timed(lambda: lambda: gradient.t() @ x))
 
 
-def _attention(
+def _attention_cases(
     device: torch.device, shape: tuple[int, int, int, int], name: str, timed: _Timing
-) -> Iterator[Case]:
+) -> Iterator[BenchmarkCase]:
     """Yield the cases of causal attention, forward and backward."""
 
     def parts() -> list[Tensor]:
@@ -188,8 +190,8 @@ def _attention(
         gradient = torch.randn_like(attended)
         return lambda: torch.autograd.grad(attended, (query, key, value), gradient, retain_graph=True)
 
-    yield Case("attention", shape, name, timed(forward))
-    yield Case("attention_backward", shape, name, timed(backward))
+    yield BenchmarkCase("attention", shape, name, timed(forward))
+    yield BenchmarkCase("attention_backward", shape, name, timed(backward))
 
 
 def _stream(device: torch.device, elements: int) -> Callable[[], object]:
@@ -204,7 +206,7 @@ def _dispatch(device: torch.device) -> Callable[[], object]:
 
     def run() -> None:
         y = x
-        for _ in range(DISPATCHED // 2):
+        for _ in range(DISPATCH_KERNELS // 2):
             y = y * 0.5
         torch.autograd.grad(y, x, x.detach())
 
@@ -212,37 +214,41 @@ def _dispatch(device: torch.device) -> Callable[[], object]:
 
 
 _Timing = Callable[[Callable[[], Callable[[], object]]], Callable[[float], float]]
-"""Type of `_timed` for one device."""
+"""Type of `_timed_run` for one device."""
 
 
-def _timed(
-    device: torch.device, shared: float, make: Callable[[], Callable[[], object]]
+def _timed_run(
+    device: torch.device, threads_per_core: float, prepare_run: Callable[[], Callable[[], object]]
 ) -> Callable[[float], float]:
-    """Return the function that measures the run that `make` prepares."""
+    """Return the function that measures the run that `prepare_run` prepares."""
 
     def measure_for(seconds: float) -> float:
-        run = make()
+        run = prepare_run()
         run()  # the first run also builds its kernel
-        return _for_so_long(run, seconds, shared) if device.type == "cpu" else _so_often(run, seconds)
+        return (
+            _time_on_cpu(run, seconds, threads_per_core)
+            if device.type == "cpu"
+            else _time_on_accelerator(run, seconds)
+        )
 
     return measure_for
 
 
-def _for_so_long(run: Callable[[], object], seconds: float, shared: float) -> float:
+def _time_on_cpu(run: Callable[[], object], seconds: float, threads_per_core: float) -> float:
     """Return the seconds of one of the runs that fill `seconds`, while all ranks are busy for as long.
 
     With more ranks than cores, a rank's wall clock depends on the start and the turn of the others. The CPU
     seconds that it computed with, times the threads per core, do not.
     """
-    clock = time.perf_counter if shared <= 1 else time.process_time
+    clock = time.perf_counter if threads_per_core <= 1 else time.process_time
     count, start, began = 0, time.perf_counter(), clock()
     while time.perf_counter() - start < seconds or not count:
         run()
         count += 1
-    return (clock() - began) * max(shared, 1.0) / count
+    return (clock() - began) * max(threads_per_core, 1.0) / count
 
 
-def _so_often(run: Callable[[], object], seconds: float) -> float:
+def _time_on_accelerator(run: Callable[[], object], seconds: float) -> float:
     """Return the seconds of one run on a device that works asynchronously, over about `seconds`."""
 
     def repeat(times: int) -> float:
@@ -256,17 +262,21 @@ def _so_often(run: Callable[[], object], seconds: float) -> float:
     return repeat(max(1, int(seconds / max(repeat(1), 1e-9))))
 
 
-def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> tuple[str, ...]:
+def _native_precisions(
+    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]
+) -> tuple[str, ...]:
     """Return the precisions with products about as fast as in 64 bits: others are emulated."""
     if device.type != "cpu":
         return precisions
-    plain = _product_seconds(torch.float64)
-    emulated = [float(_product_seconds(DTYPES[name]) > EMULATED_FACTOR * plain) for name in precisions]
-    counts = added_up(emulated, group)
+    plain = _small_matmul_seconds(torch.float64)
+    emulated = [
+        float(_small_matmul_seconds(DTYPES[name]) > EMULATION_SLOWDOWN * plain) for name in precisions
+    ]
+    counts = sum_over_ranks(emulated, group)
     return tuple(name for name, count in zip(precisions, counts, strict=True) if 2 * count < group.size())
 
 
-def _product_seconds(dtype: torch.dtype) -> float:
+def _small_matmul_seconds(dtype: torch.dtype) -> float:
     """Return the seconds of a small product, the best of many because others may be busy."""
     x = torch.ones(256, 256, dtype=dtype)
 

@@ -14,14 +14,20 @@ import torch
 import torch.distributed as dist
 
 from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
-from wanma.planner.calibration.noise_filter import Judged, Round, chosen_seconds, is_enough, judged
+from wanma.planner.calibration.noise_filter import (
+    ClassifiedRound,
+    Round,
+    classify_rounds,
+    has_enough_quiet_rounds,
+    quiet_quartile_seconds,
+)
 
-LEAST_ROUNDS, MOST_ROUNDS = 4, 40
+MIN_ROUNDS, MAX_ROUNDS = 4, 40
 """Smallest and largest number of rounds; measuring ends when every case has enough quiet ones
 (`noise_filter`)."""
 
 
-class Measurable(Protocol):
+class MeasurableCase(Protocol):
     """Interface of one case to measure."""
 
     @property
@@ -30,7 +36,7 @@ class Measurable(Protocol):
 
 
 @dataclass(frozen=True)
-class Taken:
+class MeasuredTime:
     """Measured time of one case."""
 
     seconds: float
@@ -38,36 +44,40 @@ class Taken:
     """True if other programs were busy in all but a few of its rounds."""
 
 
-def in_turn(
-    cases: Sequence[Measurable],
+def measure_round_robin(
+    cases: Sequence[MeasurableCase],
     seconds: float,
     group: dist.ProcessGroup,
     *,
-    machines: int = 1,
-    told: Callable[[int], None] = lambda _: None,
-) -> list[Taken]:
+    node_count: int = 1,
+    report_progress: Callable[[int], None] = lambda _: None,
+) -> list[MeasuredTime]:
     """Measure each of `cases`; all ranks of `group` call it with the same ones, and get the same.
 
     Args:
         seconds: approximate seconds of all rounds; up to as many again where other programs disturb them.
-        machines: number of nodes of the ranks, with as many ranks on each.
-        told: callback that gets the number of each round, from 1, as it begins.
+        node_count: number of nodes of the ranks, with as many ranks on each.
+        report_progress: callback that gets the number of each round, from 1, as it begins.
     """
-    each = seconds / LEAST_ROUNDS / max(len(cases), 1)
-    found: list[list[Judged]] = [[] for _ in cases]
+    each = seconds / MIN_ROUNDS / max(len(cases), 1)
+    found: list[list[ClassifiedRound]] = [[] for _ in cases]
     began, is_over = time.monotonic(), False
-    for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and (is_over or all(map(is_enough, found))):
+    for number in range(MAX_ROUNDS):
+        if number >= MIN_ROUNDS and (is_over or all(map(has_enough_quiet_rounds, found))):
             break
-        told(number + 1)
-        taken = judged(_agreed([_round(case, each, group) for case in cases], group, machines))
-        is_over = bool(added_up([float(time.monotonic() - began > 2 * seconds)], group)[0])
+        report_progress(number + 1)
+        taken = classify_rounds(
+            _reduce_rounds([_round(case, each, group) for case in cases], group, node_count)
+        )
+        is_over = bool(sum_over_ranks([float(time.monotonic() - began > 2 * seconds)], group)[0])
         for rounds, one in zip(found, taken, strict=True):
             rounds.append(one)
-    return [Taken(chosen_seconds(rounds), not is_enough(rounds)) for rounds in found]
+    return [
+        MeasuredTime(quiet_quartile_seconds(rounds), not has_enough_quiet_rounds(rounds)) for rounds in found
+    ]
 
 
-def added_up(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
+def sum_over_ranks(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
     """Return the numbers summed over the ranks, on the CPU, whatever device the ranks compute on."""
     summed = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(summed, group=group)
@@ -75,24 +85,24 @@ def added_up(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
     return result
 
 
-def _round(case: Measurable, seconds: float, group: dist.ProcessGroup) -> list[float]:
+def _round(case: MeasurableCase, seconds: float, group: dist.ProcessGroup) -> list[float]:
     """Return [seconds of one run, CPU seconds of this process, of all programs, wall seconds]."""
     wall, own, busy = time.monotonic(), time.process_time(), busy_cpu_seconds()
-    added_up([0.0], group)  # when it is back, all ranks have come
+    sum_over_ranks([0.0], group)  # when it is back, all ranks have come
     took = case.measure(seconds)
     after = busy_cpu_seconds()
     others = after - busy if after is not None and busy is not None else 0.0
     return [took, time.process_time() - own, others, time.monotonic() - wall]
 
 
-def _agreed(rows: list[list[float]], group: dist.ProcessGroup, machines: int) -> list[Round]:
+def _reduce_rounds(rows: list[list[float]], group: dist.ProcessGroup, node_count: int) -> list[Round]:
     """Return one round of every case, averaged over all ranks.
 
     CPU seconds of its ranks and of all programs are those of one node, all nodes being alike.
     """
     ranks = group.size()
-    summed = added_up([number for row in rows for number in row], group)
+    summed = sum_over_ranks([number for row in rows for number in row], group)
     return [
-        Round(summed[at] / ranks, summed[at + 1] / machines, summed[at + 2] / ranks, summed[at + 3] / ranks)
+        Round(summed[at] / ranks, summed[at + 1] / node_count, summed[at + 2] / ranks, summed[at + 3] / ranks)
         for at in range(0, len(summed), 4)
     ]

@@ -6,61 +6,72 @@ Works for every kind of model, because model states are counted in parameters. P
 from __future__ import annotations
 
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.cost.gradient_collectives import Summing
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.gradient_collectives import GradientCollectives
 from wanma.planner.cost.offload import (
-    Moved,
-    adding_on_host_seconds,
-    asked_again_bytes,
-    copy_seconds,
-    gathers_again,
-    gradients_seconds,
-    updates_on_host,
-    weights_seconds,
+    OffloadTransfers,
+    gradient_transfer_seconds,
+    host_accumulation_seconds,
+    reallocated_bytes,
+    reshards_after_forward,
+    transfer_seconds,
+    updates_on_cpu,
+    weight_transfer_seconds,
 )
-from wanma.planner.hardware_model.collective_time import Algorithm, Group, all_gather_seconds, crosses
-from wanma.planner.hardware_model.model import Machine
-from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, streaming_seconds
+from wanma.planner.hardware_model.collective_time import (
+    Algorithm,
+    RankGroup,
+    all_gather_seconds,
+    leaves_innermost_level,
+)
+from wanma.planner.hardware_model.model import HardwareModel
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, memory_bound_seconds
 
-INTERFERENCE = 0.15
+OVERLAP_SLOWDOWN = 0.15
 """Overlap slowdown: share of overlapped communication time that the compute beside it loses.
 
 Collectives occupy some of the multiprocessors and of the memory bandwidth (NCCL uses 16 to 24 blocks of 108
 to 132)."""
 
 
-class DataParallel:
+class DataParallelCost:
     """Communication over the ranks that shard or replicate a stage's model states.
 
     Args:
-        trained_share: share of the parameters that is trained; gradients of the others are not reduced.
+        trainable_share: share of the parameters that is trained; gradients of the others are not reduced.
     """
 
-    def __init__(self, plan: Plan, machine: Machine, software: Software, trained_share: float = 1.0) -> None:
-        self.plan, self.machine, self.software = plan, machine, software
-        self.shards = Group(plan.shard_ranks, plan.tp)
-        self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
-        self.trained_share = 0.0 if software.frozen else trained_share
-        self.copied_share = trained_share if software.rounds_frozen and not software.frozen else 1.0
+    def __init__(
+        self, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits, trainable_share: float = 1.0
+    ) -> None:
+        self.plan, self.hardware, self.framework = plan, hardware, framework
+        self.shards = RankGroup(plan.shard_group_size, plan.tp)
+        self.replicas = RankGroup(plan.replicate_group_size, plan.tp * plan.shard_group_size)
+        self.trainable_share = 0.0 if framework.frozen_base_weights else trainable_share
+        self.cast_share = (
+            trainable_share if framework.casts_frozen_weights and not framework.frozen_base_weights else 1.0
+        )
         """Share of the parameters that a step casts, and gathers once; frozen ones are stored in compute
         precision."""
-        self.gradient_bytes = software.gradient_bytes * self.trained_share
+        self.gradient_bytes = framework.gradient_bytes * self.trainable_share
         """Bytes per parameter of a gradient, as it is reduced without compression."""
-        self.summing = Summing(plan, machine, float(software.gradient_bytes))
+        self.gradient_collectives = GradientCollectives(plan, hardware, float(framework.gradient_bytes))
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
         """Bytes per parameter of a weight, as it is gathered to be computed with."""
-        self.is_by_block = is_by_block(plan)
-        self.gathers_again = gathers_again(plan)
-        self.has_common_weights = software.has_common_weights(plan)
+        self.reduces_per_block = reduces_per_block(plan)
+        self.reshards_after_forward = reshards_after_forward(plan)
+        self.has_shared_memory_weights = framework.has_shared_memory_weights(plan)
         """True if ranks of a node compute with common weights: nothing is gathered, but shards of another
         precision are written into the common copy."""
-        self.is_beside_compute = plan.device != "cpu"
+        self.overlaps_compute = plan.device != "cpu"
         """True if collectives run beside compute; those of a CPU run on the cores that compute."""
-        self.hides_sums = hides_sums(plan, machine)
+        self.overlaps_gradient_reduction = overlaps_gradient_reduction(plan, hardware)
         self._of_blocks: dict[float, tuple[float, float]] = {}
         """Cache of (gather, reduce) seconds of one block, by its parameters."""
 
-    def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
+    def exposed_per_micro_batch(
+        self, parameters: float, forward: float, backward: float
+    ) -> tuple[float, float]:
         """Return the seconds that a block's collectives add to its forward and its backward.
 
         They gather the block's sharded parameters for both, and reduce its gradients beside backward. The
@@ -68,16 +79,16 @@ class DataParallel:
         (ZeRO-2) a block's gradients are reduced as well, but its parameters stay unsharded within a step.
         """
         gather, reduce = self._block_seconds(parameters)
-        if not self.is_beside_compute:
+        if not self.overlaps_compute:
             return gather, gather + reduce
-        return exposed(gather, forward), exposed(gather + reduce, backward)
+        return exposed_seconds(gather, forward), exposed_seconds(gather + reduce, backward)
 
-    def program_seconds(self) -> float:
+    def framework_overhead_seconds(self) -> float:
         """Return the framework overhead of each block and micro-batch beside its collectives, in seconds."""
-        if self.shards.size == 1 or not self.is_by_block:
+        if self.shards.size == 1 or not self.reduces_per_block:
             return 0.0
-        program = self.machine.program
-        return program.parameters_seconds if self.gathers_again else program.gradients_seconds
+        program = self.hardware.program
+        return program.parameters_seconds if self.reshards_after_forward else program.gradients_seconds
 
     def _block_seconds(self, parameters: float) -> tuple[float, float]:
         """Return (gather, reduce) seconds of one block, including buffer copies on a CPU."""
@@ -86,22 +97,22 @@ class DataParallel:
         return self._of_blocks[parameters]
 
     def _exchange_seconds(self, parameters: float) -> tuple[float, float]:
-        reduces = self.is_by_block and self.shards.size > 1
+        reduces = self.reduces_per_block and self.shards.size > 1
         if not reduces and self.plan.offload_parameters == "none":
             return 0.0, 0.0
         whole, gather, reduce = parameters / self.plan.tp, 0.0, 0.0
-        if self.gathers_again and not self.has_common_weights:
-            gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
-            gather += 0.0 if self.is_beside_compute else self._copied(whole)
+        if self.reshards_after_forward and not self.has_shared_memory_weights:
+            gather = all_gather_seconds(self.hardware, self.shards, whole * self.weight_bytes)
+            gather += 0.0 if self.overlaps_compute else self._copy_out_seconds(whole)
         if reduces:
-            reduce = self._scattered(whole)
-            reduce += 0.0 if self.is_beside_compute else self._filed(whole)
+            reduce = self._reduce_scatter_seconds(whole)
+            reduce += 0.0 if self.overlaps_compute else self._copy_in_seconds(whole)
         return gather, reduce
 
-    def moved(
+    def exposed_offload_seconds(
         self,
         parameters: float,
-        kept_bytes: float,
+        activation_bytes: float,
         forward: float,
         backward: float,
         micro_batches: int,
@@ -110,63 +121,76 @@ class DataParallel:
     ) -> tuple[float, float]:
         """Return the seconds that offload transfers add to a block's forward and backward.
 
-        They come on top of `per_micro_batch`. The transfers bring the block's weights, gradients and
-        `kept_bytes` of activations to the device and back; see `cost.offload`. Activations of layers that are
-        no blocks stay on the device.
+        They come on top of `exposed_per_micro_batch`. The transfers bring the block's weights, gradients and
+        `activation_bytes` of activations to the device and back; see `cost.offload`. Activations of layers
+        that are no blocks stay on the device.
         """
         gather, reduce = self._block_seconds(parameters)
-        copies = self._moved(parameters, kept_bytes if is_block else 0.0, micro_batches)
-        if not self.is_beside_compute:
+        copies = self._offload_transfers(parameters, activation_bytes if is_block else 0.0, micro_batches)
+        if not self.overlaps_compute:
             weights = parameters / self.plan.tp * self.weight_bytes
-            again = asked_again_bytes(self.plan, weights, kept_bytes, micro_batches, is_block=is_block)
-            ahead, back = (asked / self.machine.host.fresh_bytes_per_second for asked in again)
-            return ahead + copies.weights + copies.out, back + copies.weights + copies.back
-        out, back, waited = copies.out, copies.back, 0.0
+            again = reallocated_bytes(self.plan, weights, activation_bytes, micro_batches, is_block=is_block)
+            ahead, back = (asked / self.hardware.host.fresh_bytes_per_second for asked in again)
+            return (
+                ahead + copies.weights + copies.activations_out,
+                back + copies.weights + copies.activations_in,
+            )
+        out, back, waited = copies.activations_out, copies.activations_in, 0.0
         if self.plan.offload_activations == "disk":
             out, back, waited = 0.0, 0.0, 1.0
-        ahead = exposed(gather + copies.weights + out, forward) - exposed(gather, forward)
+        ahead = exposed_seconds(gather + copies.weights + out, forward) - exposed_seconds(gather, forward)
         exchanged = gather + reduce
-        late = exposed(exchanged + copies.weights + copies.gradients + back, backward)
-        late -= exposed(exchanged, backward)
-        return ahead + waited * copies.out, late + waited * copies.back
+        late = exposed_seconds(exchanged + copies.weights + copies.gradients + back, backward)
+        late -= exposed_seconds(exchanged, backward)
+        return ahead + waited * copies.activations_out, late + waited * copies.activations_in
 
-    def _moved(self, parameters: float, kept_bytes: float, micro_batches: int) -> Moved:
+    def _offload_transfers(
+        self, parameters: float, activation_bytes: float, micro_batches: int
+    ) -> OffloadTransfers:
         """Return the seconds of one block's offload transfers in one micro-batch."""
-        plan, machine = self.plan, self.machine
+        plan, machine = self.plan, self.hardware
         shards = parameters / plan.tp / self.shards.size
-        weights = weights_seconds(machine, plan, shards) if self.gathers_again else 0.0
-        # Counts the first micro-batch alone: later ones are added on the host, in `adding_seconds`.
-        gradients = gradients_seconds(machine, plan, shards * self.trained_share) if self.is_by_block else 0.0
+        weights = weight_transfer_seconds(machine, plan, shards) if self.reshards_after_forward else 0.0
+        # Counts the first micro-batch alone: later ones are added on the host, in `accumulation_seconds`.
+        gradients = (
+            gradient_transfer_seconds(machine, plan, shards * self.trainable_share)
+            if self.reduces_per_block
+            else 0.0
+        )
         place = plan.offload_activations
-        return Moved(
+        return OffloadTransfers(
             weights,
             gradients / micro_batches,
-            copy_seconds(machine, plan, place, kept_bytes, out=True),
-            copy_seconds(machine, plan, place, kept_bytes, out=False),
+            transfer_seconds(machine, plan, place, activation_bytes, from_device=True),
+            transfer_seconds(machine, plan, place, activation_bytes, from_device=False),
         )
 
-    def _copied(self, whole: float) -> float:
+    def _copy_out_seconds(self, unsharded_elements: float) -> float:
         """Return the seconds of FSDP2's buffer copies around the gather of one unit's weights.
 
         It copies them into one buffer to gather them, and out of another. On a GPU that runs beside
         computing.
         """
-        parts = whole / self.shards.size
-        moved = parts * (4.0 + self.weight_bytes) + whole * 2 * self.weight_bytes
-        return streaming_seconds(self.machine.chip, moved, 2)
+        parts = unsharded_elements / self.shards.size
+        moved = parts * (4.0 + self.weight_bytes) + unsharded_elements * 2 * self.weight_bytes
+        return memory_bound_seconds(self.hardware.chip, moved, 2)
 
-    def _scattered(self, whole: float) -> float:
+    def _reduce_scatter_seconds(self, unsharded_elements: float) -> float:
         """Return the seconds of the reduce-scatter of gradients over shards.
 
         Where shards are replicated, only the replicas' all-reduce is compressed.
         """
-        trained = whole * self.trained_share
-        return self.summing.reduce_scatter(self.shards, trained, compressed=self.replicas.size == 1)
+        trained = unsharded_elements * self.trainable_share
+        return self.gradient_collectives.reduce_scatter(
+            self.shards, trained, compressed=self.replicas.size == 1
+        )
 
-    def _filed(self, whole: float) -> float:
+    def _copy_in_seconds(self, unsharded_elements: float) -> float:
         """Return the seconds of copying gradients into the buffer that is reduced."""
-        moved = whole * self.trained_share * (self.weight_bytes + self.software.gradient_bytes)
-        return streaming_seconds(self.machine.chip, moved, 1 if moved else 0)
+        moved = (
+            unsharded_elements * self.trainable_share * (self.weight_bytes + self.framework.gradient_bytes)
+        )
+        return memory_bound_seconds(self.hardware.chip, moved, 1 if moved else 0)
 
     def casting_seconds(self, parameters: float) -> float:
         """Return the seconds, per forward, of casting a block's master weights to compute precision.
@@ -175,76 +199,78 @@ class DataParallel:
 
         Sharded weights are cast before they are gathered: each rank casts its shard.
         """
-        whole = parameters * self.copied_share / self.plan.tp
-        if self.software.weights == "copies" or self.plan.shard != "none" or self.weight_bytes >= 4.0:
+        whole = parameters * self.cast_share / self.plan.tp
+        if self.framework.weight_storage == "copies" or self.plan.shard != "none" or self.weight_bytes >= 4.0:
             return 0.0
-        return streaming_seconds(self.machine.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
+        return memory_bound_seconds(self.hardware.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
 
-    def adding_seconds(self, parameters: float, micro_batches: int) -> float:
+    def accumulation_seconds(self, parameters: float, micro_batches: int) -> float:
         """Return the seconds, per micro-batch, of adding a block's gradients to earlier ones.
 
         Autograd casts to the precision of the master weights before it adds; one kernel can do both
         (Megatron's `main_grad`), or the matrix products themselves add.
         """
-        software = self.software
-        if not parameters or not self.trained_share:
+        software = self.framework
+        if not parameters or not self.trainable_share:
             return 0.0
-        fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulated_bytes)
-        whole = parameters * self.trained_share / self.plan.tp
-        if self.is_by_block:
+        fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulation_bytes)
+        whole = parameters * self.trainable_share / self.plan.tp
+        if self.reduces_per_block:
             whole /= self.shards.size  # each block's gradients are reduced first
         added = (micro_batches - 1) / micro_batches
-        if self.is_by_block and updates_on_host(self.plan):
-            return added * adding_on_host_seconds(self.machine, self.plan, whole)
-        if software.adds_in_product:
+        if self.reduces_per_block and updates_on_cpu(self.plan):
+            return added * host_accumulation_seconds(self.hardware, self.plan, whole)
+        if software.fuses_gradient_accumulation:
             # Bytes beyond the result that every product writes; half hides behind other tiles' products.
             moved, kernels = added * 0.5 * (2 * kept - 2.0), 0
-        elif software.weights == "copies":
+        elif software.weight_storage == "copies":
             moved, kernels = added * (fresh + 2 * kept), 1
         else:
             moved, kernels = (fresh + kept) * (fresh != kept) + added * 3 * kept, 2
-        return streaming_seconds(self.machine.chip, whole * moved, kernels)
+        return memory_bound_seconds(self.hardware.chip, whole * moved, kernels)
 
     def _algorithm(self) -> Algorithm | None:
         """Return the algorithm of the replicas' all-reduce; None: the fastest, as NCCL chooses.
 
         On CPUs it is Gloo's ring, or the hierarchical algorithm of wanma.
         """
-        if self.is_beside_compute or not crosses(self.machine, self.replicas):
+        if self.overlaps_compute or not leaves_innermost_level(self.hardware, self.replicas):
             return None
-        return "hierarchical" if self.plan.hierarchical and self.plan.computes_with_state else "ring"
+        return "hierarchical" if self.plan.hierarchical and self.plan.computes_on_master_weights else "ring"
 
-    def once_a_step(self, parameters: float) -> tuple[float, float]:
+    def reduce_gather_per_step(self, parameters: float) -> tuple[float, float]:
         """Return (reduce, gather) seconds, once a step, of a rank's gradients and updated weights.
 
         A rank holds its part of the experts, which fewer ranks replicate: as many bytes are transferred.
         """
         whole = parameters / self.plan.tp
-        mine = whole * self.trained_share / self.shards.size
-        reduce = self.summing.all_reduce(self.replicas, mine, self._algorithm())
+        mine = whole * self.trainable_share / self.shards.size
+        reduce = self.gradient_collectives.all_reduce(self.replicas, mine, self._algorithm())
         rounding = 0.0
-        if self.has_common_weights and self.weight_bytes < 4.0:
-            parts = whole * self.copied_share / self.shards.size
-            rounding = streaming_seconds(self.machine.chip, parts * (4.0 + self.weight_bytes))
-        if self.is_by_block and self.gathers_again:
+        if self.has_shared_memory_weights and self.weight_bytes < 4.0:
+            parts = whole * self.cast_share / self.shards.size
+            rounding = memory_bound_seconds(self.hardware.chip, parts * (4.0 + self.weight_bytes))
+        if self.reduces_per_block and self.reshards_after_forward:
             return reduce, rounding  # everything else is exchanged block by block
-        copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
-        if self.has_common_weights:
+        copies, gather = not self.overlaps_compute and not self.plan.computes_on_master_weights, 0.0
+        if self.has_shared_memory_weights:
             gather = rounding
-        elif not self.gathers_again:
-            moved = whole * self.copied_share
-            changed = 0.0 if self.software.frozen else moved * self.weight_bytes
-            gather = all_gather_seconds(self.machine, self.shards, changed)
-            gather += weights_seconds(self.machine, self.plan, whole / self.shards.size)
-            gather += self._copied(moved) if copies else 0.0
-        if self.is_by_block:
+        elif not self.reshards_after_forward:
+            moved = whole * self.cast_share
+            changed = 0.0 if self.framework.frozen_base_weights else moved * self.weight_bytes
+            gather = all_gather_seconds(self.hardware, self.shards, changed)
+            gather += weight_transfer_seconds(self.hardware, self.plan, whole / self.shards.size)
+            gather += self._copy_out_seconds(moved) if copies else 0.0
+        if self.reduces_per_block:
             return reduce, gather
-        reduce += self._scattered(whole)
-        reduce += gradients_seconds(self.machine, self.plan, whole * self.trained_share / self.shards.size)
-        return reduce + self._filed(whole) if copies else reduce, gather
+        reduce += self._reduce_scatter_seconds(whole)
+        reduce += gradient_transfer_seconds(
+            self.hardware, self.plan, whole * self.trainable_share / self.shards.size
+        )
+        return reduce + self._copy_in_seconds(whole) if copies else reduce, gather
 
 
-def hides_sums(plan: Plan, machine: Machine) -> bool:
+def overlaps_gradient_reduction(plan: Plan, hardware: HardwareModel) -> bool:
     """Return whether gradients are reduced beside the last backward.
 
     On CPUs they are where a network between nodes transfers them: within one node the transfer takes the
@@ -253,27 +279,32 @@ def hides_sums(plan: Plan, machine: Machine) -> bool:
     """
     if plan.device != "cpu":
         return True
-    group = Group(plan.replicas, plan.tp * plan.shard_ranks)
-    if plan.compressions:
+    group = RankGroup(plan.replicate_group_size, plan.tp * plan.shard_group_size)
+    if plan.compression_methods:
         return False
-    return plan.overlap and plan.computes_with_state and plan.pp == 1 and crosses(machine, group)
+    return (
+        plan.overlap
+        and plan.computes_on_master_weights
+        and plan.pp == 1
+        and leaves_innermost_level(hardware, group)
+    )
 
 
-def is_by_block(plan: Plan) -> bool:
+def reduces_per_block(plan: Plan) -> bool:
     """Return whether each micro-batch reduces its gradients block by block; a pipeline reduces at the end."""
     return plan.shard in ("gradients", "parameters") and plan.pp == 1
 
 
-def block_key(plan: Plan) -> tuple[object, ...]:
+def data_parallel_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans that exchange, cast and add a block's parameters alike in every micro-batch."""
-    exchanges = is_by_block(plan) or gathers_again(plan)
-    by_block = (plan.shard, plan.shard_ranks) if exchanges else None
+    exchanges = reduces_per_block(plan) or reshards_after_forward(plan)
+    by_block = (plan.shard, plan.shard_group_size) if exchanges else None
     # These decide whether the ranks of a node share the model states.
     on_machines = (plan.tp, plan.world_size) if exchanges and plan.device == "cpu" else None
     away = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
     return plan.shard == "none", by_block, on_machines, away
 
 
-def exposed(communication: float, compute: float) -> float:
+def exposed_seconds(communication: float, compute: float) -> float:
     """Return the seconds that `communication` beside `compute` adds to it."""
-    return max(0.0, communication - compute) + INTERFERENCE * min(communication, compute)
+    return max(0.0, communication - compute) + OVERLAP_SLOWDOWN * min(communication, compute)

@@ -7,88 +7,100 @@ from __future__ import annotations
 
 from wanma.job.forecast.forecast import StepTime
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.workload.sublayer_cost import attention_half, feed_forward_half
-from wanma.planner.cost.decoder_layers import Software, block_time, embedding_time, head_time
-from wanma.planner.cost.model_cost import Blocks, End, Pieces, stages_of
-from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
-from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds, send_seconds
-from wanma.planner.hardware_model.model import Machine
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.workload.sublayer_cost import attention_cost, feed_forward_cost
+from wanma.planner.cost.decoder_layers import FrameworkTraits, block_cost, embedding_cost, head_cost
+from wanma.planner.cost.model_cost import BlockGroup, EndLayer, ModelCost, build_stages
+from wanma.planner.cost.step import StepComponents, assemble_step_time, build_step_components
+from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, send_seconds
+from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 from wanma.planner.pipeline.schedules import blocks_of_stages
 
 
-def step_time(
-    dimensions: DecoderDimensions,
-    sequence: int,
+def decoder_step_time(
+    dimensions: DecoderConfig,
+    sequence_length: int,
     plan: Plan,
     global_batch: int,
-    machine: Machine,
-    software: Software | None = None,
+    hardware: HardwareModel,
+    framework: FrameworkTraits | None = None,
     in_flight: int | None = None,
 ) -> StepTime:
-    """Return the forecast of one optimizer step of `global_batch` sequences of `sequence` tokens.
+    """Return the forecast of one optimizer step of `global_batch` sequences of `sequence_length` tokens.
 
     Args:
-        in_flight: largest number of in-flight micro-batches, as in `pipeline_seconds`.
+        in_flight: largest number of in-flight micro-batches, as in `simulate_pipeline`.
 
     Raises:
         ValueError: the hardware model has fewer devices than the plan has ranks, or no rate for its
             precision.
     """
-    return step_of(step_anatomy(dimensions, sequence, plan, global_batch, machine, software, in_flight))
+    return assemble_step_time(
+        decoder_step_components(
+            dimensions, sequence_length, plan, global_batch, hardware, framework, in_flight
+        )
+    )
 
 
-def step_anatomy(
-    dimensions: DecoderDimensions,
-    sequence: int,
+def decoder_step_components(
+    dimensions: DecoderConfig,
+    sequence_length: int,
     plan: Plan,
     global_batch: int,
-    machine: Machine,
-    software: Software | None = None,
+    hardware: HardwareModel,
+    framework: FrameworkTraits | None = None,
     in_flight: int | None = None,
-) -> Anatomy:
-    """Return the components from which `step_time` is assembled; arguments and errors as there."""
-    software = software or Software(fused=plan.compile)
-    return anatomy_of_stages(
-        stages_of(decoder_pieces(dimensions, sequence, plan, machine, software), plan),
+) -> StepComponents:
+    """Return the components from which `decoder_step_time` is assembled; arguments and errors as there."""
+    framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
+    return build_step_components(
+        build_stages(decoder_model_cost(dimensions, sequence_length, plan, hardware, framework), plan),
         plan,
-        plan.accumulation(global_batch),
-        machine,
-        software,
-        boundary_seconds=boundary_seconds(dimensions, sequence, plan, machine),
+        plan.gradient_accumulation_steps(global_batch),
+        hardware,
+        framework,
+        stage_send_seconds=decoder_stage_send_seconds(dimensions, sequence_length, plan, hardware),
         in_flight=in_flight,
     )
 
 
-def stage_blocks(dimensions: DecoderDimensions, plan: Plan) -> list[int]:
+def stage_blocks(dimensions: DecoderConfig, plan: Plan) -> list[int]:
     """Return the number of blocks in every stage of the plan."""
     return blocks_of_stages(dimensions.layers, plan)
 
 
-def decoder_pieces(
-    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
-) -> Pieces:
-    """Return the layer costs of a decoder; only the settings of the plan in `pieces_key` influence them."""
+def decoder_model_cost(
+    dimensions: DecoderConfig,
+    sequence_length: int,
+    plan: Plan,
+    hardware: HardwareModel,
+    framework: FrameworkTraits,
+) -> ModelCost:
+    """Return the layer costs of a decoder; of the plan only the settings in `model_cost_key` count."""
     table = float(dimensions.vocabulary or 0) * dimensions.hidden
-    embedding = embedding_time(dimensions, sequence, plan, machine, software)
-    head = head_time(dimensions, sequence, plan, machine, software)
+    embedding = embedding_cost(dimensions, sequence_length, plan, hardware, framework)
+    head = head_cost(dimensions, sequence_length, plan, hardware, framework)
     is_shared = dimensions.tie_embeddings and plan.pp == 1
-    return Pieces(
-        (End(embedding, table),),
-        decoder_blocks(dimensions, sequence, plan, machine, software),
-        (End(head, 0.0 if is_shared else table),),
+    return ModelCost(
+        (EndLayer(embedding, table),),
+        decoder_block_groups(dimensions, sequence_length, plan, hardware, framework),
+        (EndLayer(head, 0.0 if is_shared else table),),
     )
 
 
-def decoder_blocks(
-    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
-) -> tuple[Blocks, ...]:
-    """Return the costs of a decoder's blocks, one entry for each kind; arguments as in `decoder_pieces`."""
+def decoder_block_groups(
+    dimensions: DecoderConfig,
+    sequence_length: int,
+    plan: Plan,
+    hardware: HardwareModel,
+    framework: FrameworkTraits,
+) -> tuple[BlockGroup, ...]:
+    """Return the costs of a decoder's blocks, one for each kind; arguments as in `decoder_model_cost`."""
 
-    def blocks(count: int, *, experts: bool) -> Blocks:
-        part = block_time(dimensions, sequence, plan, machine, software, experts=experts)
-        return Blocks(part, count, _block_parameters(dimensions, plan, software, experts=experts))
+    def blocks(count: int, *, experts: bool) -> BlockGroup:
+        part = block_cost(dimensions, sequence_length, plan, hardware, framework, experts=experts)
+        return BlockGroup(part, count, _block_parameters(dimensions, plan, framework, experts=experts))
 
     dense = dimensions.dense_layers if dimensions.experts else dimensions.layers
     sparse = dimensions.layers - dense
@@ -98,18 +110,20 @@ def decoder_blocks(
 
 
 def _block_parameters(
-    dimensions: DecoderDimensions, plan: Plan, software: Software, *, experts: bool
+    dimensions: DecoderConfig, plan: Plan, framework: FrameworkTraits, *, experts: bool
 ) -> float:
     """Return the parameters of one block, before `tp`, on one rank of `ep`."""
-    attention = attention_half(dimensions).parameters
-    half = feed_forward_half(dimensions, experts=experts)
-    dense = half.parameters - half.experts
+    attention = attention_cost(dimensions).parameters
+    half = feed_forward_cost(dimensions, has_experts=experts)
+    dense = half.parameters - half.expert_parameters
     # Counts are before `tp`; the factor undoes its division for experts that it does not split.
-    experts_here = half.experts / plan.ep * (1 if software.splits_experts else plan.tp)
+    experts_here = half.expert_parameters / plan.ep * (1 if framework.splits_experts else plan.tp)
     return attention + dense + experts_here
 
 
-def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine) -> float:
+def decoder_stage_send_seconds(
+    dimensions: DecoderConfig, sequence_length: int, plan: Plan, hardware: HardwareModel
+) -> float:
     """Return the seconds of sending a stage's output to the next pipeline rank.
 
     Each `tp` rank sends its part; the receivers gather the whole where the sequence is not split (Narayanan
@@ -118,6 +132,10 @@ def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, m
     if plan.pp == 1:
         return 0.0
     element = ELEMENT_BYTES[plan.precision]
-    whole = plan.micro_batch * sequence / plan.cp * dimensions.hidden * element
-    seconds = send_seconds(machine, plan.stage_ranks, whole / plan.tp)
-    return seconds if plan.sequence_parallel else seconds + all_gather_seconds(machine, Group(plan.tp), whole)
+    whole = plan.micro_batch * sequence_length / plan.cp * dimensions.hidden * element
+    seconds = send_seconds(hardware, plan.ranks_per_pipeline_rank, whole / plan.tp)
+    return (
+        seconds
+        if plan.sequence_parallel
+        else seconds + all_gather_seconds(hardware, RankGroup(plan.tp), whole)
+    )

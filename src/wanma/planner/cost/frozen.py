@@ -8,71 +8,78 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.decoder_layers import PartTime, Software
-from wanma.planner.cost.model_cost import Blocks, Pieces
-from wanma.planner.cost.traced_module import operators_time
-from wanma.planner.hardware_model.model import Machine
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.layer_cost import LayerCost
+from wanma.planner.cost.model_cost import BlockGroup, ModelCost
+from wanma.planner.cost.traced_module import operators_cost
+from wanma.planner.hardware_model.model import HardwareModel
 
-_OF_BACKWARD = (
-    "backward_inputs",
-    "again",
+_BACKWARD_FIELDS = (
+    "backward_input",
+    "recompute",
     "tensor_backward",
-    "tensor_again",
+    "tensor_recompute",
     "context_backward",
     "expert_backward",
 )
 
 
-def trained_pieces(
-    pieces: Pieces, workload: Workload, plan: Plan, machine: Machine, software: Software
-) -> Pieces:
-    """Return `pieces` of a fully trained decoder, changed to the parts that `workload` trains."""
+def model_cost_with_frozen_parts(
+    model_cost: ModelCost, workload: Workload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
+) -> ModelCost:
+    """Return `model_cost` of a fully trained decoder, changed to the parts that `workload` trains."""
     if not has_frozen_parts(workload):
-        return pieces
+        return model_cost
     first, *_, last = workload.layers
-    (before,), (after,) = pieces.before, pieces.after
-    return Pieces(
-        (before._replace(part=_trained(before.part, first, plan, machine, software)),),
-        trained_blocks(pieces.blocks, workload, plan, machine, software),
-        (after._replace(part=_trained(after.part, last, plan, machine, software)),),
+    (before,), (after,) = model_cost.pre_block, model_cost.post_block
+    return ModelCost(
+        (before._replace(cost=_cost_with_frozen_parts(before.cost, first, plan, hardware, framework)),),
+        block_groups_with_frozen_parts(model_cost.blocks, workload, plan, hardware, framework),
+        (after._replace(cost=_cost_with_frozen_parts(after.cost, last, plan, hardware, framework)),),
     )
 
 
-def trained_blocks(
-    blocks: tuple[Blocks, ...], workload: Workload, plan: Plan, machine: Machine, software: Software
-) -> tuple[Blocks, ...]:
-    """Return `blocks` of a fully trained decoder, changed to the parts that `workload` trains."""
+def block_groups_with_frozen_parts(
+    block_groups: tuple[BlockGroup, ...],
+    workload: Workload,
+    plan: Plan,
+    hardware: HardwareModel,
+    framework: FrameworkTraits,
+) -> tuple[BlockGroup, ...]:
+    """Return `block_groups` of a fully trained decoder, changed to the parts that `workload` trains."""
     if not has_frozen_parts(workload):
-        return blocks
+        return block_groups
     layers = [layer for layer in workload.layers if layer.is_block]
     return tuple(
-        kind._replace(part=_trained(kind.part, layer, plan, machine, software))
-        for kind, layer in zip(blocks, layers, strict=True)
+        kind._replace(cost=_cost_with_frozen_parts(kind.cost, layer, plan, hardware, framework))
+        for kind, layer in zip(block_groups, layers, strict=True)
     )
 
 
 def has_frozen_parts(workload: Workload) -> bool:
     """Return whether a part of the model is frozen."""
-    return any(layer.trained_parameters is not None for layer in workload.layers)
+    return any(layer.trainable_parameters is not None for layer in workload.layers)
 
 
-def _trained(part: PartTime, layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
-    """Return `part` without frozen products and with adapters, averaged over the layer's `count`."""
-    own = layer.trained_share
-    adapters = PartTime()
+def _cost_with_frozen_parts(
+    cost: LayerCost, layer: LayerWorkload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
+) -> LayerCost:
+    """Return `cost` without frozen products and with adapters, averaged over the layer's `count`."""
+    own = layer.trainable_share
+    adapters = LayerCost()
     if layer.operators:
-        adapters = operators_time(layer, plan, machine, software)
+        adapters = operators_cost(layer, plan, hardware, framework)
         own = 0.0  # only the adapters are trained
-    reached = layer.reached_share
-    changed = {name: reached * getattr(part, name) for name in _OF_BACKWARD}
-    part = replace(
-        part,
+    reached = layer.backward_share
+    changed = {name: reached * getattr(cost, name) for name in _BACKWARD_FIELDS}
+    cost = replace(
+        cost,
         **changed,
-        backward_weights=own * part.backward_weights,
-        kernels_backward=round(reached * part.kernels_backward),
-        kernels_again=round(reached * part.kernels_again),
+        backward_weight=own * cost.backward_weight,
+        kernels_backward=round(reached * cost.kernels_backward),
+        kernels_recompute=round(reached * cost.kernels_recompute),
     )
-    names = [one.name for one in fields(part)]
-    return PartTime(**{name: getattr(part, name) + getattr(adapters, name) for name in names})
+    names = [one.name for one in fields(cost)]
+    return LayerCost(**{name: getattr(cost, name) + getattr(adapters, name) for name in names})

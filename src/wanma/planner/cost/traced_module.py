@@ -9,35 +9,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wanma.job.forecast.forecast import Layer, StepTime, Workload
-from wanma.job.forecast.operators import Attention, Operator, Product
+from wanma.job.forecast.forecast import LayerWorkload, StepTime, Workload
+from wanma.job.forecast.operators import Attention, Matmul, Operator
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.decoder_layers import PartTime, Software, product_precision
-from wanma.planner.cost.model_cost import Blocks, End, Pieces, stages_of
-from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
+from wanma.planner.cost.decoder_layers import FrameworkTraits, matmul_precision
+from wanma.planner.cost.layer_cost import LayerCost
+from wanma.planner.cost.model_cost import BlockGroup, EndLayer, ModelCost, build_stages
+from wanma.planner.cost.step import StepComponents, assemble_step_time, build_step_components
 from wanma.planner.hardware_model.collective_time import (
-    Group,
+    RankGroup,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     send_seconds,
 )
-from wanma.planner.hardware_model.model import Chip, Machine
+from wanma.planner.hardware_model.model import DeviceModel, HardwareModel
 from wanma.planner.hardware_model.operator_time import (
     ELEMENT_BYTES,
     attention_seconds,
-    product_seconds,
-    streaming_seconds,
+    matmul_seconds,
+    memory_bound_seconds,
 )
 
-SECTOR_BYTES = 64.0
+MIN_MEMORY_ACCESS_BYTES = 64.0
 """Smallest memory transaction in bytes: two sectors of 32 (NVIDIA, "CUDA C++ Best Practices Guide", section
 10.2.1: coalesced access)."""
 
+_BACKWARD_FIELDS = {"inputs": "backward_input", "weights": "backward_weight"}
+"""Field of `LayerCost` by the phase of an operator that runs in backward."""
 _LOSS_KERNELS = 6
-_WORTH_TELLING = 0.1
+_REPORTED_SHARE = 0.1
 """Share of a step from which the update of embedding tables is reported to the user, 0 .. 1."""
-_NARROW = 16
+_MIN_TENSOR_CORE_DIMENSION = 16
 """Rows, columns or terms of a product below which tensor cores do not help, as in a depthwise convolution."""
 
 
@@ -45,74 +48,76 @@ def module_step_time(
     workload: Workload,
     plan: Plan,
     global_batch: int,
-    machine: Machine,
-    software: Software | None = None,
+    hardware: HardwareModel,
+    framework: FrameworkTraits | None = None,
 ) -> StepTime:
     """Return the forecast of one optimizer step of `global_batch` samples.
 
     Every parameter is updated in every step, including rows of an embedding table that no sample reads:
-    gradients are dense, except for tables that declare otherwise (`Layer.trained_parameters`).
+    gradients are dense, except for tables that declare otherwise (`LayerWorkload.trainable_parameters`).
 
     Raises:
-        ValueError: the layers' operators are not known (`Layer.operators`); the hardware model has fewer
-            devices than the plan has ranks, or no rate for its precision.
+        ValueError: the layers' operators are not known (`LayerWorkload.operators`); the hardware model has
+            fewer devices than the plan has ranks, or no rate for its precision.
     """
-    return step_of(module_anatomy(workload, plan, global_batch, machine, software))
+    return assemble_step_time(module_step_components(workload, plan, global_batch, hardware, framework))
 
 
-def module_anatomy(
+def module_step_components(
     workload: Workload,
     plan: Plan,
     global_batch: int,
-    machine: Machine,
-    software: Software | None = None,
-) -> Anatomy:
+    hardware: HardwareModel,
+    framework: FrameworkTraits | None = None,
+) -> StepComponents:
     """Return the components of `module_step_time`; arguments and errors likewise."""
-    if not knows_operators(workload):
+    if not has_operators(workload):
         raise ValueError("the operators of the model's layers are not known one by one")
-    software = software or Software(fused=plan.compile)
-    return anatomy_of_stages(
-        stages_of(module_pieces(workload, plan, machine, software), plan),
+    framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
+    return build_step_components(
+        build_stages(module_model_cost(workload, plan, hardware, framework), plan),
         plan,
-        plan.accumulation(global_batch),
-        machine,
-        software,
-        boundary_seconds=module_boundary_seconds(workload, plan, machine),
-        trained_share=workload.trained_share,
+        plan.gradient_accumulation_steps(global_batch),
+        hardware,
+        framework,
+        stage_send_seconds=module_stage_send_seconds(workload, plan, hardware),
+        trainable_share=workload.trainable_share,
     )
 
 
-def module_pieces(workload: Workload, plan: Plan, machine: Machine, software: Software) -> Pieces:
-    """Return the layer costs of a module; only the settings of the plan in `pieces_key` influence them."""
-    parts = [part_time(layer, plan, machine, software) for layer in workload.layers]
+def module_model_cost(
+    workload: Workload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
+) -> ModelCost:
+    """Return the layer costs of a module; of the plan only the settings in `model_cost_key` count."""
+    parts = [layer_cost(layer, plan, hardware, framework) for layer in workload.layers]
     first = next((number for number, layer in enumerate(workload.layers) if layer.is_block), 0)
-    before: list[End] = []
-    after: list[End] = []
-    blocks: list[Blocks] = []
+    before: list[EndLayer] = []
+    after: list[EndLayer] = []
+    blocks: list[BlockGroup] = []
     for number, (layer, part) in enumerate(zip(workload.layers, parts, strict=True)):
         if layer.is_block:
-            blocks.append(Blocks(part, layer.count, float(layer.parameters)))
+            blocks.append(BlockGroup(part, layer.count, float(layer.parameters)))
         else:
-            end = End(_times(part, layer.count), float(layer.count * layer.parameters))
+            end = EndLayer(_scaled_cost(part, layer.count), float(layer.count * layer.parameters))
             (before if number < first else after).append(end)
-    after.append(End(_loss_time(workload, plan, machine, software), 0.0))
-    return Pieces(tuple(before), tuple(blocks), tuple(after))
+    after.append(EndLayer(_loss_cost(workload, plan, hardware, framework), 0.0))
+    return ModelCost(tuple(before), tuple(blocks), tuple(after))
 
 
-def knows_operators(workload: Workload) -> bool:
+def has_operators(workload: Workload) -> bool:
     """Return whether a module was traced operator by operator, so that its time can be forecast."""
     return any(layer.operators for layer in workload.layers)
 
 
-def told_of_tables(workload: Workload, step: StepTime) -> tuple[str, ...]:
+def embedding_table_reasons(workload: Workload, step: StepTime) -> tuple[str, ...]:
     """Return messages about embedding tables that make steps long; empty where they do not."""
     tables = sum(
-        layer.count * layer.parameters * layer.trained_share
+        layer.count * layer.parameters * layer.trainable_share
         for layer in workload.layers
         if any(one.kind == "lookup" and one.phase == "forward" for one in layer.operators)
     )
     share = step.optimizer / step.seconds
-    if share < _WORTH_TELLING or 2 * tables < workload.parameters:
+    if share < _REPORTED_SHARE or 2 * tables < workload.parameters:
         return ()
     return (
         f"the update is {share:.0%} of a step: it passes over all rows of the embedding tables, "
@@ -120,49 +125,54 @@ def told_of_tables(workload: Workload, step: StepTime) -> tuple[str, ...]:
     )
 
 
-def part_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
+def layer_cost(
+    layer: LayerWorkload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
+) -> LayerCost:
     """Return the cost of one of a layer's `count`, for one micro-batch on one rank."""
-    part = operators_time(layer, plan, machine, software)
-    return _with_exchanges(part, layer, plan, machine) if layer.is_block else part
+    part = operators_cost(layer, plan, hardware, framework)
+    return _with_communication(part, layer, plan, hardware) if layer.is_block else part
 
 
-def operators_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
+def operators_cost(
+    layer: LayerWorkload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
+) -> LayerCost:
     """Return the cost of the layer's operators alone, without communication between ranks."""
-    device = _Device(machine.chip, plan, software, layer.is_block)
-    left_out = "eager" if software.fused else "compiled"
-    part = PartTime()
+    device = _LayerTimer(hardware.chip, plan, framework, layer.is_block)
+    left_out = "eager" if framework.fuses_pointwise else "compiled"
+    part = LayerCost()
     for operator in layer.operators:
-        if operator.when == left_out:
+        if operator.execution_mode == left_out:
             continue
         seconds = device.seconds(operator)
         runs_again = operator.phase == "forward" and (
-            plan.recompute == "full" or (plan.recompute == "selective" and not operator.is_kept)
+            plan.recompute == "full"
+            or (plan.recompute == "selective" and not operator.is_saved_by_selective_recompute)
         )
         if operator.phase == "forward":
             part = replace(
                 part,
                 forward=part.forward + seconds,
-                kernels_forward=part.kernels_forward + operator.kernels,
-                again=part.again + (seconds if runs_again else 0.0),
-                kernels_again=part.kernels_again + (operator.kernels if runs_again else 0),
+                kernels_forward=part.kernels_forward + operator.kernel_count,
+                recompute=part.recompute + (seconds if runs_again else 0.0),
+                kernels_recompute=part.kernels_recompute + (operator.kernel_count if runs_again else 0),
             )
         else:
-            name = f"backward_{operator.phase}"
+            name = _BACKWARD_FIELDS[operator.phase]
             part = replace(
                 part,
                 **{name: getattr(part, name) + seconds},
-                kernels_backward=part.kernels_backward + operator.kernels,
+                kernels_backward=part.kernels_backward + operator.kernel_count,
             )
     return part
 
 
 @dataclass(frozen=True)
-class _Device:
+class _LayerTimer:
     """Device of one rank and the settings of a plan under which it runs a layer."""
 
-    chip: Chip
+    chip: DeviceModel
     plan: Plan
-    software: Software
+    framework: FrameworkTraits
     is_block: bool
 
     @property
@@ -177,31 +187,31 @@ class _Device:
 
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of all kernels of an operator."""
-        elements = operator.elements_per_sample * self.samples + operator.elements_fixed / self.tp
-        if operator.product is not None:
-            return self._product(operator, operator.product, elements)
+        elements = operator.elements_per_sample * self.samples + operator.fixed_elements / self.tp
+        if operator.matmul is not None:
+            return self._matmul_seconds(operator, operator.matmul, elements)
         if operator.attention is not None:
-            return operator.kernels * self._attention(operator, operator.attention)
+            return operator.kernel_count * self._attention_seconds(operator, operator.attention)
         moved = elements * ELEMENT_BYTES[self.plan.precision]
-        if operator.row_elements is not None:
-            row = operator.row_elements * ELEMENT_BYTES[self.plan.precision]
-            moved *= max(1.0, SECTOR_BYTES / row)
+        if operator.embedding_row_elements is not None:
+            row = operator.embedding_row_elements * ELEMENT_BYTES[self.plan.precision]
+            moved *= max(1.0, MIN_MEMORY_ACCESS_BYTES / row)
         # Between split products each rank has a part of the sequence, or of the width.
         shared = self.tp if self.plan.sequence_parallel else 1
-        return streaming_seconds(self.chip, moved / shared, operator.kernels)
+        return memory_bound_seconds(self.chip, moved / shared, operator.kernel_count)
 
-    def _product(self, operator: Operator, product: Product, elements: float) -> float:
+    def _matmul_seconds(self, operator: Operator, product: Matmul, elements: float) -> float:
         """Return the seconds of an operator that is a product or a convolution."""
-        sized = product.sized(self.samples)
+        sized = product.for_micro_batch(self.samples)
         precision = self._precision(operator)
-        moved = elements / operator.kernels
+        moved = elements / operator.kernel_count
         m, n, k, count = sized.m, sized.n / self.tp, sized.k, max(sized.count, 1.0)
-        if count > 1 and operator.kind == "convolution" and min(n, k) < _NARROW:
+        if count > 1 and operator.kind == "convolution" and min(n, k) < _MIN_TENSOR_CORE_DIMENSION:
             # Each channel on its own: too narrow to be multiplied by blocks, it streams.
-            return operator.kernels * streaming_seconds(self.chip, moved * ELEMENT_BYTES[precision])
+            return operator.kernel_count * memory_bound_seconds(self.chip, moved * ELEMENT_BYTES[precision])
         # Where a product has fewer tiles than there are multiprocessors, its sums are cut into parts.
         one = min(
-            product_seconds(
+            matmul_seconds(
                 self.chip,
                 m,
                 n,
@@ -210,14 +220,18 @@ class _Device:
                 round(count * parts),
                 moved_elements=moved + (2.0 * parts * m * n * count if parts > 1 else 0.0),
             )
-            for parts in _PARTS
-            if parts == 1 or k / parts >= _SHORTEST_SUM
+            for parts in _SPLIT_K_FACTORS
+            if parts == 1 or k / parts >= _MIN_SPLIT_K
         )
         turned = 0.0
-        if operator.kind == "convolution" and precision in _TENSOR_CORES and not self.software.channels_last:
+        if (
+            operator.kind == "convolution"
+            and precision in _TENSOR_CORE_PRECISIONS
+            and not self.framework.channels_last
+        ):
             both_ways = 2 * operator.elements_per_sample * self.samples * ELEMENT_BYTES[precision]
-            turned = streaming_seconds(self.chip, both_ways, 3 * operator.kernels)
-        return operator.kernels * one + turned
+            turned = memory_bound_seconds(self.chip, both_ways, 3 * operator.kernel_count)
+        return operator.kernel_count * one + turned
 
     def _precision(self, operator: Operator) -> str:
         """Return the precision of a product: the plan's, unless a library chooses its own."""
@@ -225,9 +239,9 @@ class _Device:
         if operator.kind == "convolution":
             # cuDNN rounds convolutions in fp32 to TF32 unless it is told not to (torch.backends.cudnn).
             return "tf32" if precision == "fp32" and "tf32" in self.chip.products else precision
-        return product_precision(self.plan, self.software) if self.is_block else precision
+        return matmul_precision(self.plan, self.framework) if self.is_block else precision
 
-    def _attention(self, operator: Operator, attention: Attention) -> float:
+    def _attention_seconds(self, operator: Operator, attention: Attention) -> float:
         """Return the seconds of one kernel of fused attention."""
         return attention_seconds(
             self.chip,
@@ -235,82 +249,91 @@ class _Device:
             attention.queries,
             attention.keys,
             attention.heads / self.tp,
-            attention.head_width,
+            attention.head_dim,
             kv_heads=max(attention.kv_heads / self.tp, 1.0),
-            value_width=attention.value_width,
-            causal=attention.causal,
+            value_head_dim=attention.value_head_dim,
+            causal=attention.is_causal,
             backward=operator.phase != "forward",
-            efficiency=self.software.attention_efficiency,
+            efficiency=self.framework.attention_efficiency,
             precision=self.plan.precision,
         )
 
 
-_TENSOR_CORES = ("tf32", "bf16", "fp16", "fp8", "nvfp4")
-_PARTS = (1, 2, 4, 8, 16, 32, 64)
-_SHORTEST_SUM = 256.0
+_TENSOR_CORE_PRECISIONS = ("tf32", "bf16", "fp16", "fp8", "nvfp4")
+_SPLIT_K_FACTORS = (1, 2, 4, 8, 16, 32, 64)
+_MIN_SPLIT_K = 256.0
 """Terms of one part of a split sum; with fewer, adding the parts costs more than it saves."""
 
 
-def _with_exchanges(part: PartTime, layer: Layer, plan: Plan, machine: Machine) -> PartTime:
-    """Return `part` with a block's communication under `tp` and `cp`, as `block_time` has it."""
-    moved = (layer.input_elements_per_sample or 0.0) * plan.micro_batch / plan.cp
+def _with_communication(
+    cost: LayerCost, layer: LayerWorkload, plan: Plan, hardware: HardwareModel
+) -> LayerCost:
+    """Return `cost` with a block's communication under `tp` and `cp`, as `block_cost` has it."""
+    moved = (layer.full_recompute_elements_per_sample or 0.0) * plan.micro_batch / plan.cp
     moved *= ELEMENT_BYTES[plan.precision]
     if plan.tp > 1:
-        group = Group(plan.tp)
+        group = RankGroup(plan.tp)
         one = (
-            2 * all_gather_seconds(machine, group, moved)
+            2 * all_gather_seconds(hardware, group, moved)
             if plan.sequence_parallel
-            else all_reduce_seconds(machine, group, moved)
+            else all_reduce_seconds(hardware, group, moved)
         )
-        part = replace(
-            part,
+        cost = replace(
+            cost,
             tensor_forward=2 * one,
             tensor_backward=2 * one,
-            tensor_again=2 * one if plan.recompute == "full" else 0.0,
+            tensor_recompute=2 * one if plan.recompute == "full" else 0.0,
         )
     if plan.cp > 1:
         context = sum(
-            one.kernels * _context_seconds(one.attention, plan, machine)
+            one.kernel_count * _context_seconds(one.attention, plan, hardware)
             for one in layer.operators
             if one.attention is not None and one.phase == "forward"
         )
-        part = replace(part, context_forward=context, context_backward=2 * context)
-    return part
+        cost = replace(cost, context_forward=context, context_backward=2 * context)
+    return cost
 
 
-def _context_seconds(attention: Attention, plan: Plan, machine: Machine) -> float:
+def _context_seconds(attention: Attention, plan: Plan, hardware: HardwareModel) -> float:
     """Return the seconds of exchanging keys and values under `cp`, none of them hidden."""
     element = ELEMENT_BYTES[plan.precision]
     share = attention.sequences * plan.micro_batch / plan.cp * element / plan.tp
-    widths = attention.head_width + attention.value_width
+    widths = attention.head_dim + attention.value_head_dim
     keys_and_values = share * attention.keys * attention.kv_heads * widths
     if plan.cp_method == "all_to_all":
         queries = share * attention.queries * attention.heads * widths
-        return all_to_all_seconds(machine, Group(plan.cp, plan.tp), keys_and_values + queries)
-    return (plan.cp - 1) * send_seconds(machine, plan.tp, keys_and_values)
+        return all_to_all_seconds(hardware, RankGroup(plan.cp, plan.tp), keys_and_values + queries)
+    return (plan.cp - 1) * send_seconds(hardware, plan.tp, keys_and_values)
 
 
-def _times(part: PartTime, count: int) -> PartTime:
+def _scaled_cost(cost: LayerCost, count: int) -> LayerCost:
     """Return the cost of `count` equal layers."""
     if count == 1:
-        return part
-    return PartTime(**{name: count * value for name, value in vars(part).items()})
+        return cost
+    return LayerCost(**{name: count * value for name, value in vars(cost).items()})
 
 
-def _loss_time(workload: Workload, plan: Plan, machine: Machine, software: Software) -> PartTime:
+def _loss_cost(
+    workload: Workload, plan: Plan, hardware: HardwareModel, framework: FrameworkTraits
+) -> LayerCost:
     """Return the cost of the loss: cross entropy, or another function, over the outputs."""
     outputs = (workload.output_elements_per_sample or 0.0) * plan.micro_batch / plan.cp / plan.tp
-    half = streaming_seconds(machine.chip, outputs * software.loss_bytes / 2, _LOSS_KERNELS)
-    return PartTime(half, half, kernels_forward=_LOSS_KERNELS, kernels_backward=_LOSS_KERNELS)
+    half = memory_bound_seconds(hardware.chip, outputs * framework.loss_bytes / 2, _LOSS_KERNELS)
+    return LayerCost(half, half, kernels_forward=_LOSS_KERNELS, kernels_backward=_LOSS_KERNELS)
 
 
-def module_boundary_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
+def module_stage_send_seconds(workload: Workload, plan: Plan, hardware: HardwareModel) -> float:
     """Return the seconds of sending a stage's output, which is a block's input, to the next pipeline rank."""
     if plan.pp == 1:
         return 0.0
     widest = max(
-        (layer.input_elements_per_sample or 0.0 for layer in workload.layers if layer.is_block), default=0.0
+        (layer.full_recompute_elements_per_sample or 0.0 for layer in workload.layers if layer.is_block),
+        default=0.0,
     )
     whole = plan.micro_batch / plan.cp * widest * ELEMENT_BYTES[plan.precision]
-    seconds = send_seconds(machine, plan.stage_ranks, whole / plan.tp)
-    return seconds if plan.sequence_parallel else seconds + all_gather_seconds(machine, Group(plan.tp), whole)
+    seconds = send_seconds(hardware, plan.ranks_per_pipeline_rank, whole / plan.tp)
+    return (
+        seconds
+        if plan.sequence_parallel
+        else seconds + all_gather_seconds(hardware, RankGroup(plan.tp), whole)
+    )

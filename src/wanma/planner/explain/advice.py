@@ -15,70 +15,73 @@ from dataclasses import replace
 
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
-from wanma.planner.explain.plan_changes import Change, families, settings_between
-from wanma.planner.forecast.plan_forecast import forecast, memory
-from wanma.planner.forecast.plan_validity import refusal
-from wanma.planner.forecast.problem import Problem, host_overflow
+from wanma.planner.explain.plan_changes import PlanChange, change_families, changed_settings
+from wanma.planner.forecast.plan_forecast import forecast_plan, forecast_plan_memory
+from wanma.planner.forecast.plan_validity import invalid_plan_reason
+from wanma.planner.forecast.problem import PlanningProblem, host_memory_overflow_reason
 
 Fits = Callable[[Plan], bool]
 
-CHEAP = 0.10
+ACCEPTABLE_SLOWDOWN = 0.10
 """Slowdown, as a share of the step, up to which single changes are not followed by pairs of changes."""
 
 
-def advice(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
+def fitting_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5) -> list[PlanChange]:
     """Return the changes that make `plan` fit into `problem.memory_bytes`.
 
-    Single changes first; pairs too where no single change fits, or each is slower than `CHEAP`. Of each kind
-    of change the smallest that fits, ordered by slowdown. Empty where the plan fits, or where no two changes
-    make it fit.
+    Single changes first; pairs too where no single change fits, or each is slower than
+    `ACCEPTABLE_SLOWDOWN`. Of each kind of change the smallest that fits, ordered by slowdown. Empty where
+    the plan fits, or where no two changes make it fit.
     """
-    if plan.placement or memory(problem, plan).memory_bytes <= problem.memory_bytes:
+    if plan.placement or forecast_plan_memory(problem, plan).memory_bytes <= problem.memory_limit_bytes:
         return []
     plan = replace(plan, batch_shares=())
 
     def fits(other: Plan) -> bool:
-        needed = memory(problem, other)
-        if needed.memory_bytes > problem.memory_bytes or refusal(problem, other) is not None:
+        needed = forecast_plan_memory(problem, other)
+        if (
+            needed.memory_bytes > problem.memory_limit_bytes
+            or invalid_plan_reason(problem, other) is not None
+        ):
             return False
-        return host_overflow(problem, other, needed) is None
+        return host_memory_overflow_reason(problem, other, needed) is None
 
-    before = forecast(problem, plan)
-    found: dict[Plan, Change] = {}
-    for options in (_singles, _pairs):
-        for other in _first_of_each(options(problem, plan), fits):
+    before = forecast_plan(problem, plan)
+    found: dict[Plan, PlanChange] = {}
+    for options in (_single_changes, _change_pairs):
+        for other in _first_fitting_of_each(options(problem, plan), fits):
             if other not in found:
-                found[other] = _change(problem, plan, before, other)
-        ranked = sorted(found.values(), key=_dearness)
-        if ranked and (ranked[0].slowdown or 0.0) <= CHEAP and ranked[0].slowdown is not None:
+                found[other] = _forecast_change(problem, plan, before, other)
+        ranked = sorted(found.values(), key=_cost_order)
+        if ranked and (ranked[0].slowdown or 0.0) <= ACCEPTABLE_SLOWDOWN and ranked[0].slowdown is not None:
             break
     return ranked[:keep]
 
 
-def savings(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
+def memory_saving_changes(problem: PlanningProblem, plan: Plan, *, keep: int = 5) -> list[PlanChange]:
     """Return the single changes that save most memory, one of each kind, whether or not they suffice."""
     if plan.placement:
         return []
     plan = replace(plan, batch_shares=())
-    before = forecast(problem, plan)
+    before = forecast_plan(problem, plan)
     found = []
-    for options in _singles(problem, plan):
-        possible = [other for other in options if refusal(problem, other) is None]
+    for options in _single_changes(problem, plan):
+        possible = [other for other in options if invalid_plan_reason(problem, other) is None]
         if possible:
-            least = min(possible, key=lambda other: memory(problem, other).memory_bytes)
-            found.append(_change(problem, plan, before, least))
+            least = min(possible, key=lambda other: forecast_plan_memory(problem, other).memory_bytes)
+            found.append(_forecast_change(problem, plan, before, least))
     helpful = [change for change in found if change.saved_bytes > 0]
     return sorted(helpful, key=lambda change: -change.saved_bytes)[:keep]
 
 
-def _singles(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
-    for family in families(problem).values():
+def _single_changes(problem: PlanningProblem, plan: Plan) -> Iterator[Iterable[Plan]]:
+    for family in change_families(problem).values():
         yield family(plan)
 
 
-def _pairs(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
+def _change_pairs(problem: PlanningProblem, plan: Plan) -> Iterator[Iterable[Plan]]:
     """Yield, for every two families, the plans with a change of each, smallest changes first."""
-    for first, second in itertools.combinations(families(problem).values(), 2):
+    for first, second in itertools.combinations(change_families(problem).values(), 2):
         both = [
             (number + further, other)
             for number, half in enumerate(first(plan))
@@ -87,24 +90,30 @@ def _pairs(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
         yield [other for _, other in sorted(both, key=lambda pair: pair[0])]
 
 
-def _first_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Iterator[Plan]:
+def _first_fitting_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Iterator[Plan]:
     for plans in options:
         fitting = next(filter(fits, plans), None)
         if fitting is not None:
             yield fitting
 
 
-def _change(problem: Problem, before: Plan, needed: Forecast, after: Plan) -> Change:
-    then = forecast(problem, after)
+def _forecast_change(
+    problem: PlanningProblem, before: Plan, forecast_before: Forecast, after: Plan
+) -> PlanChange:
+    then = forecast_plan(problem, after)
     slowdown = None
-    if needed.step is not None and then.step is not None:
-        slowdown = then.step.seconds / needed.step.seconds - 1.0
-    return Change(
-        settings_between(before, after), after, then, needed.memory_bytes - then.memory_bytes, slowdown
+    if forecast_before.step is not None and then.step is not None:
+        slowdown = then.step.seconds / forecast_before.step.seconds - 1.0
+    return PlanChange(
+        changed_settings(before, after),
+        after,
+        then,
+        forecast_before.memory_bytes - then.memory_bytes,
+        slowdown,
     )
 
 
-def _dearness(change: Change) -> tuple[float, int, int, str]:
+def _cost_order(change: PlanChange) -> tuple[float, int, int, str]:
     """Return the sort key of changes: faster first (unknown last), then fewer settings, larger savings."""
     slowdown = change.slowdown if change.slowdown is not None else math.inf
     return slowdown, len(change.settings), -change.saved_bytes, str(change)

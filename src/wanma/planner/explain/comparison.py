@@ -15,25 +15,25 @@ from typing import Literal
 from wanma.job.forecast.forecast import MEMORY_KINDS, Forecast, StepTime
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.explain.advice import advice, savings
-from wanma.planner.explain.plan_changes import Change
-from wanma.planner.forecast.plan_forecast import forecast, with_pipeline_ranks
-from wanma.planner.forecast.plan_validity import refusal
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.rules.capabilities import not_runnable
-from wanma.planner.rules.compression import compression_words
+from wanma.planner.explain.advice import fitting_changes, memory_saving_changes
+from wanma.planner.explain.plan_changes import PlanChange
+from wanma.planner.forecast.plan_forecast import forecast_plan, with_pipeline_rank_memory
+from wanma.planner.forecast.plan_validity import invalid_plan_reason
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.rules.capabilities import unsupported_reason
+from wanma.planner.rules.compression import compression_text
 from wanma.planner.search.result import Candidate
 
 Verdict = Literal["refused", "not runnable", "does not fit", "slower", "as fast", "faster", "time unknown"]
 
-SAME = 0.005
+EQUAL_TIME_SHARE = 0.005
 """Share of the step time within which two plans count as equally fast."""
-NAMED = 0.01
+MIN_NAMED_SHARE = 0.01
 """Share of the best plan's step time below which a difference is not named."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class TimeDifference:
     """Difference of two plans in one kind of step time."""
 
     kind: str
@@ -42,17 +42,17 @@ class Difference:
     """Seconds beyond the best plan's; negative where it is less."""
     cause: str
     """Cause, such as 'TP 16 crosses nodes'; empty where no setting explains it."""
-    what: str
+    description: str
     """Name of the time, such as 'exposed all-reduce'."""
 
     def __str__(self) -> str:
         sign = "+" if self.seconds >= 0 else "−"
-        amount = f"{sign}{duration_text(abs(self.seconds))} of {self.what}"
+        amount = f"{sign}{duration_text(abs(self.seconds))} of {self.description}"
         return f"{self.cause}: {amount}" if self.cause else amount
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """Comparison of one plan with the best."""
 
     plan: Plan
@@ -61,9 +61,9 @@ class Comparison:
     """Result in words: 'slower, 1.42 s a step against 1.01 s (+41%)', or the reason for a refusal."""
     forecast: Forecast | None = None
     """Forecast of the plan; None for a refused plan."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TimeDifference, ...] = ()
     """Differences by kind of time: the largest loss first, then the gains."""
-    ways: tuple[Change, ...] = ()
+    remedies: tuple[PlanChange, ...] = ()
     """Changes that make a plan fit that does not; without any, those that save most memory."""
 
     @property
@@ -74,66 +74,71 @@ class Comparison:
         return f"{self.headline}: {'; '.join(causes[:3])}" if causes else self.headline
 
 
-def compare(
-    problem: Problem, plan: Plan, best: Candidate | None, known: Forecast | None = None
-) -> Comparison:
+def compare_plans(
+    problem: PlanningProblem, plan: Plan, best: Candidate | None, known_forecast: Forecast | None = None
+) -> PlanComparison:
     """Compare `plan` with `best`, which may be None where nothing fits.
 
     Args:
         problem: the planning problem.
         plan: plan to compare.
         best: best plan of a search.
-        known: forecast of `plan` from a search; required for plans with a replica placement.
+        known_forecast: forecast of `plan` from a search; required for plans with a replica placement.
     """
-    if not plan.placement and (reason := refusal(problem, plan)):
-        return Comparison(plan, "refused", f"refused: {reason}")
-    needed = known or forecast(problem, plan)
-    if needed.memory_bytes > problem.memory_bytes:
-        ways = tuple(advice(problem, plan, keep=3) or savings(problem, plan, keep=3))
-        return Comparison(plan, "does not fit", _too_large(problem, plan, needed, ways), needed, (), ways)
-    reason = not_runnable(problem.job, plan, problem.cluster)
-    if reason is not None and (best is None or best.forecast_only != reason):
-        return Comparison(plan, "not runnable", f"a forecast only: {reason}", needed)
+    if not plan.placement and (reason := invalid_plan_reason(problem, plan)):
+        return PlanComparison(plan, "refused", f"refused: {reason}")
+    needed = known_forecast or forecast_plan(problem, plan)
+    if needed.memory_bytes > problem.memory_limit_bytes:
+        ways = tuple(fitting_changes(problem, plan, keep=3) or memory_saving_changes(problem, plan, keep=3))
+        return PlanComparison(
+            plan, "does not fit", _too_large_text(problem, plan, needed, ways), needed, (), ways
+        )
+    reason = unsupported_reason(problem.job, plan, problem.cluster)
+    if reason is not None and (best is None or best.unsupported_reason != reason):
+        return PlanComparison(plan, "not runnable", f"a forecast only: {reason}", needed)
     if needed.step is None or best is None or best.forecast.step is None:
-        return Comparison(plan, "time unknown", "fits; the time of its step is not known", needed)
-    verdict, headline = _slower(needed.step, best.forecast.step)
+        return PlanComparison(plan, "time unknown", "fits; the time of its step is not known", needed)
+    verdict, headline = _time_verdict(needed.step, best.forecast.step)
     differences = tuple(_differences(problem, plan, needed.step, best.plan, best.forecast.step))
-    return Comparison(plan, verdict, headline, needed, differences)
+    return PlanComparison(plan, verdict, headline, needed, differences)
 
 
-def _too_large(problem: Problem, plan: Plan, needed: Forecast, ways: tuple[Change, ...]) -> str:
+def _too_large_text(
+    problem: PlanningProblem, plan: Plan, memory_forecast: Forecast, remedies: tuple[PlanChange, ...]
+) -> str:
     """Describe a plan that does not fit, with the largest kind of memory and the best change.
 
     Example: 'does not fit: stage 0 needs 91.0 GiB of 80.0 GiB; largest: activations 44.0 GiB; ...'.
     """
-    kinds = {name: getattr(needed, field) for field, name in MEMORY_KINDS.items()}
+    kinds = {name: getattr(memory_forecast, field) for field, name in MEMORY_KINDS.items()}
     largest = max(kinds, key=lambda name: kinds[name])
     sentences = [
-        f"does not fit: {_fullest(problem, plan, needed)} needs {bytes_text(needed.memory_bytes)} of "
-        f"{bytes_text(problem.memory_bytes)}",
+        f"does not fit: {_largest_rank_text(problem, plan, memory_forecast)} needs "
+        f"{bytes_text(memory_forecast.memory_bytes)} of "
+        f"{bytes_text(problem.memory_limit_bytes)}",
         f"largest: {largest} {bytes_text(kinds[largest])}",
     ]
-    for way in ways[:1]:
-        is_enough = way.forecast.memory_bytes <= problem.memory_bytes
+    for way in remedies[:1]:
+        is_enough = way.forecast.memory_bytes <= problem.memory_limit_bytes
         enough = "and fit" if is_enough else "of it, which is not enough"
         sentences.append(f"{way} would save {bytes_text(way.saved_bytes)} {enough}")
     return "; ".join(sentences)
 
 
-def _fullest(problem: Problem, plan: Plan, needed: Forecast) -> str:
+def _largest_rank_text(problem: PlanningProblem, plan: Plan, memory_forecast: Forecast) -> str:
     """Name the largest rank: 'stage 0' in a pipeline; 'a rank' among equal ones."""
     if plan.pp == 1 or plan.placement:
         return "a rank"
-    ranks = with_pipeline_ranks(problem, plan, needed).pipeline_ranks
+    ranks = with_pipeline_rank_memory(problem, plan, memory_forecast).pipeline_ranks
     fullest = max(range(plan.pp), key=lambda rank: ranks[rank].memory_bytes)
-    numbers = plan.stages_of(fullest)
+    numbers = plan.stages_of_pipeline_rank(fullest)
     return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _slower(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
+def _time_verdict(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
     """Return the verdict and the headline of a plan that fits."""
     ratio = step.seconds / best.seconds - 1.0
-    if abs(ratio) < SAME:
+    if abs(ratio) < EQUAL_TIME_SHARE:
         return "as fast", f"as fast as the best: {duration_text(step.seconds)} a step"
     verdict: Verdict = "slower" if ratio > 0 else "faster"
     times = f"{duration_text(step.seconds)} a step against {duration_text(best.seconds)}"
@@ -141,85 +146,89 @@ def _slower(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
 
 
 def _differences(
-    problem: Problem, plan: Plan, step: StepTime, best_plan: Plan, best: StepTime
-) -> list[Difference]:
+    problem: PlanningProblem, plan: Plan, step: StepTime, best_plan: Plan, best: StepTime
+) -> list[TimeDifference]:
     found = []
     for kind, (what, cause) in _KINDS.items():
         seconds = getattr(step, kind) - getattr(best, kind)
-        if abs(seconds) >= NAMED * best.seconds:
+        if abs(seconds) >= MIN_NAMED_SHARE * best.seconds:
             # A loss has its cause in this plan's settings, a gain in those of the best plan.
             if seconds > 0:
-                found.append(Difference(kind, seconds, cause(problem, plan, best_plan), what(plan)))
+                found.append(TimeDifference(kind, seconds, cause(problem, plan, best_plan), what(plan)))
             else:
                 why = cause(problem, best_plan, plan)
-                found.append(Difference(kind, seconds, f"the best's {why}" if why else "", what(best_plan)))
+                found.append(
+                    TimeDifference(kind, seconds, f"the best's {why}" if why else "", what(best_plan))
+                )
     return sorted(found, key=lambda one: -one.seconds)
 
 
-def _crosses(problem: Problem, size: int, stride: int) -> bool:
+def _crosses_nodes(problem: PlanningProblem, size: int, stride: int) -> bool:
     """Return whether a group of ranks reaches beyond the fastest links."""
-    links = problem.machine.links
+    links = problem.hardware.links
     return len(links) > 1 and size > 1 and (size - 1) * stride >= links[0].devices
 
 
-def _axis(problem: Problem, name: str, size: int, stride: int) -> str:
+def _mesh_dimension_text(problem: PlanningProblem, name: str, size: int, stride: int) -> str:
     if size == 1:
         return ""
-    where = " crosses nodes" if _crosses(problem, size, stride) else ""
+    where = " crosses nodes" if _crosses_nodes(problem, size, stride) else ""
     return f"{name} {size}{where}"
 
 
-def _tensor(problem: Problem, plan: Plan, _other: Plan) -> str:
-    return _axis(problem, "TP", plan.tp, 1)
+def _tensor_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
+    return _mesh_dimension_text(problem, "TP", plan.tp, 1)
 
 
-def _context(problem: Problem, plan: Plan, _other: Plan) -> str:
-    return _axis(problem, "CP", plan.cp, plan.tp)
+def _context_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
+    return _mesh_dimension_text(problem, "CP", plan.cp, plan.tp)
 
 
-def _expert(problem: Problem, plan: Plan, _other: Plan) -> str:
-    return _axis(problem, "EP", plan.ep, plan.tp)
+def _expert_parallel_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
+    return _mesh_dimension_text(problem, "EP", plan.ep, plan.tp)
 
 
-def _data(problem: Problem, plan: Plan, other: Plan) -> str:
-    ranks = plan.data_ranks * plan.cp
+def _data_parallel_cause(problem: PlanningProblem, plan: Plan, other: Plan) -> str:
+    ranks = plan.data_parallel_size * plan.cp
     if ranks == 1:
         return ""
-    shared = "" if plan.shard == "none" else f", {plan.shard} sharded over {plan.shard_ranks}"
-    if _rounded(plan) != _rounded(other):
-        shared += f", gradients {_rounded(plan)} instead of {_rounded(other)}"
-    return f"{_axis(problem, 'DP', ranks, plan.tp)}{shared}"
+    shared = "" if plan.shard == "none" else f", {plan.shard} sharded over {plan.shard_group_size}"
+    if _compression_text(plan) != _compression_text(other):
+        shared += f", gradients {_compression_text(plan)} instead of {_compression_text(other)}"
+    return f"{_mesh_dimension_text(problem, 'DP', ranks, plan.tp)}{shared}"
 
 
-def _rounded(plan: Plan) -> str:
-    return compression_words(plan) or "whole"
+def _compression_text(plan: Plan) -> str:
+    return compression_text(plan) or "whole"
 
 
-def _moving(_problem: Problem, plan: Plan, other: Plan) -> str:
+def _offload_cause(_problem: PlanningProblem, plan: Plan, other: Plan) -> str:
     kinds = ("parameters", "optimizer", "activations")
     keys = [f"offload_{kind}" for kind in kinds]
     unlike = [key for key in keys if getattr(plan, key) != getattr(other, key)]
     return ", ".join(f"{key} {getattr(plan, key)}" for key in unlike)
 
 
-def _bubble(problem: Problem, plan: Plan, _other: Plan) -> str:
+def _bubble_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
     if plan.pp == 1:
         return ""
-    count = plan.accumulation(problem.global_batch)
+    count = plan.gradient_accumulation_steps(problem.global_batch)
     return f"PP {plan.pp} with {count} micro-batches of {plan.schedule}"
 
 
-def _optimizer(_problem: Problem, plan: Plan, _other: Plan) -> str:
-    return f"state shared by {plan.shard_ranks} ranks" if plan.shard_ranks > 1 else "state not sharded"
+def _optimizer_cause(_problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
+    return (
+        f"state shared by {plan.shard_group_size} ranks" if plan.shard_group_size > 1 else "state not sharded"
+    )
 
 
-def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
+def _compute_cause(_problem: PlanningProblem, plan: Plan, other: Plan) -> str:
     """Name the settings by which a rank of `plan` computes longer than one of `other`."""
     causes = []
     if plan.world_size < other.world_size:
         causes.append(f"{plan.world_size} ranks instead of {other.world_size}")
     if (plan.recompute, plan.recompute_share) != (other.recompute, other.recompute_share):
-        causes.append(f"recompute {_again(plan)} instead of {_again(other)}")
+        causes.append(f"recompute {_recompute_text(plan)} instead of {_recompute_text(other)}")
     if plan.compile != other.compile:
         causes.append("not compiled" if other.compile else "compiled")
     if plan.precision != other.precision:
@@ -230,21 +239,21 @@ def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
         causes.append(f"TP {plan.tp} leaves narrower products than {other.tp}")
     if plan.micro_batch < other.micro_batch:
         causes.append(f"micro-batch {plan.micro_batch} instead of {other.micro_batch}")
-    if plan.pp > 1 and plan.stages != other.stages:
-        causes.append(f"{plan.stages} stages, of which the fullest sets the pace")
+    if plan.pp > 1 and plan.stage_count != other.stage_count:
+        causes.append(f"{plan.stage_count} stages, of which the fullest sets the pace")
     return ", ".join(causes[:2])
 
 
-def _again(plan: Plan) -> str:
+def _recompute_text(plan: Plan) -> str:
     share = "" if plan.recompute == "none" or plan.recompute_share == 1 else f" of {plan.recompute_share:.0%}"
     return f"{plan.recompute}{share}"
 
 
-def _nothing(_problem: Problem, _plan: Plan, _other: Plan) -> str:
+def _no_cause(_problem: PlanningProblem, _plan: Plan, _other: Plan) -> str:
     return ""
 
 
-def _said(text: str) -> Callable[[Plan], str]:
+def _constant_text(text: str) -> Callable[[Plan], str]:
     return lambda _plan: text
 
 
@@ -256,18 +265,18 @@ def _context_exchange(plan: Plan) -> str:
     return "exposed ring exchange" if plan.cp_method == "ring" else "exposed all-to-all"
 
 
-Cause = Callable[[Problem, Plan, Plan], str]
+Cause = Callable[[PlanningProblem, Plan, Plan], str]
 """Function of (problem, slower plan, other plan) that names the cause of a difference."""
 
 _KINDS: dict[str, tuple[Callable[[Plan], str], Cause]] = {
-    "compute": (_said("computing"), _compute),
-    "tensor": (_tensor_exchange, _tensor),
-    "context": (_context_exchange, _context),
-    "expert": (_said("exposed token exchange"), _expert),
-    "data": (_said("exposed gradient and parameter exchange"), _data),
-    "moving": (_said("waiting for what is offloaded"), _moving),
-    "bubble": (_said("waiting in the pipeline"), _bubble),
-    "optimizer": (_said("optimizer"), _optimizer),
-    "loading": (_said("waiting for data"), _nothing),
-    "checkpoint": (_said("saving"), _nothing),
+    "compute": (_constant_text("computing"), _compute_cause),
+    "tensor": (_tensor_exchange, _tensor_parallel_cause),
+    "context": (_context_exchange, _context_parallel_cause),
+    "expert": (_constant_text("exposed token exchange"), _expert_parallel_cause),
+    "data": (_constant_text("exposed gradient and parameter exchange"), _data_parallel_cause),
+    "moving": (_constant_text("waiting for what is offloaded"), _offload_cause),
+    "bubble": (_constant_text("waiting in the pipeline"), _bubble_cause),
+    "optimizer": (_constant_text("optimizer"), _optimizer_cause),
+    "loading": (_constant_text("waiting for data"), _no_cause),
+    "checkpoint": (_constant_text("saving"), _no_cause),
 }

@@ -11,11 +11,11 @@ from wanma.job.file.serialization import toml_value
 from wanma.job.forecast.forecast import Forecast
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute, Shard
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages, planned_cuts
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages, plan_stage_cuts
 
-SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
-MOST_SIZES = 3
+SHARD_LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+MAX_CHANGES_PER_FAMILY = 3
 """Number of doublings of a mesh dimension, and of shares of recompute, that are tried."""
 
 _NOT_SETTINGS = {
@@ -32,7 +32,7 @@ _NOT_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """Plan change: the settings that lead to another plan, with its forecast."""
 
     settings: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Change:
         )
 
 
-def settings_between(before: Plan, after: Plan) -> dict[str, Any]:
+def changed_settings(before: Plan, after: Plan) -> dict[str, Any]:
     """Return the keys of [parallel] that turn `before` into `after`, with their values."""
     return {
         f"parallel.{one.name}": getattr(after, one.name)
@@ -64,18 +64,18 @@ def settings_between(before: Plan, after: Plan) -> dict[str, Any]:
     }
 
 
-Family = Callable[[Plan], Iterator[Plan]]
+ChangeFamily = Callable[[Plan], Iterator[Plan]]
 """Function from a plan to smaller plans that differ in one respect, the least different first."""
 
 
-def families(problem: Problem) -> dict[str, Family]:
+def change_families(problem: PlanningProblem) -> dict[str, ChangeFamily]:
     """Return the families of plan changes by name.
 
     Plans that the rules refuse are among theirs; callers filter them by `plan_validity.refusal`. All data
     ranks of their plans have equal shares.
     """
-    cut = lru_cache(maxsize=None)(partial(_cut, problem))
-    found: dict[str, Family] = {
+    cut = lru_cache(maxsize=None)(partial(_with_stage_cuts, problem))
+    found: dict[str, ChangeFamily] = {
         "recompute": partial(_recompute, problem),
         "micro_batch": _micro_batch,
         "shard": _shard,
@@ -87,13 +87,13 @@ def families(problem: Problem) -> dict[str, Family]:
     }
     if problem.dimensions is not None:
         found["schedule"] = _schedule
-        found |= {axis: partial(_wider, cut, axis) for axis in ("tp", "cp", "pp")}
+        found |= {axis: partial(_more_ranks, cut, axis) for axis in ("tp", "cp", "pp")}
         if problem.dimensions.experts:
             found["ep"] = _experts
     return found
 
 
-def _recompute(problem: Problem, plan: Plan) -> Iterator[Plan]:
+def _recompute(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     if plan.schedule in SPLIT_BACKWARD and plan.pp > 1:
         return
     layers = problem.dimensions.layers if problem.dimensions is not None else 1
@@ -102,7 +102,12 @@ def _recompute(problem: Problem, plan: Plan) -> Iterator[Plan]:
     if plan.recompute != "none" and plan.recompute_share < 1:
         yield replace(plan, recompute_share=1.0)
     for kind in kinds.get(plan.recompute, ()):
-        shares = sorted({-(-most * part // MOST_SIZES) / most for part in range(1, MOST_SIZES + 1)})
+        shares = sorted(
+            {
+                -(-most * part // MAX_CHANGES_PER_FAMILY) / most
+                for part in range(1, MAX_CHANGES_PER_FAMILY + 1)
+            }
+        )
         yield from (replace(plan, recompute=kind, recompute_share=share) for share in shares)
 
 
@@ -116,8 +121,8 @@ def _micro_batch(plan: Plan) -> Iterator[Plan]:
 def _shard(plan: Plan) -> Iterator[Plan]:
     """Yield higher shard levels, among all data ranks where nothing was sharded before."""
     if plan.shard == "none" and plan.cp == 1:
-        plan = replace(plan, dp_replicate=plan.sites, dp_shard=plan.data_ranks // plan.sites)
-    yield from (replace(plan, shard=shard) for shard in SHARDS[SHARDS.index(plan.shard) + 1 :])
+        plan = replace(plan, dp_replicate=plan.sites, dp_shard=plan.data_parallel_size // plan.sites)
+    yield from (replace(plan, shard=shard) for shard in SHARD_LEVELS[SHARD_LEVELS.index(plan.shard) + 1 :])
 
 
 def _more_shards(plan: Plan) -> Iterator[Plan]:
@@ -143,27 +148,29 @@ def _offload(key: str, plan: Plan) -> Iterator[Plan]:
         yield replace(plan, **place)
 
 
-def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]:
-    """Yield plans with more ranks on `axis`, taken from the data ranks."""
-    for _ in range(MOST_SIZES):
+def _more_ranks(with_stage_cuts: Callable[[Plan], Plan], mesh_dimension: str, plan: Plan) -> Iterator[Plan]:
+    """Yield plans with more ranks on `mesh_dimension`, taken from the data ranks."""
+    for _ in range(MAX_CHANGES_PER_FAMILY):
         from_replicas = plan.dp_replicate // plan.sites % 2 == 0
         if not from_replicas and plan.dp_shard % 2:
             return
         fewer = "dp_replicate" if from_replicas else "dp_shard"
-        plan = replace(plan, **{axis: getattr(plan, axis) * 2, fewer: getattr(plan, fewer) // 2})
+        plan = replace(
+            plan, **{mesh_dimension: getattr(plan, mesh_dimension) * 2, fewer: getattr(plan, fewer) // 2}
+        )
         if plan.shard != "none" and plan.dp_shard * plan.cp == 1:
             plan = replace(plan, shard="none")
-        if axis == "tp":
+        if mesh_dimension == "tp":
             plan = replace(plan, sequence_parallel=True)
-        yield cut(plan) if axis == "pp" else plan
+        yield with_stage_cuts(plan) if mesh_dimension == "pp" else plan
 
 
-def _cut(problem: Problem, plan: Plan) -> Plan:
+def _with_stage_cuts(problem: PlanningProblem, plan: Plan) -> Plan:
     """Return the plan with stages of equal cost; slow enough that callers cache it."""
     layers = problem.dimensions.layers if problem.dimensions is not None else 0
-    return replace(plan, stage_cuts=planned_cuts(problem.workload, plan, layers))
+    return replace(plan, stage_cuts=plan_stage_cuts(problem.workload, plan, layers))
 
 
 def _experts(plan: Plan) -> Iterator[Plan]:
-    sizes = [size for size in plan.allowed_ep() if size > plan.ep]
-    yield from (replace(plan, ep=size) for size in sizes[:MOST_SIZES])
+    sizes = [size for size in plan.valid_ep_sizes() if size > plan.ep]
+    yield from (replace(plan, ep=size) for size in sizes[:MAX_CHANGES_PER_FAMILY])

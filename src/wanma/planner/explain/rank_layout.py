@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wanma.job.plan.plan import AXES, Plan
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.job.plan.plan import MESH_DIMS, Plan
+from wanma.models.config.dimensions import DecoderConfig
 
-SPLITS = {
+MESH_DIMENSION_TEXTS = {
     "pp": "the layers, into stages",
     "dp_replicate": "the samples; each rank holds a whole copy of its part of the model",
     "dp_shard": "the samples, and the state of the model between its ranks",
@@ -21,18 +21,18 @@ SPLITS = {
 
 
 @dataclass(frozen=True)
-class Axis:
+class MeshDimension:
     """Mesh dimension of a plan with more than one rank."""
 
     name: str
     size: int
-    splits: str
+    split_text: str
     ranks: tuple[int, ...]
     """Ranks of the group that rank 0 belongs to."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayout:
     """Pipeline stage with its blocks and ranks."""
 
     number: int
@@ -43,12 +43,12 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankContents:
     """Part of a decoder that one rank holds; ranges index the whole model's dimensions."""
 
     rank: int
     coordinates: dict[str, int]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageLayout, ...]
     heads: range
     kv_heads: range
     feed_forward: range
@@ -57,81 +57,81 @@ class Holding:
     """Experts of the rank; None without experts."""
     positions: tuple[range, ...]
     """Positions of every sequence in the residual stream; empty when the length is unknown."""
-    state_share: int
+    state_shards: int
     """Number of ranks that shard the rank's model states between steps."""
 
 
-def axes(plan: Plan) -> list[Axis]:
+def mesh_dimensions(plan: Plan) -> list[MeshDimension]:
     """List the mesh dimensions that split something, outermost first."""
     found = []
-    for name in (*AXES, "ep"):
+    for name in (*MESH_DIMS, "ep"):
         size = getattr(plan, name)
         if size > 1:
-            found.append(Axis(name, size, SPLITS[name], group_of(plan, name, 0)))
+            found.append(MeshDimension(name, size, MESH_DIMENSION_TEXTS[name], ranks_of_group(plan, name, 0)))
     return found
 
 
-def group_of(plan: Plan, axis: str, rank: int) -> tuple[int, ...]:
-    """Return the ranks that share with `rank` the tensors that `axis` splits."""
-    if axis == "ep":
-        data, tensor = divmod(rank % plan.stage_ranks, plan.tp)
+def ranks_of_group(plan: Plan, mesh_dimension: str, rank: int) -> tuple[int, ...]:
+    """Return the ranks that share with `rank` the tensors that `mesh_dimension` splits."""
+    if mesh_dimension == "ep":
+        data, tensor = divmod(rank % plan.ranks_per_pipeline_rank, plan.tp)
         first = data - data % plan.ep
-        start = rank - rank % plan.stage_ranks
+        start = rank - rank % plan.ranks_per_pipeline_rank
         return tuple(start + (first + place) * plan.tp + tensor for place in range(plan.ep))
     replicas = plan.dp_replicate // plan.sites
     stride = 1
-    for name in reversed(AXES):
-        if name == axis:
+    for name in reversed(MESH_DIMS):
+        if name == mesh_dimension:
             break
         stride *= replicas if name == "dp_replicate" else getattr(plan, name)
-    at = plan.coordinates(rank)[axis]
-    if axis == "dp_replicate":  # over all sites; the ranks of a site are consecutive
-        first = rank % plan.site_ranks - at % replicas * stride
-        starts = range(first, plan.world_size, plan.site_ranks)
+    at = plan.coordinates(rank)[mesh_dimension]
+    if mesh_dimension == "dp_replicate":  # over all sites; the ranks of a site are consecutive
+        first = rank % plan.ranks_per_site - at % replicas * stride
+        starts = range(first, plan.world_size, plan.ranks_per_site)
         return tuple(start + place * stride for start in starts for place in range(replicas))
-    return tuple(rank + (place - at) * stride for place in range(getattr(plan, axis)))
+    return tuple(rank + (place - at) * stride for place in range(getattr(plan, mesh_dimension)))
 
 
-def stages(plan: Plan, layers: int) -> list[Stage]:
+def stage_layouts(plan: Plan, layers: int) -> list[StageLayout]:
     """List all pipeline stages in the model's order."""
     cuts = (0, *plan.stage_cuts, layers)
-    owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
+    owners = {number: at for at in range(plan.pp) for number in plan.stages_of_pipeline_rank(at)}
     return [
-        Stage(
+        StageLayout(
             number,
             range(cuts[number], cuts[number + 1]),
             number == 0,
-            number == plan.stages - 1,
-            tuple(plan.stage_group(owners[number] * plan.stage_ranks)),
+            number == plan.stage_count - 1,
+            tuple(plan.cross_site_stage_group(owners[number] * plan.ranks_per_pipeline_rank)),
         )
-        for number in range(plan.stages)
+        for number in range(plan.stage_count)
     ]
 
 
-def holding(
-    plan: Plan, dimensions: DecoderDimensions, rank: int, sequence_length: int | None = None
-) -> Holding:
+def rank_contents(
+    plan: Plan, dimensions: DecoderConfig, rank: int, sequence_length: int | None = None
+) -> RankContents:
     """Return the part of a decoder that `rank` holds.
 
     Raises:
         ValueError: there is no such rank.
     """
     at = plan.coordinates(rank)
-    mine = plan.stages_of(at["pp"])
+    mine = plan.stages_of_pipeline_rank(at["pp"])
     heads = _part(dimensions.heads, plan.tp, at["tp"])
     group = dimensions.heads // dimensions.kv_heads
     experts = getattr(dimensions, "experts", None)
-    return Holding(
+    return RankContents(
         rank=rank,
         coordinates=at,
-        stages=tuple(stage for stage in stages(plan, dimensions.layers) if stage.number in mine),
+        stages=tuple(stage for stage in stage_layouts(plan, dimensions.layers) if stage.number in mine),
         heads=heads,
         kv_heads=range(heads.start // group, (heads.stop - 1) // group + 1),
         feed_forward=_part(dimensions.feed_forward, plan.tp, at["tp"]),
         vocabulary=_part(dimensions.vocabulary or 0, plan.tp, at["tp"]),
-        experts=_part(experts, plan.ep, group_of(plan, "ep", rank).index(rank)) if experts else None,
+        experts=_part(experts, plan.ep, ranks_of_group(plan, "ep", rank).index(rank)) if experts else None,
         positions=_positions(plan, at, sequence_length) if sequence_length else (),
-        state_share=plan.shard_ranks,
+        state_shards=plan.shard_group_size,
     )
 
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.planner.explain.what_if import with_gpus
-from wanma.planner.search.result import Candidate, Found
+from wanma.planner.explain.what_if import with_device_count
+from wanma.planner.search.result import Candidate, SearchResult
 
-MOST_POINTS = 24
+MAX_POINTS = 24
 _RANGE = re.compile(r"(\d[\d_]*)\s*\.\.\s*(\d[\d_]*)")
 
 
 @dataclass(frozen=True)
-class ScalePoint:
+class ScalingPoint:
     """Best plan on one number of devices."""
 
-    devices: int
+    device_count: int
     best: Candidate | None
     reason: str = ""
     """Reason why there is no plan; empty where there is one."""
@@ -27,7 +27,7 @@ class ScalePoint:
     """Samples per second and device, as a share of those at the first point that has a plan."""
 
 
-def scale_counts(text: str) -> list[int]:
+def parse_device_range(text: str) -> list[int]:
     """Parse a range of device counts: '64..4096' as 64, 128, ... 4096.
 
     Counts double; the end is always included.
@@ -43,34 +43,34 @@ def scale_counts(text: str) -> list[int]:
         counts.append(counts[-1] * 2)
     if counts[-1] < high:
         counts.append(high)
-    if len(counts) > MOST_POINTS:
-        raise JobError(f"--scale {text}: that is more than {MOST_POINTS} doublings", "write a narrower range")
+    if len(counts) > MAX_POINTS:
+        raise JobError(f"--scale {text}: that is more than {MAX_POINTS} doublings", "write a narrower range")
     return counts
 
 
-def scaling(
-    cluster: Cluster, counts: Iterable[int], plans: Callable[[Cluster], Found]
-) -> tuple[ScalePoint, ...]:
-    """Find the best plan by `plans` on as many of the cluster's nodes as make each of `counts` devices.
+def scaling_curve(
+    cluster: Cluster, device_counts: Iterable[int], search_plans: Callable[[Cluster], SearchResult]
+) -> tuple[ScalingPoint, ...]:
+    """Find the best plan by `search_plans` on the nodes that make each of `device_counts` devices.
 
     A count that fills no whole nodes, or on which nothing fits, gives a point without a plan.
     """
     points = []
     per_device = None
-    for count in counts:
+    for count in device_counts:
         try:
-            found = plans(with_gpus(cluster, count))
+            found = search_plans(with_device_count(cluster, count))
         except JobError as error:
-            points.append(ScalePoint(count, None, error.message))
+            points.append(ScalingPoint(count, None, error.message))
             continue
-        best = found.shown
+        best = found.best_or_unsupported
         if best is None:
-            points.append(ScalePoint(count, None, "no plan fits" if found.nearest else "there is no plan"))
+            points.append(ScalingPoint(count, None, "no plan fits" if found.smallest else "there is no plan"))
             continue
         efficiency = None
         if best.forecast.samples_per_second is not None:
             rate = best.forecast.samples_per_second / count
             per_device = per_device or rate
             efficiency = rate / per_device
-        points.append(ScalePoint(count, best, "", efficiency))
+        points.append(ScalingPoint(count, best, "", efficiency))
     return tuple(points)

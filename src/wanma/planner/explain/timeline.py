@@ -1,6 +1,6 @@
 """Timeline of one step: intervals of every pipeline rank's operations.
 
-    steps = timeline_of(problem, plan)
+    steps = plan_timeline(problem, plan)
     Path("step.json").write_text(json.dumps(chrome_trace(steps)))     # open in ui.perfetto.dev
 
 Ranks that differ only in data, context, tensor or expert coordinates do the same at the same time, so that
@@ -15,13 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.step import Anatomy, step_of
-from wanma.planner.forecast.plan_forecast import anatomy as anatomy_of
-from wanma.planner.forecast.plan_forecast import time as time_of
-from wanma.planner.forecast.plan_forecast import unknown_rates
-from wanma.planner.forecast.problem import Problem
+from wanma.planner.cost.step import StepComponents, assemble_step_time
+from wanma.planner.forecast.plan_forecast import forecast_step_time, step_components, time_unavailable_reason
+from wanma.planner.forecast.problem import PlanningProblem
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
-from wanma.planner.pipeline.simulation import Interval, pipeline_intervals
+from wanma.planner.pipeline.simulation import Interval, simulate_pipeline_intervals
 
 SpanKind = Literal[
     "load", "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
@@ -62,16 +60,18 @@ class Timeline:
     """Spans by rank and track, in order of time."""
 
 
-def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
+def plan_timeline(problem: PlanningProblem, plan: Plan) -> Timeline | None:
     """Return the timeline of a step of `plan`; None without a forecast of time or without a device mesh."""
-    if plan.placement or unknown_rates(problem, plan) is not None:
+    if plan.placement or time_unavailable_reason(problem, plan) is not None:
         return None
-    step = time_of(problem, plan)
+    step = forecast_step_time(problem, plan)
     assert step is not None  # the rates are known
-    return timeline(anatomy_of(problem, plan), step.checkpoint, step.loading)
+    return build_timeline(step_components(problem, plan), step.checkpoint, step.loading)
 
 
-def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0, loading_seconds: float = 0.0) -> Timeline:
+def build_timeline(
+    components: StepComponents, checkpoint_seconds: float = 0.0, loading_seconds: float = 0.0
+) -> Timeline:
     """Simulate one step and return its timeline.
 
     Weights changed by the step before are gathered at its beginning, beside the first forward; gradients are
@@ -79,82 +79,84 @@ def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0, loading_seconds:
     norm of all gradients before the optimizer runs.
 
     Args:
-        anatomy: components of the step's time.
+        components: components of the step's time.
         checkpoint_seconds: a step's share of saving, at its end.
         loading_seconds: wait for data, at its beginning.
     """
-    plan = anatomy.plan
-    played = pipeline_intervals(
+    plan = components.plan
+    played = simulate_pipeline_intervals(
         plan.schedule,
-        anatomy.costs,
+        components.costs,
         plan.pp,
-        anatomy.micro_batches,
-        anatomy.boundary_seconds,
-        anatomy.in_flight,
+        components.micro_batches,
+        components.stage_send_seconds,
+        components.in_flight,
     )
-    if anatomy.shared > 1:
-        played = _on_shared_cores(played, anatomy)
+    if components.threads_per_core > 1:
+        played = _on_shared_cores(played, components)
     by_rank: list[list[Interval]] = [[] for _ in range(plan.pp)]
     for interval in played:
         by_rank[interval.rank].append(interval)
-    reducing, gathering = anatomy.exchange_seconds(_busiest(played))
+    reducing, gathering = components.exposed_reduce_gather_seconds(_busiest_rank(played))
     computed = gathering + max(interval.start + interval.seconds for interval in played)
     update = computed + reducing
-    end = update + anatomy.optimizer_seconds
+    end = update + components.optimizer_seconds
     spans: list[Span] = []
     for rank, mine in enumerate(by_rank):
-        compute = [_computing(interval, anatomy, gathering) for interval in mine]
-        last = [span.start for span in compute if span.kind == "backward"][-len(plan.stages_of(rank)) :]
+        compute = [_compute_span(interval, components, gathering) for interval in mine]
+        last = [span.start for span in compute if span.kind == "backward"][
+            -len(plan.stages_of_pipeline_rank(rank)) :
+        ]
         reduce_start = computed
-        if anatomy.is_overlapped:
-            reduce_start = min(min(last), update - anatomy.reduce_seconds)
-        compute.append(Span(rank, "compute", "optimizer", update, anatomy.optimizer_seconds))
+        if components.is_overlapped:
+            reduce_start = min(min(last), update - components.reduce_seconds)
+        compute.append(Span(rank, "compute", "optimizer", update, components.optimizer_seconds))
         if checkpoint_seconds:
             compute.append(Span(rank, "compute", "snapshot", end, checkpoint_seconds))
-        spans += _with_waits(compute, rank)
+        spans += _with_idle_spans(compute, rank)
         exchange = [
-            Span(rank, "exchange", "gather", 0.0, anatomy.gather_seconds),
-            Span(rank, "exchange", "reduce", reduce_start, anatomy.reduce_seconds),
+            Span(rank, "exchange", "gather", 0.0, components.gather_seconds),
+            Span(rank, "exchange", "reduce", reduce_start, components.reduce_seconds),
         ]
         spans += [span for span in exchange if span.seconds > 0]
-        if anatomy.boundary_seconds > 0:
-            spans += _sends(compute, plan, anatomy.boundary_seconds)
+        if components.stage_send_seconds > 0:
+            spans += _sends(compute, plan, components.stage_send_seconds)
     if loading_seconds:
         spans = [replace(span, start=span.start + loading_seconds) for span in spans]
         loads = [Span(rank, "compute", "load", 0.0, loading_seconds) for rank in range(plan.pp)]
         spans = sorted([*loads, *spans], key=lambda span: span.rank)
     seconds = loading_seconds + end + checkpoint_seconds
-    return Timeline(plan, anatomy.micro_batches, seconds, tuple(spans))
+    return Timeline(plan, components.micro_batches, seconds, tuple(spans))
 
 
-def _on_shared_cores(played: list[Interval], anatomy: Anatomy) -> list[Interval]:
+def _on_shared_cores(intervals: list[Interval], components: StepComponents) -> list[Interval]:
     """Scale the intervals of ranks that share cores uniformly to the forecast of the pipeline's time."""
-    step = step_of(anatomy)
-    exchanged = anatomy.exchange_seconds(_busiest(played))
-    pipelined = step.seconds - sum(exchanged) - anatomy.optimizer_seconds
-    pace = pipelined / max(interval.start + interval.seconds for interval in played)
-    return [each._replace(start=each.start * pace, seconds=each.seconds * pace) for each in played]
+    step = assemble_step_time(components)
+    exchanged = components.exposed_reduce_gather_seconds(_busiest_rank(intervals))
+    pipelined = step.seconds - sum(exchanged) - components.optimizer_seconds
+    pace = pipelined / max(interval.start + interval.seconds for interval in intervals)
+    return [each._replace(start=each.start * pace, seconds=each.seconds * pace) for each in intervals]
 
 
-def _busiest(played: list[Interval]) -> int:
+def _busiest_rank(intervals: list[Interval]) -> int:
     """Return the rank that computes longest."""
     busy: defaultdict[int, float] = defaultdict(float)
-    for interval in played:
+    for interval in intervals:
         busy[interval.rank] += interval.seconds
     return min(busy, key=lambda rank: (-busy[rank], rank))
 
 
-def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
+def _compute_span(interval: Interval, components: StepComponents, delay: float) -> Span:
     kind, stage, micro_batch = interval.operation
-    weights = anatomy.costs[stage].weights
+    weights = components.costs[stage].backward_weight
     if kind == "forward":
-        parts = anatomy.forward[stage]
+        parts = components.forward[stage]
     elif kind == "weights":
         parts = {"compute": weights}
     else:
-        apart = weights if anatomy.plan.schedule in SPLIT_BACKWARD else 0.0
-        parts = {**anatomy.backward[stage], "compute": anatomy.backward[stage]["compute"] - apart}
-    pace = interval.seconds / sum(parts.values()) if anatomy.shared > 1 else 1.0
+        apart = weights if components.plan.schedule in SPLIT_BACKWARD else 0.0
+        parts = {**components.backward[stage], "compute": components.backward[stage]["compute"] - apart}
+    pace = interval.seconds / sum(parts.values()) if components.threads_per_core > 1 else 1.0
     known = {name: pace * seconds for name, seconds in parts.items() if seconds > 0}
     sent = interval.seconds - sum(known.values())
     if sent > 1e-9 * interval.seconds:  # where the framework waits for its sends
@@ -164,7 +166,7 @@ def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
     )
 
 
-def _with_waits(spans: list[Span], rank: int) -> Iterable[Span]:
+def _with_idle_spans(spans: list[Span], rank: int) -> Iterable[Span]:
     """Yield `spans` in order, with the waits of the rank between them."""
     clock = 0.0
     shortest = 1e-9 * spans[-1].end
@@ -181,38 +183,38 @@ def _sends(compute: list[Span], plan: Plan, seconds: float) -> Iterable[Span]:
         if span.stage is None or span.kind == "weights":
             continue
         target = span.stage + (1 if span.kind == "forward" else -1)
-        if 0 <= target < plan.stages and target not in plan.stages_of(span.rank):
+        if 0 <= target < plan.stage_count and target not in plan.stages_of_pipeline_rank(span.rank):
             yield Span(span.rank, "send", "send", span.end, seconds, span.stage, span.micro_batch)
 
 
-def chrome_trace(steps: Timeline) -> dict[str, Any]:
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline in the Trace Event Format, which Perfetto and chrome://tracing read.
 
     A process is a pipeline rank. A forward or backward contains its computing and its exposed communication,
     one after the other, though they take turns layer by layer. Times are in µs.
     """
     events: list[dict[str, Any]] = []
-    per_stage = steps.plan.stage_ranks
-    for rank in range(steps.plan.pp):
-        numbers = ", ".join(map(str, steps.plan.stages_of(rank)))
+    per_stage = timeline.plan.ranks_per_pipeline_rank
+    for rank in range(timeline.plan.pp):
+        numbers = ", ".join(map(str, timeline.plan.stages_of_pipeline_rank(rank)))
         last = (rank + 1) * per_stage - 1
         ranks = f"rank {last}" if per_stage == 1 else f"ranks {rank * per_stage}–{last}"
-        events.append(_named(rank, 0, "process_name", f"stage {numbers} on {ranks}"))
+        events.append(_metadata_event(rank, 0, "process_name", f"stage {numbers} on {ranks}"))
         events.append(
             {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
         )
-        mine = [span for span in steps.spans if span.rank == rank]
+        mine = [span for span in timeline.spans if span.rank == rank]
         thread = 0
         for track, name in (("compute", "computing"), ("exchange", "data parallel"), ("send", "sends")):
             for lane in _lanes(span for span in mine if span.track == track):
-                events.append(_named(rank, thread, "thread_name", name))
+                events.append(_metadata_event(rank, thread, "thread_name", name))
                 for span in lane:
                     events += _events(span, thread)
                 thread += 1
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"plan": str(steps.plan), "step_seconds": steps.seconds},
+        "otherData": {"plan": str(timeline.plan), "step_seconds": timeline.seconds},
     }
 
 
@@ -235,17 +237,17 @@ def _events(span: Span, thread: int) -> list[dict[str, Any]]:
         for key, value in (("stage", span.stage), ("micro_batch", span.micro_batch))
         if value is not None
     }
-    events = [_complete(span.rank, thread, name, span.kind, span.start, span.seconds, arguments)]
+    events = [_complete_event(span.rank, thread, name, span.kind, span.start, span.seconds, arguments)]
     if len(span.parts) > 1:
         start = span.start
         for part, seconds in span.parts.items():
             inside = min(seconds, span.end - start)  # rounding must not let a part end after its span
-            events.append(_complete(span.rank, thread, part, part, start, inside, {}))
+            events.append(_complete_event(span.rank, thread, part, part, start, inside, {}))
             start += inside
     return events
 
 
-def _complete(
+def _complete_event(
     rank: int, thread: int, name: str, category: str, start: float, seconds: float, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     return {
@@ -260,5 +262,5 @@ def _complete(
     }
 
 
-def _named(rank: int, thread: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}}
+def _metadata_event(rank: int, thread: int, metadata_name: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": metadata_name, "args": {"name": name}}

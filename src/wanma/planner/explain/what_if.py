@@ -12,12 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from wanma.hardware.catalogue.device_kind import DeviceKind
-from wanma.hardware.catalogue.lookup import find_named, named
-from wanma.hardware.cluster_file.node_builder import MOST_DEVICES, MOST_NODES, machines, network, read_cards
-from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.hardware.catalogue.lookup import find_by_name, require_device_kind
+from wanma.hardware.cluster_file.node_builder import (
+    MAX_DEVICES,
+    MAX_NODES,
+    build_node_group,
+    inter_node_levels,
+    parse_nics,
+)
+from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.job.errors import JobError, did_you_mean
 
-KEYS = {
+WHAT_IF_KEYS = {
     "device": "a device of the catalogue, as in device=H200 SXM",
     "gpus": "devices in all, as in gpus=2048",
     "nodes": "machines in all, as in nodes=256",
@@ -27,21 +33,21 @@ KEYS = {
 }
 """Keys of a change with their meaning; applied in this order, whatever the order in the text."""
 
-MOST_MEMORY_BYTES, MOST_LINK_BYTES = 10**15, 10**14
+MAX_MEMORY_BYTES, MAX_LINK_BYTES_PER_SECOND = 10**15, 10**14
 """Limits of a device's memory and of its link, in bytes and bytes/s, as in a cluster file."""
 
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)(?:/s)?", re.IGNORECASE)
 
 
-def changed(cluster: Cluster, text: str) -> Cluster:
+def apply_changes(cluster: Cluster, text: str) -> Cluster:
     """Return `cluster` with the changes of `text`: KEY=VALUE, several with commas between them.
 
     Raises:
         JobError: an unknown key or device, a malformed size, or an impossible cluster.
     """
-    changes = parse(text)
-    for key in KEYS:
+    changes = parse_changes(text)
+    for key in WHAT_IF_KEYS:
         if key in changes:
             try:
                 cluster = _CHANGES[key](cluster, changes[key])
@@ -53,7 +59,7 @@ def changed(cluster: Cluster, text: str) -> Cluster:
     return cluster
 
 
-def parse(text: str) -> dict[str, str]:
+def parse_changes(text: str) -> dict[str, str]:
     """Parse the text of changes into values by key.
 
     Raises:
@@ -63,21 +69,27 @@ def parse(text: str) -> dict[str, str]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise _wrong(part, "a change is KEY=VALUE", f"for example gpus=2048; keys: {', '.join(KEYS)}")
-        if key not in KEYS:
-            known = "; ".join(f"{name}: {what}" for name, what in KEYS.items())
-            raise _wrong(part, f"there is no '{key}' to change.{did_you_mean(key, KEYS)}", known)
+            raise _change_error(
+                part, "a change is KEY=VALUE", f"for example gpus=2048; keys: {', '.join(WHAT_IF_KEYS)}"
+            )
+        if key not in WHAT_IF_KEYS:
+            known = "; ".join(f"{name}: {what}" for name, what in WHAT_IF_KEYS.items())
+            raise _change_error(
+                part, f"there is no '{key}' to change.{did_you_mean(key, WHAT_IF_KEYS)}", known
+            )
         if key in changes:
-            raise _wrong(part, f"{key} is given twice", f"first as {key}={changes[key]}; leave one out")
+            raise _change_error(
+                part, f"{key} is given twice", f"first as {key}={changes[key]}; leave one out"
+            )
         changes[key] = value
     if not changes:
-        raise JobError("--what-if says nothing", f"give KEY=VALUE; keys: {', '.join(KEYS)}")
+        raise JobError("--what-if says nothing", f"give KEY=VALUE; keys: {', '.join(WHAT_IF_KEYS)}")
     if {"gpus", "nodes"} <= set(changes):
-        raise _wrong(text, "gpus and nodes both say how many", "give one of them")
+        raise _change_error(text, "gpus and nodes both say how many", "give one of them")
     return changes
 
 
-def with_gpus(cluster: Cluster, count: int) -> Cluster:
+def with_device_count(cluster: Cluster, count: int) -> Cluster:
     """Return `cluster` with `count` devices in all: more or fewer nodes, node groups in proportion.
 
     A count below one node's is a part of a node.
@@ -107,13 +119,14 @@ def with_gpus(cluster: Cluster, count: int) -> Cluster:
         if rest or machines_then < 1:
             raise JobError(
                 f"{cluster} cannot grow or shrink to that in proportion",
-                f"take a multiple of {_unit(cluster)}, or write the cluster out with --cluster",
+                f"take a multiple of {_smallest_proportional_count(cluster)}, or write the cluster out with "
+                "--cluster",
             )
         nodes.append(replace(node, count=machines_then))
     return replace(cluster, nodes=tuple(nodes))
 
 
-def _unit(cluster: Cluster) -> int:
+def _smallest_proportional_count(cluster: Cluster) -> int:
     """Return the smallest number of devices with the same proportions of whole nodes."""
     present = cluster.device_count
     return next(
@@ -124,16 +137,16 @@ def _unit(cluster: Cluster) -> int:
 
 
 def _gpus(cluster: Cluster, value: str) -> Cluster:
-    return with_gpus(cluster, _count("gpus", value, MOST_NODES * MOST_DEVICES))
+    return with_device_count(cluster, _count("gpus", value, MAX_NODES * MAX_DEVICES))
 
 
 def _nodes(cluster: Cluster, value: str) -> Cluster:
-    count = _count("nodes", value, MOST_NODES)
+    count = _count("nodes", value, MAX_NODES)
     nodes = []
     for node in cluster.nodes:
         machines_then, rest = divmod(node.count * count, cluster.node_count)
         if rest or machines_then < 1:
-            raise _wrong(
+            raise _change_error(
                 f"nodes={value}",
                 f"{cluster} cannot grow or shrink to that in proportion",
                 "write the cluster out with --cluster",
@@ -143,20 +156,22 @@ def _nodes(cluster: Cluster, value: str) -> Cluster:
 
 
 def _device(cluster: Cluster, value: str) -> Cluster:
-    kind = named(value)
+    kind = require_device_kind(value)
     if kind.kind == "cpu":
-        raise _wrong(f"device={value}", f"{kind.name} is a processor", "name a GPU or another accelerator")
-    return replace(cluster, nodes=tuple(_exchanged(node, kind) for node in cluster.nodes))
+        raise _change_error(
+            f"device={value}", f"{kind.name} is a processor", "name a GPU or another accelerator"
+        )
+    return replace(cluster, nodes=tuple(_with_device_kind(node, kind) for node in cluster.nodes))
 
 
-def _exchanged(node: Node, kind: DeviceKind) -> Node:
+def _with_device_kind(node: NodeGroup, kind: DeviceKind) -> NodeGroup:
     """Return the node with equally many devices of `kind` behind the same network cards."""
-    then = machines(kind, node.count, len(node.devices) or None, cards=None)
-    before = find_named(node.devices[0].name) if node.devices else None
+    then = build_node_group(kind, node.count, len(node.devices) or None, nics=None)
+    before = find_by_name(node.devices[0].name) if node.devices else None
     # A device link between nodes (NVLink of an NVL72) is replaced with its devices.
     own = before.link.name if before and before.link else None
     cards = tuple(level for level in node.network if level.name != own)
-    across = network(None, len(then.devices), kind)
+    across = inter_node_levels(None, len(then.devices), kind)
     return replace(
         then,
         name=kind.name,
@@ -171,8 +186,8 @@ def _exchanged(node: Node, kind: DeviceKind) -> Node:
 
 def _memory(cluster: Cluster, value: str) -> Cluster:
     size = round(_bytes("memory", value))
-    if not 1 <= size <= MOST_MEMORY_BYTES:
-        raise _wrong(
+    if not 1 <= size <= MAX_MEMORY_BYTES:
+        raise _change_error(
             f"memory={value}", "a device has more than nothing and at most 1,000 TB", "say memory=40GB"
         )
 
@@ -190,43 +205,43 @@ def _memory(cluster: Cluster, value: str) -> Cluster:
     )
 
 
-def _inside(cluster: Cluster, value: str) -> Cluster:
+def _with_intra_node_link(cluster: Cluster, value: str) -> Cluster:
     rate = _bytes("link.intra_node", value)
-    if not 0 < rate <= MOST_LINK_BYTES:
-        raise _wrong(
+    if not 0 < rate <= MAX_LINK_BYTES_PER_SECOND:
+        raise _change_error(
             f"link.intra_node={value}",
             "a link has more than nothing and at most 100 TB per second",
             "say link.intra_node=450GB",
         )
     if not any(node.inside for node in cluster.nodes):
-        raise _wrong(
+        raise _change_error(
             f"link.intra_node={value}",
             "nothing is known of the links inside these machines",
             "describe them in a cluster file ([[nodes.levels]]; docs/clusters.md)",
         )
     return replace(
         cluster,
-        nodes=tuple(replace(node, inside=_faster(node.inside, rate)) for node in cluster.nodes),
+        nodes=tuple(replace(node, inside=_scaled_levels(node.inside, rate)) for node in cluster.nodes),
     )
 
 
-def _between(cluster: Cluster, value: str) -> Cluster:
-    cards = read_cards(value)
+def _with_inter_node_link(cluster: Cluster, value: str) -> Cluster:
+    cards = parse_nics(value)
     is_number_given = re.search("[x×*]", value) is not None
     nodes = []
     for node in cluster.nodes:
         if not node.network or (node.nics == 0 and not is_number_given):
-            raise _wrong(
+            raise _change_error(
                 f"link.inter_node={value}",
                 f"nothing is known of the network cards of {node.name}",
                 "say how many a machine has, as in link.inter_node=8x400G",
             )
-        number = cards.number if is_number_given else node.nics
+        number = cards.count if is_number_given else node.nics
         outermost = number * cards.bytes_per_second / max(len(node.devices), 1)
         nodes.append(
             replace(
                 node,
-                network=_faster(node.network, outermost, _device_link(node)),
+                network=_scaled_levels(node.network, outermost, _device_link(node)),
                 nics=number,
                 nic_bytes_per_second=cards.bytes_per_second,
             )
@@ -234,19 +249,21 @@ def _between(cluster: Cluster, value: str) -> Cluster:
     return replace(cluster, nodes=tuple(nodes), between=None)
 
 
-def _device_link(node: Node) -> str | None:
-    kind = find_named(node.devices[0].name) if node.devices else None
+def _device_link(node: NodeGroup) -> str | None:
+    kind = find_by_name(node.devices[0].name) if node.devices else None
     return kind.link.name if kind and kind.link else None
 
 
-def _faster(levels: tuple[Level, ...], outermost: float, kept: str | None = None) -> tuple[Level, ...]:
-    """Return interconnect levels with the outermost at this rate and others in proportion, except `kept`."""
+def _scaled_levels(
+    levels: tuple[InterconnectLevel, ...], outermost_rate: float, unchanged_name: str | None = None
+) -> tuple[InterconnectLevel, ...]:
+    """Return levels with the outermost at this rate and others in proportion, except `unchanged_name`."""
     if not levels:
         return levels
-    ratio = outermost / levels[-1].bandwidth_bytes_per_second
+    ratio = outermost_rate / levels[-1].bandwidth_bytes_per_second
     return tuple(
         level
-        if level.name == kept
+        if level.name == unchanged_name
         else replace(level, bandwidth_bytes_per_second=level.bandwidth_bytes_per_second * ratio)
         for level in levels
     )
@@ -257,24 +274,28 @@ _CHANGES: dict[str, Callable[[Cluster, str], Cluster]] = {
     "gpus": _gpus,
     "nodes": _nodes,
     "memory": _memory,
-    "link.intra_node": _inside,
-    "link.inter_node": _between,
+    "link.intra_node": _with_intra_node_link,
+    "link.inter_node": _with_inter_node_link,
 }
 
 
 def _count(key: str, value: str, most: int) -> int:
     digits = value.replace("_", "")
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= most:
-        raise _wrong(f"{key}={value}", f"{key} is a whole number from 1 to {most:,}", f"say {key}=2048")
+        raise _change_error(
+            f"{key}={value}", f"{key} is a whole number from 1 to {most:,}", f"say {key}=2048"
+        )
     return int(digits)
 
 
 def _bytes(key: str, value: str) -> float:
     match = _SIZE.fullmatch(value)
     if match is None:
-        raise _wrong(f"{key}={value}", "this is no size", "write a number and its unit: 40GB, or 40GiB")
+        raise _change_error(
+            f"{key}={value}", "this is no size", "write a number and its unit: 40GB, or 40GiB"
+        )
     return float(match[1]) * _BYTES[match[2].casefold()]
 
 
-def _wrong(given: str, reason: str, way_out: str) -> JobError:
-    return JobError(f"--what-if {given}: {reason}", way_out)
+def _change_error(change: str, reason: str, remedy: str) -> JobError:
+    return JobError(f"--what-if {change}: {reason}", remedy)

@@ -1,7 +1,7 @@
 """Failure rates, optimal checkpoint intervals (Young, Daly), and analytic and simulated goodput.
 
-    every = best_intervals(LLAMA3, recovery, devices=16384, step_seconds=6.0)
-    useful_share(LLAMA3, recovery, every, devices=16384)     # expected, in closed form
+    every = optimal_intervals(LLAMA3, recovery, devices=16384, step_seconds=6.0)
+    expected_goodput(LLAMA3, recovery, every, devices=16384)     # expected, in closed form
     simulate(LLAMA3, recovery, every, devices=16384, days=54, seed=0)
 
 The training state is kept up to three times: in the memory of its own node, which outlives a process; in that
@@ -23,13 +23,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-DAY = 86_400.0
+SECONDS_PER_DAY = 86_400.0
 
 Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureRates:
     """Failure rates of a device's share of a run, in 1/s per device, by the memory that is lost with it."""
 
     process: float
@@ -43,29 +43,29 @@ class Failures:
     """
 
     @classmethod
-    def observed(
+    def from_counts(
         cls, process: float, node: float, correlated: float, *, devices: int, days: float
-    ) -> Failures:
+    ) -> FailureRates:
         """Return the rates from counts of failures on `devices` devices in `days` days."""
-        exposure = devices * days * DAY
+        exposure = devices * days * SECONDS_PER_DAY
         return cls(process / exposure, node / exposure, correlated / exposure)
 
-    def as_often_as(self, days_between: float, devices: int) -> Failures:
+    def scaled_to(self, days_between: float, devices: int) -> FailureRates:
         """Return rates in the same proportions, with one failure in `days_between` days on `devices`."""
-        factor = 1 / (days_between * DAY * devices * self.per_device_second)
-        return Failures(self.process * factor, self.node * factor, self.correlated * factor)
+        factor = 1 / (days_between * SECONDS_PER_DAY * devices * self.per_device_second)
+        return FailureRates(self.process * factor, self.node * factor, self.correlated * factor)
 
     @property
     def per_device_second(self) -> float:
         return self.process + self.node + self.correlated
 
-    def seconds_between(self, devices: int) -> float:
+    def mean_seconds_between(self, devices: int) -> float:
         """Return the mean time between failures of a run on `devices`, in seconds; infinite without any."""
         rate = devices * self.per_device_second
         return 1 / rate if rate else math.inf
 
 
-LLAMA3 = Failures.observed(54 + 7 + 2, 315, 35 + 6, devices=16_384, days=54)
+LLAMA3_FAILURE_RATES = FailureRates.from_counts(54 + 7 + 2, 315, 35 + 6, devices=16_384, days=54)
 """Failure rates of 419 unexpected interruptions of Llama 3's training.
 
 Source: Llama Team 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 5. Process: software 54, NCCL
@@ -77,33 +77,33 @@ not sort them so; a faulty GPU often leaves the host's memory, and a cable more.
 
 
 @dataclass(frozen=True)
-class Copy:
+class CheckpointTier:
     """Checkpoint tier: one storage of the training state from which a failure is restored."""
 
     stall_seconds: float
     """Seconds for which training waits while a checkpoint is made."""
     restore_seconds: float
     """Seconds from a failure until training continues: detection, new processes, reading the checkpoint."""
-    lag_seconds: float = 0.0
+    completion_seconds: float = 0.0
     """Seconds after the stall until the checkpoint is complete; the next one begins no earlier."""
 
 
 @dataclass(frozen=True)
-class Recovery:
+class CheckpointTiers:
     """Checkpoint tiers of a run; a failure is restored from the nearest tier that outlives it."""
 
-    disk: Copy
-    partner: Copy | None = None
-    memory: Copy | None = None
+    disk: CheckpointTier
+    partner: CheckpointTier | None = None
+    memory: CheckpointTier | None = None
     """Tier in the memory of the own node."""
-    shrink_seconds: float = 0.0
+    replica_loss_seconds: float = 0.0
     """Work of the whole run that is lost for each node that leaves, in seconds.
 
     It is the share of the node's replica in the run times the seconds until another node takes its place;
     zero where a spare node stands by.
     """
 
-    def levels(self, failures: Failures, devices: int) -> list[tuple[Copy, float]]:
+    def with_rates(self, failures: FailureRates, devices: int) -> list[tuple[CheckpointTier, float]]:
         """Return the tiers, nearest first, each with the rate of failures restored from it, in 1/s."""
         rates = (failures.process, failures.node, failures.correlated)
         levels, waiting = [], 0.0
@@ -135,25 +135,27 @@ def daly_interval(stall_seconds: float, seconds_between_failures: float) -> floa
     return young_interval(stall_seconds, seconds_between_failures) * (1 + x / 3 + x**2 / 9) - stall_seconds
 
 
-def useful_share(failures: Failures, recovery: Recovery, intervals: Sequence[float], devices: int) -> float:
+def expected_goodput(
+    failures: FailureRates, tiers: CheckpointTiers, intervals: Sequence[float], devices: int
+) -> float:
     """Return the goodput: share of a long run's time that is work which is not lost, 0 .. 1.
 
     With one tier and no lag it is Daly's complete model: τ / (M exp(R/M) (exp((τ+δ)/M) - 1)) (2006).
 
     Args:
         failures: failure rates of the devices.
-        recovery: checkpoint tiers of the run.
+        tiers: checkpoint tiers of the run.
         intervals: seconds of work between checkpoints of each tier, nearest first, none shorter than the one
             before.
         devices: number of devices of the run.
     """
-    levels = recovery.levels(failures, devices)
+    levels = tiers.with_rates(failures, devices)
     every = [np.asarray(seconds, dtype=np.float64) for _, seconds in zip(levels, intervals, strict=True)]
-    return float(_share(levels, every)) - failures.node * devices * recovery.shrink_seconds
+    return float(_expected_goodput(levels, every)) - failures.node * devices * tiers.replica_loss_seconds
 
 
-def best_intervals(
-    failures: Failures, recovery: Recovery, devices: int, step_seconds: float
+def optimal_intervals(
+    failures: FailureRates, tiers: CheckpointTiers, devices: int, step_seconds: float
 ) -> tuple[float, ...]:
     """Return the intervals with the largest goodput, in seconds, for each tier, nearest first.
 
@@ -162,10 +164,10 @@ def best_intervals(
     Raises:
         ValueError: nothing is ever restored from some tier, so that no interval is the best.
     """
-    levels = recovery.levels(failures, devices)
+    levels = tiers.with_rates(failures, devices)
     if any(rate == 0 for _, rate in levels):
         raise ValueError("a place from which no failure is restored has no best interval: leave it out")
-    shortest = [max(step_seconds, copy.lag_seconds) for copy, _ in levels]
+    shortest = [max(step_seconds, copy.completion_seconds) for copy, _ in levels]
     starts = [
         max(young_interval(copy.stall_seconds, 1 / rate), low)
         for (copy, rate), low in zip(levels, shortest, strict=True)
@@ -177,12 +179,12 @@ def best_intervals(
         steps = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(len(axes), -1)
         every = list(np.cumprod(steps, axis=0) * step_seconds)
         whole = np.all([seconds >= low for seconds, low in zip(every, shortest, strict=True)], axis=0)
-        best = int(np.argmax(np.where(whole, _share(levels, every), -1.0)))
+        best = int(np.argmax(np.where(whole, _expected_goodput(levels, every), -1.0)))
         centres = steps[:, best].tolist()
     return tuple(float(seconds[best]) for seconds in every)
 
 
-def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Values:
+def _expected_goodput(levels: Sequence[tuple[CheckpointTier, float]], every: Sequence[Values]) -> Values:
     """Return the goodput without the work that shrinking costs, elementwise over `every`.
 
     A block of a tier is the work between two of its checkpoints: blocks of the tier below, done again from
@@ -213,13 +215,18 @@ def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Val
             higher = [(end + ends[level] * worse) * again for end, worse in zip(ends, lost, strict=True)]
             ends = [end if at > level else np.zeros_like(end) for at, end in enumerate(higher)]
             success = success * again
-        lags = sum(rate * copy.lag_seconds for copy, rate in levels)
+        lags = sum(rate * copy.completion_seconds for copy, rate in levels)
         share = every[-1] / seconds * max(1 - lags, 0.0)
     return np.nan_to_num(share, nan=0.0)
 
 
-def simulate(
-    failures: Failures, recovery: Recovery, intervals: Sequence[float], devices: int, days: float, seed: int
+def simulate_goodput(
+    failures: FailureRates,
+    tiers: CheckpointTiers,
+    intervals: Sequence[float],
+    devices: int,
+    days: float,
+    seed: int,
 ) -> float:
     """Simulate one run failure by failure, and return its goodput.
 
@@ -227,8 +234,8 @@ def simulate(
 
     Args:
         failures: failure rates of the devices.
-        recovery: checkpoint tiers of the run.
-        intervals: as in `useful_share`, each a whole multiple of the one before.
+        tiers: checkpoint tiers of the run.
+        intervals: as in `expected_goodput`, each a whole multiple of the one before.
         devices: number of devices of the run.
         days: duration of the run.
         seed: seed of the failures' times.
@@ -236,14 +243,14 @@ def simulate(
     Raises:
         ValueError: an interval is no multiple of the one before.
     """
-    levels = recovery.levels(failures, devices)
+    levels = tiers.with_rates(failures, devices)
     ticks = [round(seconds / intervals[0]) for seconds in intervals]
     exact = np.allclose(np.array(ticks) * intervals[0], intervals, rtol=1e-9)
     if not exact or any(far % near for near, far in pairwise(ticks)):
         raise ValueError(f"each interval must be a multiple of the one before: {list(intervals)}")
     stalls = sum(copy.stall_seconds / seconds for (copy, _), seconds in zip(levels, intervals, strict=True))
     pace = intervals[0] * (1 + stalls)  # clock time per tick, the work between two nearest checkpoints
-    duration = days * DAY
+    duration = days * SECONDS_PER_DAY
     rates = np.array([rate for _, rate in levels])
     random = np.random.default_rng(seed)
     times = np.sort(random.uniform(0, duration, random.poisson(rates.sum() * duration)))
@@ -256,9 +263,9 @@ def simulate(
         else:  # failure during a recovery
             level = max(level, kind)
         copy, _ = levels[level]
-        whole = max(int(min(start, reached - copy.lag_seconds / pace)), 0)
+        whole = max(int(min(start, reached - copy.completion_seconds / pace)), 0)
         start = whole - whole % ticks[level]
         ready = time + copy.restore_seconds
     left = start + max(duration - ready, 0.0) / pace
-    lost = failures.node * devices * recovery.shrink_seconds
+    lost = failures.node * devices * tiers.replica_loss_seconds
     return left * intervals[0] / duration - lost

@@ -8,16 +8,16 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import ParallelSection
 from wanma.observe.units import count_text
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.rules.mesh import check_axes, check_dimensions, check_micro_batches, check_stage_cuts
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.rules.mesh import check_mesh, check_micro_batches, check_model_dimensions, check_stage_cuts
 
 
-def refusal(problem: Problem, plan: Plan) -> str | None:
+def invalid_plan_reason(problem: PlanningProblem, plan: Plan) -> str | None:
     """Return the reason why the problem's model, batch and nodes cannot have `plan`, or None.
 
     Memory is checked by `plan_forecast`, support of the runtime by `rules.capabilities`.
     """
-    devices = problem.cluster.device_count or problem.machine.devices
+    devices = problem.cluster.device_count or problem.hardware.device_count
     if plan.world_size > devices:
         return f"the plan has {count_text(plan.world_size, 'rank')}, and there are {devices} devices"
     per_node = max(len(problem.cluster.nodes[0].devices), 1)
@@ -26,9 +26,9 @@ def refusal(problem: Problem, plan: Plan) -> str | None:
     machines = problem.job.cluster.model_copy(update={"nodes": nodes, "rendezvous": "planned:1"})
     job = problem.job.model_copy(update={"parallel": ParallelSection(), "cluster": machines})
     try:
-        check_axes(job, plan, problem.cluster)
+        check_mesh(job, plan, problem.cluster)
         if problem.dimensions is not None:
-            check_dimensions(plan, problem.dimensions)
+            check_model_dimensions(plan, problem.dimensions)
             check_stage_cuts(job, plan, problem.dimensions.layers)
         check_micro_batches(job, plan)
     except JobError as error:

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.cluster import Cluster, Device, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.dimensions import DecoderConfig
 from wanma.observe.units import bytes_text
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.cost.optimizer_update import update_of
-from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.optimizer_update import optimizer_cost_of
+from wanma.planner.hardware_model.builder import build_hardware_model
 from wanma.planner.hardware_model.calibration import Calibration
-from wanma.planner.hardware_model.model import Machine
-from wanma.planner.memory.in_memory_checkpoints import snapshot_bytes
-from wanma.planner.memory.model_states import state_elements
+from wanma.planner.hardware_model.model import HardwareModel
+from wanma.planner.memory.in_memory_checkpoints import in_memory_checkpoint_bytes
+from wanma.planner.memory.model_states import optimizer_state_elements
 
-MEMORY_SHARE = 0.93
+USABLE_DEVICE_MEMORY_SHARE = 0.93
 """Share of a GPU's memory that a forecast may fill.
 
 CUDA's and NCCL's part and what the allocator leaves unused are forecast; where runs reported what they had
 reserved, forecasts were at most 3 % below it (benchmarks/results/planner-memory.md).
 """
-HOST_SHARE = 0.85
+USABLE_HOST_MEMORY_SHARE = 0.85
 """Share of a node's host memory that a forecast may fill; the system and other programs need the rest.
 
 Forecasts for CPUs were up to 5 % below real runs (benchmarks/results/planner-memory.md).
 """
 
-KEPT_SHARE = 0.15
+DIRTY_PAGE_SHARE = 0.15
 """Share of a node's host memory that files rewritten in every step may fill.
 
 Beyond it Linux has programs wait for the disk (vm.dirty_ratio = 20 and vm.dirty_background_ratio = 10 of what
@@ -43,22 +43,22 @@ is available: from halfway between them on). One copy of weights and optimizer s
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanningProblem:
     """Inputs of a forecast beside the plan, which stay the same while plans vary."""
 
     job: Job
     """Job of the user: batch, optimizer, precision, steps, checkpoints."""
     cluster: Cluster
     workload: Workload
-    machine: Machine
+    hardware: HardwareModel
     """Hardware model of the cluster's devices."""
-    memory_bytes: float
+    memory_limit_bytes: float
     """Memory of one device that a plan may fill, in bytes."""
-    dimensions: DecoderDimensions | None = None
+    dimensions: DecoderConfig | None = None
     """Dimensions of a decoder, whose operators are known one by one; None for any other model."""
-    software: Software = field(default_factory=Software)
+    framework: FrameworkTraits = field(default_factory=FrameworkTraits)
     """Framework traits of the training program: our own runtime's."""
-    real_cluster: Cluster | None = None
+    heterogeneous_cluster: Cluster | None = None
     """Heterogeneous cluster that `cluster` replaces by equal nodes; None where its nodes are equal."""
 
     @property
@@ -68,25 +68,29 @@ class Problem:
         return batches[-1] if batches else self.job.train.global_batch
 
     @property
-    def sequence(self) -> int:
+    def sequence_length(self) -> int:
         """Tokens of one sample."""
         return self.workload.tokens_per_sample
 
     def peak_flops_per_second(self, precision: str) -> float:
         """Return the dense peak of one device in FLOP/s, the mean over a heterogeneous cluster's, for MFU."""
-        mean = mean_peak(self.real_cluster, precision) if self.real_cluster is not None else None
-        return mean or self.machine.chip.peak_flops_per_second[precision]
+        mean = (
+            mean_peak_flops(self.heterogeneous_cluster, precision)
+            if self.heterogeneous_cluster is not None
+            else None
+        )
+        return mean or self.hardware.chip.peak_flops_per_second[precision]
 
 
-def problem_of(
+def build_problem(
     job: Job,
     cluster: Cluster,
     workload: Workload,
-    dimensions: DecoderDimensions | None = None,
+    dimensions: DecoderConfig | None = None,
     calibration: Calibration | None = None,
     *,
     ranks: int = 1,
-) -> Problem:
+) -> PlanningProblem:
     """Build the planning problem of a job on its nodes.
 
     A heterogeneous cluster counts as equal nodes, each as slow and as small as its weakest, which is how
@@ -103,34 +107,34 @@ def problem_of(
     Raises:
         JobError: a GPU is asked for and none is there.
     """
-    machines = equal_machines(job, cluster)
+    machines = homogeneous_cluster(job, cluster)
     (node,) = machines.nodes
     memory_bytes: float = min(
         (device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks
     )
-    machine = machine_of(machines, calibration=calibration, ranks=ranks)
-    update = update_of(job.train, workload, dimensions)
-    state_bytes = 4.0 * state_elements(workload, job.train)
+    machine = build_hardware_model(machines, calibration=calibration, ranks=ranks)
+    update = optimizer_cost_of(job.train, workload, dimensions)
+    state_bytes = 4.0 * optimizer_state_elements(workload, job.train)
     in_files = (4.0 * workload.parameters + state_bytes) / job.cluster.nodes
-    keeps_files = in_files <= KEPT_SHARE * node.memory_bytes
+    keeps_files = in_files <= DIRTY_PAGE_SHARE * node.memory_bytes
     machine = replace(machine, host=replace(machine.host, keeps_files=keeps_files))
-    trained = workload.parameters * workload.trained_share
-    habits = Software(
-        unused_factor=machine.unused_factor,
+    trained = workload.parameters * workload.trainable_share
+    habits = FrameworkTraits(
+        fragmentation_factor=machine.unused_factor,
         optimizer_bytes=update.moved_bytes,
         optimizer_flops=update.flops,
         optimizer_exchanged_bytes=update.exchanged_bytes,
-        state_bytes=state_bytes / max(trained, 1.0),
-        sharing_machines=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
+        optimizer_state_bytes=state_bytes / max(trained, 1.0),
+        shared_memory_nodes=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
         logits_copies=1.0 if dimensions is not None else 2.0,
-        rounds_frozen=job.model.factory is None,
+        casts_frozen_weights=job.model.factory is None,
     )
-    memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE
+    memory_bytes *= USABLE_DEVICE_MEMORY_SHARE if node.devices else USABLE_HOST_MEMORY_SHARE
     unlike = cluster if len(cluster.nodes) > 1 and node.devices else None
-    return Problem(job, machines, workload, machine, memory_bytes, dimensions, habits, unlike)
+    return PlanningProblem(job, machines, workload, machine, memory_bytes, dimensions, habits, unlike)
 
 
-def mean_peak(cluster: Cluster, precision: str) -> float | None:
+def mean_peak_flops(cluster: Cluster, precision: str) -> float | None:
     """Return the dense peak of an accelerator, mean over the cluster, in FLOP/s; None if one has none."""
     peaks = [
         (node.count, device.peak_flops_per_second.get(precision))
@@ -143,20 +147,22 @@ def mean_peak(cluster: Cluster, precision: str) -> float | None:
     return sum(count * peak for count, peak in known) / sum(count for count, _ in known)
 
 
-def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
+def host_memory_overflow_reason(
+    problem: PlanningProblem, plan: Plan, memory_forecast: Forecast
+) -> str | None:
     """Return the reason why the plan's host memory does not fit on the nodes, or None.
 
     In-memory checkpoints count where the job sets their interval.
     """
-    waiting, kept = float(needed.host_bytes), 0
+    waiting, kept = float(memory_forecast.host_bytes), 0
     if isinstance(problem.job.checkpoint.in_memory_every_steps, int):
-        kept = snapshot_bytes(problem.job, problem.workload, plan)
-        waiting += kept + (needed.memory_bytes if plan.device == "cpu" else 0)
+        kept = in_memory_checkpoint_bytes(problem.job, problem.workload, plan)
+        waiting += kept + (memory_forecast.memory_bytes if plan.device == "cpu" else 0)
     (node,) = problem.cluster.nodes
     here, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
     if uneven:  # a plan on a part of a hypothetical cluster
         here = min(max(len(node.devices), 1), plan.world_size)
-    if waiting * here <= node.memory_bytes * HOST_SHARE:
+    if waiting * here <= node.memory_bytes * USABLE_HOST_MEMORY_SHARE:
         return None
     snapshots = f" ({bytes_text(kept * here)} of it as checkpoint.in_memory_every_steps)" if kept else ""
     return (
@@ -165,7 +171,7 @@ def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
     )
 
 
-def device_of(job: Job, cluster: Cluster) -> str:
+def select_device_type(job: Job, cluster: Cluster) -> str:
     """Return the kind of device that the job runs on, "cuda" or "cpu".
 
     Raises:
@@ -180,18 +186,18 @@ def device_of(job: Job, cluster: Cluster) -> str:
     return "cuda" if has_gpu and job.cluster.device != "cpu" else "cpu"
 
 
-def equal_machines(job: Job, cluster: Cluster) -> Cluster:
+def homogeneous_cluster(job: Job, cluster: Cluster) -> Cluster:
     """Return the job's number of equal nodes, each as slow and as small as the cluster's weakest."""
     nodes = cluster.nodes
-    if device_of(job, cluster) == "cpu":
+    if select_device_type(job, cluster) == "cpu":
         nodes = tuple(replace(node, devices=()) for node in nodes)
     count = max(cluster.node_count, job.cluster.nodes)
-    least = min(nodes, key=lambda node: _rate(node, job.train.precision))
+    least = min(nodes, key=lambda node: _matmul_rate(node, job.train.precision))
     if len(nodes) > 1:
-        level = cluster.level_across()
+        level = cluster.inter_group_level()
         least = replace(
             least,
-            devices=_least_devices(nodes, least),
+            devices=_smallest_devices(nodes, least),
             cores=min(node.cores for node in nodes),
             memory_bytes=min(node.memory_bytes for node in nodes),
             network=(replace(level, size=None),) if level is not None else (),
@@ -199,13 +205,13 @@ def equal_machines(job: Job, cluster: Cluster) -> Cluster:
     return Cluster((replace(least, count=count),))
 
 
-def _rate(node: Node, precision: str) -> float:
+def _matmul_rate(node: NodeGroup, precision: str) -> float:
     """Return the rate of matrix products of a node's slowest device, in FLOP/s; 0 where unknown."""
     devices = node.devices or ((node.cpu,) if node.cpu else ())
     return min((device.peak_flops_per_second.get(precision, 0.0) for device in devices), default=0.0)
 
 
-def _least_devices(nodes: tuple[Node, ...], like: Node) -> tuple[Device, ...]:
+def _smallest_devices(nodes: tuple[NodeGroup, ...], like: NodeGroup) -> tuple[Device, ...]:
     number = min(len(node.devices) for node in nodes)
     memory_bytes = min((device.memory_bytes for node in nodes for device in node.devices), default=0)
     return tuple(replace(device, memory_bytes=memory_bytes) for device in like.devices[:number])

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from wanma.job.cluster import Node
+from wanma.job.cluster import NodeGroup
 from wanma.job.forecast.forecast import RunCost, StepTime
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import TrainSection
-from wanma.planner.cost.decoder_layers import product_precision
-from wanma.planner.forecast.goodput import machines_used, useful_time
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.forecast.step_overhead import around
-from wanma.planner.hardware_model.operator_time import product_rate
+from wanma.planner.cost.decoder_layers import matmul_precision
+from wanma.planner.forecast.goodput import forecast_goodput, nodes_used
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.forecast.step_overhead import step_overhead
+from wanma.planner.hardware_model.operator_time import matmul_rate
 
-PRODUCTS, STREAMING, COMMUNICATING, WAITING = 1.0, 0.7, 0.5, 0.3
+MATMUL_POWER_SHARE, MEMORY_BOUND_POWER_SHARE, COMMUNICATION_POWER_SHARE, IDLE_POWER_SHARE = 1.0, 0.7, 0.5, 0.3
 """Power of a device as a share of its limit, by activity.
 
 Products of training run into the limit, which is why clocks fall under them
@@ -32,17 +32,17 @@ Cloud", recalled), or less far where a kernel polls for its peers. Streaming ope
 between.
 """
 
-HOST = 0.5
+HOST_POWER_SHARE = 0.5
 """Power of a node's parts beside its devices, as a share of what the maker allows for them.
 
 That is 4.6 kW in a DGX H100. Eight H100 that train drew at most 8.4 of 10.2 kW (Latif et al. 2024, recalled),
 which leaves 0.6 of that rest; less where a hall cools without the nodes' own fans.
 """
 
-LEAST_SHARE = 0.01
+MIN_GOODPUT = 0.01
 """Goodput below which the cost of a run is not forecast."""
 
-USUAL_HOST = 0.8
+DEFAULT_HOST_POWER_RATIO = 0.8
 """Limit of a node's parts beside its devices over the devices' limits, where the node's is not stated.
 
 It is 0.46 in a DGX-1, 1.0 in a DGX A100, 0.8 in a DGX H100 and B200 (their data sheets, in the catalogue).
@@ -50,43 +50,45 @@ It is 0.46 in a DGX-1, 1.0 in a DGX A100, 0.8 in a DGX H100 and B200 (their data
 
 
 @dataclass(frozen=True)
-class Activity:
+class DeviceActivity:
     """Activity of a device averaged over a step, as shares of its time that add up to one."""
 
-    products: float
-    streaming: float
-    communicating: float
-    waiting: float
+    matmul: float
+    memory_bound: float
+    communication: float
+    idle: float
 
     @property
     def power_share(self) -> float:
         """Return the device's mean power as a share of its limit."""
-        busy = PRODUCTS * self.products + STREAMING * self.streaming
-        return busy + COMMUNICATING * self.communicating + WAITING * self.waiting
+        busy = MATMUL_POWER_SHARE * self.matmul + MEMORY_BOUND_POWER_SHARE * self.memory_bound
+        return busy + COMMUNICATION_POWER_SHARE * self.communication + IDLE_POWER_SHARE * self.idle
 
 
-def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost | None:
-    """Forecast duration, energy and price of the job's run; None for a goodput below `LEAST_SHARE`.
+def run_cost(problem: PlanningProblem, plan: Plan, step: StepTime) -> RunCost | None:
+    """Forecast duration, energy and price of the job's run; None for a goodput below `MIN_GOODPUT`.
 
     The run has all the job's steps, with the smaller ones of its batch ramp, its validations, the write of
     the last state, and the losses to failures and checkpoints (`goodput`). Nodes of which the plan fills a
     part count whole. While a run recovers, they draw power as if it trained.
     """
-    useful = useful_time(problem, plan, step)
-    if useful.share < LEAST_SHARE:
+    useful = forecast_goodput(problem, plan, step)
+    if useful.share < MIN_GOODPUT:
         return None
     seconds = run_seconds(problem.job.train, problem.global_batch, plan, step) / useful.share
-    seconds += around(problem, plan).at_end_seconds
-    used = [(problem.cluster.nodes[0], machines_used(problem, plan))]
-    return replace(cost_of(seconds, used, activity(problem, plan, step)), useful=useful)
+    seconds += step_overhead(problem, plan).final_checkpoint_seconds
+    used = [(problem.cluster.nodes[0], nodes_used(problem, plan))]
+    return replace(price_run(seconds, used, device_activity(problem, plan, step)), useful=useful)
 
 
-def cost_of(seconds: float, used: Sequence[tuple[Node, int]], doing: Activity) -> RunCost:
+def price_run(
+    seconds: float, node_counts: Sequence[tuple[NodeGroup, int]], activity: DeviceActivity
+) -> RunCost:
     """Return the cost of nodes busy for `seconds`; energy or price is None where it is unknown for a node."""
     energy, price = 0.0, 0.0
     unknown_energy = unknown_price = False
-    for node, count in used:
-        watts = node_watts(node, doing)
+    for node, count in node_counts:
+        watts = node_watts(node, activity)
         unknown_energy |= watts is None
         unknown_price |= node.price_per_hour is None
         energy += seconds * count * (watts or 0.0)
@@ -109,41 +111,43 @@ def run_seconds(train: TrainSection, global_batch: int, plan: Plan, step: StepTi
     """
     repeated = step.compute + step.tensor + step.context + step.expert + step.moving
     once = step.seconds - repeated
-    each = repeated / plan.accumulation(global_batch)
+    each = repeated / plan.gradient_accumulation_steps(global_batch)
     seconds = 0.0
     ramp = [(0, train.global_batch), *(entry for entry in train.batch_ramp if entry[0] < train.steps)]
     for number, (start, batch) in enumerate(ramp):
         stop = ramp[number + 1][0] if number + 1 < len(ramp) else train.steps
-        seconds += (stop - start) * (once + each * plan.accumulation(batch))
+        seconds += (stop - start) * (once + each * plan.gradient_accumulation_steps(batch))
     validations = 1 if train.validate_every_steps == 0 else max(train.steps // train.validate_every_steps, 1)
     forward = 1 / 4 if plan.recompute == "full" else 1 / 3
-    samples = plan.accumulation(train.validation_samples)
+    samples = plan.gradient_accumulation_steps(train.validation_samples)
     return seconds + validations * forward * (each * samples + step.bubble)
 
 
-def activity(problem: Problem, plan: Plan, step: StepTime) -> Activity:
+def device_activity(problem: PlanningProblem, plan: Plan, step: StepTime) -> DeviceActivity:
     """Return the activity of a device over a step.
 
     Products run at the rate that the device sustains; the rest of computing and the optimizer count as
     streaming; then exposed communication, and waiting.
     """
-    chip = problem.machine.chip
-    precision = product_precision(plan, problem.software)
+    chip = problem.hardware.chip
+    precision = matmul_precision(plan, problem.framework)
     flops = problem.workload.flops_per_sample * problem.global_batch / plan.world_size
     again = 4 / 3 if plan.recompute == "full" else 1.0
-    products = min(again * flops / product_rate(chip, precision), step.compute)
+    products = min(again * flops / matmul_rate(chip, precision), step.compute)
     communicating = step.tensor + step.context + step.expert + step.data + step.moving
     streaming = step.compute - products + step.optimizer + step.checkpoint
     parts = (products, streaming, communicating, step.bubble + step.loading)
-    return Activity(*(part / step.seconds for part in parts))
+    return DeviceActivity(*(part / step.seconds for part in parts))
 
 
-def node_watts(node: Node, doing: Activity) -> float | None:
+def node_watts(node: NodeGroup, activity: DeviceActivity) -> float | None:
     """Return the power of one node at the wall, in W, whose devices do the same; None where unknown."""
     devices = node.devices or ((node.cpu,) if node.cpu else ())
     limits = [device.power_watts for device in devices]
     limit = sum(watts for watts in limits if watts is not None)
     if not limits or None in limits:
         return None
-    rest = USUAL_HOST * limit if node.power_watts is None else max(node.power_watts - limit, 0.0)
-    return limit * doing.power_share + HOST * rest
+    rest = (
+        DEFAULT_HOST_POWER_RATIO * limit if node.power_watts is None else max(node.power_watts - limit, 0.0)
+    )
+    return limit * activity.power_share + HOST_POWER_SHARE * rest

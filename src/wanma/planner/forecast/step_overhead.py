@@ -14,23 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.gradient_collectives import error_bytes
-from wanma.planner.cost.offload import master_bytes
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.memory.model_states import state_elements, weight_bytes
+from wanma.planner.cost.gradient_collectives import error_feedback_bytes
+from wanma.planner.cost.offload import master_weight_bytes
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
 
-BATCH_SECONDS = 250e-6
+MICRO_BATCH_LOAD_SECONDS = 250e-6
 """Seconds of a loader thread per micro-batch, whatever its size: locating its samples."""
-TOKEN_SECONDS = 8e-9
+TOKEN_LOAD_SECONDS = 8e-9
 """Seconds of a loader thread per token: read of a mapped file, cast to 64 bits, copy to input and target."""
-VALUE_SECONDS = 2.5e-9
+PIXEL_LOAD_SECONDS = 2.5e-9
 """Seconds of a loader thread per number of an image: cast to 32 bits, shift and scale."""
-STORED_BYTES = {"tokens": 4.0, "images": 1.0}
+STORED_ELEMENT_BYTES = {"tokens": 4.0, "images": 1.0}
 """Bytes of a token or a pixel in its file, all of which count as read from disk."""
-HANDED_SECONDS = 100e-6
+HANDOFF_SECONDS = 100e-6
 """Seconds to take a loaded step from the loader and request the next one."""
 
-SNAPSHOT_BYTES_PER_SECOND = 6.5e9
+CPU_COPY_BYTES_PER_SECOND = 6.5e9
 """Rate, in bytes/s, at which a rank on a CPU copies its part of the state while training waits.
 
 Measured: 0.2 GB in 0.030 s (docs/performance.md).
@@ -40,66 +40,73 @@ HASH_BYTES_PER_SECOND = 0.65e9
 
 
 @dataclass(frozen=True)
-class Around:
+class StepOverhead:
     """Overheads of a step under one plan, independent of the step's own time."""
 
     load_seconds: float
     """Seconds to read a step's samples in the background, divided by the steps that are loaded at once."""
-    handed_seconds: float
+    handoff_seconds: float
     """Seconds to take the samples from the loader, while training waits."""
-    copy_seconds: float
+    checkpoint_copy_seconds: float
     """Seconds to copy the state of one save, while training waits."""
-    write_seconds: float
+    checkpoint_write_seconds: float
     """Seconds to write one save, in the background."""
-    disturbing_seconds: float
+    hash_slowdown_seconds: float
     """Seconds of computing that one save's hash takes away: on a CPU, all of whose cores compute."""
-    every: int
+    checkpoint_every_steps: int
     """Steps from one save to the next; 0: only at the end."""
-    is_last_due: bool
+    saves_at_last_step: bool
     """True if the last step saves anyway."""
 
-    def loading(self, step_seconds: float) -> float:
+    def loading_stall(self, step_seconds: float) -> float:
         """Return the seconds for which a step of `step_seconds` waits for data."""
-        return self.handed_seconds + max(0.0, self.load_seconds - step_seconds)
+        return self.handoff_seconds + max(0.0, self.load_seconds - step_seconds)
 
-    def saving(self, step_seconds: float) -> float:
+    def checkpoint_stall(self, step_seconds: float) -> float:
         """Return the share of saves in a step of `step_seconds`, in seconds.
 
         It counts the copy, the computing that the hash takes away, and the wait for the save before it, whose
         buffer it needs.
         """
-        if not self.every:
+        if not self.checkpoint_every_steps:
             return 0.0
-        own = self.copy_seconds + self.disturbing_seconds
-        return own / self.every + max(0.0, self.write_seconds / self.every - step_seconds)
+        own = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
+        return own / self.checkpoint_every_steps + max(
+            0.0, self.checkpoint_write_seconds / self.checkpoint_every_steps - step_seconds
+        )
 
-    def with_both(self, step_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def with_stalls(self, step_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return seconds of steps with both overheads; monotonic in the steps' own time."""
-        seconds = np.maximum(step_seconds, self.load_seconds) + self.handed_seconds
-        if self.every:
-            own = self.copy_seconds + self.disturbing_seconds
-            seconds = np.maximum(seconds, self.write_seconds / self.every) + own / self.every
+        seconds = np.maximum(step_seconds, self.load_seconds) + self.handoff_seconds
+        if self.checkpoint_every_steps:
+            own = self.checkpoint_copy_seconds + self.hash_slowdown_seconds
+            seconds = (
+                np.maximum(seconds, self.checkpoint_write_seconds / self.checkpoint_every_steps)
+                + own / self.checkpoint_every_steps
+            )
         return seconds
 
     @property
-    def at_end_seconds(self) -> float:
+    def final_checkpoint_seconds(self) -> float:
         """Return the seconds of the last save, once a run, whose write is waited for."""
-        return self.write_seconds + (0.0 if self.is_last_due else self.copy_seconds)
+        return self.checkpoint_write_seconds + (
+            0.0 if self.saves_at_last_step else self.checkpoint_copy_seconds
+        )
 
 
-def around(problem: Problem, plan: Plan) -> Around:
+def step_overhead(problem: PlanningProblem, plan: Plan) -> StepOverhead:
     """Return the step overheads of `plan`."""
     train, every = problem.job.train, problem.job.checkpoint.every_steps
-    size = _saved_bytes(problem, plan)
-    copied, written = _save_seconds(problem, plan, size)
+    size = _checkpoint_bytes(problem, plan)
+    copied, written = _checkpoint_seconds(problem, plan, size)
     hashed = size / HASH_BYTES_PER_SECOND / plan.threads_per_rank if plan.device == "cpu" else 0.0
     due = every if every <= train.steps else 0
     is_last_due = due > 0 and train.steps % due == 0
     load = _load_seconds(problem, plan)
-    return Around(load, HANDED_SECONDS, copied, written, hashed, due, is_last_due)
+    return StepOverhead(load, HANDOFF_SECONDS, copied, written, hashed, due, is_last_due)
 
 
-def _load_seconds(problem: Problem, plan: Plan) -> float:
+def _load_seconds(problem: PlanningProblem, plan: Plan) -> float:
     """Return the seconds to load a step's samples in the background, divided by the steps loaded at once.
 
     All ranks of a data rank load the same samples. The cost of a user's own data set is unknown and counts as
@@ -110,37 +117,44 @@ def _load_seconds(problem: Problem, plan: Plan) -> float:
         return 0.0
     images = problem.workload.input_elements_per_sample
     if images is None:
-        number, each, stored = problem.sequence + 1.0, TOKEN_SECONDS, STORED_BYTES["tokens"]
+        number, each, stored = (
+            problem.sequence_length + 1.0,
+            TOKEN_LOAD_SECONDS,
+            STORED_ELEMENT_BYTES["tokens"],
+        )
     else:
-        number, each, stored = images, VALUE_SECONDS, STORED_BYTES["images"]
-    each += stored / problem.machine.host.disk_bytes_per_second
+        number, each, stored = images, PIXEL_LOAD_SECONDS, STORED_ELEMENT_BYTES["images"]
+    each += stored / problem.hardware.host.disk_bytes_per_second
     at_once = min(data.workers, data.prefetch)
-    micro_batches, samples = plan.accumulation(problem.global_batch), plan.most_rows(problem.global_batch)
-    return (micro_batches * BATCH_SECONDS + samples * number * each) / at_once
+    micro_batches, samples = (
+        plan.gradient_accumulation_steps(problem.global_batch),
+        plan.max_rows_per_data_rank(problem.global_batch),
+    )
+    return (micro_batches * MICRO_BATCH_LOAD_SECONDS + samples * number * each) / at_once
 
 
-def _saved_bytes(problem: Problem, plan: Plan) -> float:
+def _checkpoint_bytes(problem: PlanningProblem, plan: Plan) -> float:
     """Return the bytes of a rank's part of a save; replicas of a part share it."""
     workload, train = problem.workload, problem.job.train
-    rounds = problem.software.rounds_frozen
-    average = workload.parameters * (workload.trained_share if rounds else 1.0)
-    elements = state_elements(workload, train) + (average if train.weight_average > 0 else 0.0)
-    saved = weight_bytes(workload, plan, rounds_frozen=rounds) + master_bytes(plan) * elements
+    rounds = problem.framework.casts_frozen_weights
+    average = workload.parameters * (workload.trainable_share if rounds else 1.0)
+    elements = optimizer_state_elements(workload, train) + (average if train.weight_average > 0 else 0.0)
+    saved = weight_bytes(workload, plan, casts_frozen_weights=rounds) + master_weight_bytes(plan) * elements
     whole = workload.parameters / plan.tp / plan.pp
-    kept = error_bytes(plan, whole, whole / plan.shard_ranks)
+    kept = error_feedback_bytes(plan, whole, whole / plan.shard_group_size)
     return saved / plan.world_size + kept
 
 
-def _save_seconds(problem: Problem, plan: Plan, size: float) -> tuple[float, float]:
+def _checkpoint_seconds(problem: PlanningProblem, plan: Plan, size: float) -> tuple[float, float]:
     """Return (copy, write) seconds of a save of `size` bytes on each rank."""
-    host = problem.machine.host
+    host = problem.hardware.host
     if "disk" in (plan.offload_parameters, plan.offload_optimizer):
         # State on disk is copied into files, for want of memory (`Trainer`).
         copied = size / host.read_rate + size / host.write_rate
     elif plan.device == "cpu" or plan.offload_parameters == plan.offload_optimizer == "host":
-        copied = size / SNAPSHOT_BYTES_PER_SECOND
+        copied = size / CPU_COPY_BYTES_PER_SECOND
     else:
         copied = size / host.link_bytes_per_second
-    here = max(problem.machine.devices // problem.cluster.node_count, 1)
+    here = max(problem.hardware.device_count // problem.cluster.node_count, 1)
     disk = host.disk_bytes_per_second * here / min(plan.world_size, here)  # the node's ranks share it
     return copied, size / min(disk, HASH_BYTES_PER_SECOND)

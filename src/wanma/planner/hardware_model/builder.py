@@ -1,10 +1,10 @@
 """Builder of hardware models from a cluster: attained rates of its devices and links.
 
-    machine = machine_of(read_cluster("8x8 H100 SXM, 8x400G"))
+    machine = build_hardware_model(read_cluster("8x8 H100 SXM, 8x400G"))
 
 Peaks and bandwidths are the cluster's; the shares that training attains come from `hardware.catalogue` and
 `efficiency_curves`, or from a calibration. Unmeasured rates follow the rules below, are listed in
-`Machine.assumed`, and widen the forecast's interval by `Machine.doubt`.
+`HardwareModel.assumed`, and widen the forecast's interval by `HardwareModel.doubt`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wanma.hardware.catalogue.device_kind import PCIE_4
-from wanma.hardware.catalogue.efficiency import ATTAINED, LINKS, NETWORK, OTHER_LINK
-from wanma.hardware.catalogue.lookup import find_named
-from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.hardware.catalogue.efficiency import (
+    DEFAULT_LINK_EFFICIENCY,
+    DEVICE_EFFICIENCIES,
+    LINK_EFFICIENCIES,
+    NETWORK_EFFICIENCY,
+)
+from wanma.hardware.catalogue.lookup import find_by_name
+from wanma.job.cluster import Cluster, Device, InterconnectLevel, NodeGroup
 from wanma.planner.hardware_model.calibration import Calibration
-from wanma.planner.hardware_model.efficiency_curves import GENERATIONS, PROCESSOR
-from wanma.planner.hardware_model.model import AttentionCurve, Chip, Host, Link, Machine, Program
+from wanma.planner.hardware_model.efficiency_curves import CPU_CURVES, GENERATION_CURVES
+from wanma.planner.hardware_model.model import (
+    AttentionCurve,
+    DeviceModel,
+    FrameworkOverhead,
+    HardwareModel,
+    HostModel,
+    LinkLevel,
+)
 
 
-def machine_of(
+def build_hardware_model(
     cluster: Cluster,
-    kind: int = 0,
+    node_kind: int = 0,
     calibration: Calibration | None = None,
     *,
     ranks: int = 1,
     threads: int | None = None,
-) -> Machine:
+) -> HardwareModel:
     """Return the hardware model of one kind of a cluster's nodes.
 
-    Where a rate that decides the time is unknown, `Machine.unknown` names it, and the place to give it; the
-    chip then has no products, so that a search proceeds with memory alone.
+    Where a rate that decides the time is unknown, `HardwareModel.unknown` names it, and the place to give
+    it; the chip then has no products, so that a search proceeds with memory alone.
 
     Args:
-        kind: index in `cluster.nodes`.
+        node_kind: index in `cluster.nodes`.
         calibration: measured curves and correction factors; they take precedence.
         ranks: ranks of one node without accelerators, which share its cores and memory; each is a "device".
         threads: threads of such a rank; default: its share of the cores.
@@ -44,37 +56,37 @@ def machine_of(
     Raises:
         ValueError: there is no such kind of node, or no rank.
     """
-    if not 0 <= kind < len(cluster.nodes) or ranks < 1:
-        raise ValueError(f"node kind {kind} of {len(cluster.nodes)}, {ranks} ranks on a machine")
-    node = cluster.nodes[kind]
+    if not 0 <= node_kind < len(cluster.nodes) or ranks < 1:
+        raise ValueError(f"node kind {node_kind} of {len(cluster.nodes)}, {ranks} ranks on a machine")
+    node = cluster.nodes[node_kind]
     here = len(node.devices) or ranks
     calibration = calibration or Calibration()
     try:
-        machine = _measured(node, here, threads, calibration)
+        machine = _calibrated_hardware(node, here, threads, calibration)
         if machine is None:
-            machine = _accelerated(node) if node.devices else _processors(node, ranks, threads)
+            machine = _accelerator_hardware(node) if node.devices else _cpu_hardware(node, ranks, threads)
         known = replace(
             machine,
-            links=_joined([*machine.links, *_network(node, here)]),
-            assumed=(*machine.assumed, *_placement(node)),
-            host=host_of(node, here) if machine.host.doubt else machine.host,
+            links=_merged_levels([*machine.links, *_inter_node_links(node, here)]),
+            assumed=(*machine.assumed, *_placement_assumptions(node)),
+            host=build_host_model(node, here) if machine.host.doubt else machine.host,
         )
     except _UnknownRateError as unknown:
         name = node.devices[0].name if node.devices else node.name
-        chip = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0))
-        return Machine(chip, (Link(node.count * here, 0.0, 1.0),), unknown=str(unknown))
-    return calibration.correction(measured_name(known.chip.name, calibration)).applied(known)
+        chip = DeviceModel(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0))
+        return HardwareModel(chip, (LinkLevel(node.count * here, 0.0, 1.0),), unknown=str(unknown))
+    return calibration.corrections_for(calibrated_device_name(known.chip.name, calibration)).apply(known)
 
 
-def host_of(node: Node, ranks: int) -> Host:
+def build_host_model(node: NodeGroup, ranks: int) -> HostModel:
     """Return the host rates behind each of `ranks` devices of one node, from the node's figures."""
     promised = [device.host_bytes_per_second or PCIE_4.bandwidth_bytes_per_second for device in node.devices]
-    cpu, usual = node.cpu, Host()
+    cpu, usual = node.cpu, HostModel()
     memory = cpu.bandwidth_bytes_per_second if cpu is not None else None
     return replace(
         usual,
         link_bytes_per_second=HOST_LINK_SHARE * min(promised, default=PCIE_4.bandwidth_bytes_per_second),
-        memory_bytes_per_second=_STREAMED * (memory or node.cores * _CORE_BANDWIDTH) / ranks,
+        memory_bytes_per_second=_STREAMING_SHARE * (memory or node.cores * _CORE_BANDWIDTH) / ranks,
         disk_bytes_per_second=(node.disk_bytes_per_second or DISK_BYTES_PER_SECOND) / ranks,
     )
 
@@ -85,16 +97,17 @@ PCIe 3, 25 of 31.5 on PCIe 4, 53 of 63 on PCIe 5, as NVIDIA's bandwidthTest is u
 DISK_BYTES_PER_SECOND = 4e9
 """Disk rate of a node that gives none, in bytes/s: one data-center NVMe drive on four lanes of PCIe 4 writes
 4.0 GB/s in one stream (Samsung PM9A3 datasheet, 2021), and reads faster."""
-_STREAMED = 0.8
-"""Share of the host memory bandwidth that memory-bound work attains, as in `Chip.bandwidth_share`."""
+_STREAMING_SHARE = 0.8
+"""Share of the host memory bandwidth that memory-bound work attains, as in `DeviceModel.bandwidth_share`."""
 
 
-def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
+def is_calibrated(cluster: Cluster, calibration: Calibration | None) -> bool:
     """Return whether the device of every kind of node was calibrated."""
     devices = [node.devices[0] if node.devices else node.cpu for node in cluster.nodes]
-    measured = {one.device for one in calibration.measured} if calibration is not None else set()
+    measured = {one.device for one in calibration.devices} if calibration is not None else set()
     return calibration is not None and all(
-        device is not None and measured_name(device.name, calibration) in measured for device in devices
+        device is not None and calibrated_device_name(device.name, calibration) in measured
+        for device in devices
     )
 
 
@@ -102,50 +115,63 @@ class _UnknownRateError(Exception):
     """Error for a rate that nothing is known of; its message names the rate, and the place to give it."""
 
 
-_GUESSED, _UNLIKE, _UNMEASURED_PROCESSOR, _PCIE = 0.12, 0.20, 0.40, 0.15
+(
+    _SIMILAR_DEVICE_UNCERTAINTY,
+    _DISSIMILAR_DEVICE_UNCERTAINTY,
+    _UNCALIBRATED_CPU_UNCERTAINTY,
+    _ASSUMED_LINK_UNCERTAINTY,
+) = 0.12, 0.20, 0.40, 0.15
 """Uncertainties, each half of a 90 % interval: of an unmeasured kind near a measured one; of a device of
 which only figures are known; of a CPU without calibration, where compilers, threads and neighbours decide;
 and of an assumed link. They are judged, not measured: a calibration removes all of them."""
 
-STEP_INSIDE, STEP_BETWEEN = 5 / 3, 3.0
+INTRA_NODE_STEP_FACTOR, INTER_NODE_STEP_FACTOR = 5 / 3, 3.0
 """Time of one step of a collective over the latency of a hop, which is that of the smallest messages: 1 µs
 over NVLink and 1.5 over PCIe in the measurements that `efficiency_curves` names; between nodes taken from
 NCCL's model (src/graph/tuning.cc, `hwLat`): 2.7 µs a step for the smallest messages, 14 for the largest."""
-RAMP_BYTES = 10e6
+HALF_RATE_BYTES = 10e6
 """Half-rate size in bytes, fitted to the same measurements (`benchmarks.planner.fit`)."""
 
 
-def _measured(node: Node, here: int, threads: int | None, calibration: Calibration) -> Machine | None:
+def _calibrated_hardware(
+    node: NodeGroup, devices_per_node: int, threads: int | None, calibration: Calibration
+) -> HardwareModel | None:
     """Return the hardware model of one node at measured rates; None where there are none."""
-    device = _only_kind(node) if node.devices else node.cpu
+    device = _single_device_kind(node) if node.devices else node.cpu
     if device is None:
         return None
-    name = measured_name(device.name, calibration)
-    found = calibration.find(name, here, 0 if node.devices else _threads(node, here, threads))
+    name = calibrated_device_name(device.name, calibration)
+    found = calibration.find(
+        name, devices_per_node, 0 if node.devices else _threads_per_rank(node, devices_per_node, threads)
+    )
     if found is None:
         return None
     chip = replace(found.machine.chip, name=device.name)
     *inner, outermost = found.machine.links
     if outermost.devices > 1:
-        links: list[Link] = [
-            *(link for link in inner if link.devices < here),
-            replace(outermost, devices=here),
+        links: list[LinkLevel] = [
+            *(link for link in inner if link.devices < devices_per_node),
+            replace(outermost, devices=devices_per_node),
         ]
-        return replace(found.machine, chip=chip, links=_joined(links))
+        return replace(found.machine, chip=chip, links=_merged_levels(links))
     # A single rank was measured, which gives no links.
-    links, doubt, assumed = _inside(node, here) if node.devices else ([_local(here)], 0.0, [])
-    return replace(found.machine, chip=chip, links=_joined(links), doubt=doubt, assumed=tuple(assumed))
+    links, doubt, assumed = (
+        _intra_node_links(node, devices_per_node)
+        if node.devices
+        else ([_shared_memory_link(devices_per_node)], 0.0, [])
+    )
+    return replace(found.machine, chip=chip, links=_merged_levels(links), doubt=doubt, assumed=tuple(assumed))
 
 
-def measured_name(device: str, calibration: Calibration) -> str:
+def calibrated_device_name(device: str, calibration: Calibration) -> str:
     """Return the name of `device` in a calibration: drivers have other names than the catalogue."""
-    names = {one.device for one in calibration.measured} | set(calibration.corrections)
-    kind = find_named(device)
-    same = [name for name in sorted(names) if kind is not None and find_named(name) == kind]
+    names = {one.device for one in calibration.devices} | set(calibration.corrections)
+    kind = find_by_name(device)
+    same = [name for name in sorted(names) if kind is not None and find_by_name(name) == kind]
     return device if device in names or not same else same[0]
 
 
-def _only_kind(node: Node) -> Device:
+def _single_device_kind(node: NodeGroup) -> Device:
     """Return the node's kind of device; raise if it has several."""
     names = sorted({device.name for device in node.devices})
     if len(names) > 1:
@@ -156,15 +182,15 @@ def _only_kind(node: Node) -> Device:
     return node.devices[0]
 
 
-def _accelerated(node: Node) -> Machine:
+def _accelerator_hardware(node: NodeGroup) -> HardwareModel:
     """Return the hardware model of one node with accelerators, from the catalogue's figures."""
-    chip, doubt, assumed = _chip(_only_kind(node))
-    links, link_doubt, link_assumed = _inside(node, len(node.devices))
+    chip, doubt, assumed = _device_model(_single_device_kind(node))
+    links, link_doubt, link_assumed = _intra_node_links(node, len(node.devices))
     doubt = math.hypot(doubt, link_doubt)
-    return Machine(chip, _joined(links), doubt=doubt, assumed=(*assumed, *link_assumed))
+    return HardwareModel(chip, _merged_levels(links), doubt=doubt, assumed=(*assumed, *link_assumed))
 
 
-def _chip(device: Device) -> tuple[Chip, float, list[str]]:
+def _device_model(device: Device) -> tuple[DeviceModel, float, list[str]]:
     """Return a device with its curves, their uncertainty, and descriptions of what was assumed."""
     peaks, bandwidth = device.peak_flops_per_second, device.bandwidth_bytes_per_second
     if not peaks or bandwidth is None:
@@ -173,67 +199,69 @@ def _chip(device: Device) -> tuple[Chip, float, list[str]]:
             f"nothing is known of the {what} of '{device.name}': give {key} under [[devices]] of a cluster "
             "file, or measure it there with `wanma cluster --calibrate`"
         )
-    known = find_named(device.name)
-    attained, doubt, assumed = known.attained if known else None, 0.0, []
+    known = find_by_name(device.name)
+    attained, doubt, assumed = known.efficiency if known else None, 0.0, []
     if attained is None:
-        reference = nearest_kind(device)
-        attained, doubt = ATTAINED[reference], _UNLIKE
+        reference = nearest_catalogue_device(device)
+        attained, doubt = DEVICE_EFFICIENCIES[reference], _DISSIMILAR_DEVICE_UNCERTAINTY
         assumed.append(f"{device.name}: not in the catalogue; taken to attain as much as {reference}")
-    elif attained.guess:
-        doubt = _GUESSED
-        assumed.append(f"{device.name}: {attained.guess}")
-    curves = GENERATIONS[attained.generation]
-    chip = Chip(
+    elif attained.estimate_basis:
+        doubt = _SIMILAR_DEVICE_UNCERTAINTY
+        assumed.append(f"{device.name}: {attained.estimate_basis}")
+    curves = GENERATION_CURVES[attained.generation]
+    chip = DeviceModel(
         device.name,
         dict(peaks),
         bandwidth,
         attained.multiprocessors,
-        {name: curve for name, curve in curves.products.items() if name in peaks},
-        curves.attention,
-        {name: curve for name, curve in curves.attention_in.items() if name in peaks},
-        sustained=attained.sustained,
+        {name: curve for name, curve in curves.matmul_curves.items() if name in peaks},
+        curves.attention_curve,
+        {name: curve for name, curve in curves.attention_curves_by_precision.items() if name in peaks},
+        sustained=attained.sustained_fraction,
     )
     return chip, doubt, assumed
 
 
-def nearest_kind(device: Device) -> str:
+def nearest_catalogue_device(device: Device) -> str:
     """Return the catalogue's kind whose curves replace those of an unknown `device`.
 
     It is the oldest kind that computes in the narrowest precision that the device has.
     """
-    for precision, reference in _REFERENCES.items():
+    for precision, reference in _REFERENCE_DEVICES.items():
         if precision in device.peak_flops_per_second:
             return reference
     return "V100 SXM2 32 GB"
 
 
-_REFERENCES = {"nvfp4": "B200", "fp8": "H100 SXM", "bf16": "A100 SXM 80 GB", "tf32": "A100 SXM 80 GB"}
+_REFERENCE_DEVICES = {"nvfp4": "B200", "fp8": "H100 SXM", "bf16": "A100 SXM 80 GB", "tf32": "A100 SXM 80 GB"}
 
 
-def _inside(node: Node, count: int) -> tuple[list[Link], float, list[str]]:
+def _intra_node_links(node: NodeGroup, device_count: int) -> tuple[list[LinkLevel], float, list[str]]:
     """Return the link levels inside one node, their uncertainty, and descriptions of what was assumed."""
-    links: list[Link] = []
+    links: list[LinkLevel] = []
     for level in node.inside:
-        size = min(level.size or count, count)
-        share = LINKS.get(level.name, OTHER_LINK)
-        if size > 2 and share.of_more < share.of_pair:
-            links.append(_link(level, 2, share.of_pair, STEP_INSIDE))
-            links.append(_link(level, size, share.of_more, STEP_INSIDE))
+        size = min(level.size or device_count, device_count)
+        share = LINK_EFFICIENCIES.get(level.name, DEFAULT_LINK_EFFICIENCY)
+        if size > 2 and share.many_devices < share.two_devices:
+            links.append(_link_level(level, 2, share.two_devices, INTRA_NODE_STEP_FACTOR))
+            links.append(_link_level(level, size, share.many_devices, INTRA_NODE_STEP_FACTOR))
         else:
-            links.append(_link(level, size, share.of_pair, STEP_INSIDE))
-    if max((link.devices for link in links), default=1) >= count:
+            links.append(_link_level(level, size, share.two_devices, INTRA_NODE_STEP_FACTOR))
+    if max((link.devices for link in links), default=1) >= device_count:
         return links, 0.0, []
     # Every server has PCIe.
-    usual = PCIE_4.level()
-    links.append(_link(usual, count, LINKS[usual.name].of_more, STEP_INSIDE))
+    usual = PCIE_4.to_level()
+    links.append(
+        _link_level(usual, device_count, LINK_EFFICIENCIES[usual.name].many_devices, INTRA_NODE_STEP_FACTOR)
+    )
     return (
         links,
-        _PCIE,
-        [f"{node.name}: nobody says how its {count} devices are joined; taken to be {usual.name}"],
+        _ASSUMED_LINK_UNCERTAINTY,
+        [f"{node.name}: nobody says how its {device_count} devices are joined; taken to be {usual.name}"],
     )
 
 
-def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
+def _cpu_hardware(node: NodeGroup, ranks: int, threads: int | None) -> HardwareModel:
     """Return the hardware model of a CPU node; each rank is a device with its share of the node."""
     cpu = node.cpu
     if cpu is None or not cpu.peak_flops_per_second:
@@ -242,79 +270,87 @@ def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
             f"nothing is known of the peak rate of {what}: measure it there with "
             "`wanma cluster --calibrate`, or name cpu = ... in a cluster file"
         )
-    each = _threads(node, ranks, threads)
+    each = _threads_per_rank(node, ranks, threads)
     share = min(each / node.cores, 1 / ranks)
     bandwidth = cpu.bandwidth_bytes_per_second or node.cores * _CORE_BANDWIDTH
     peaks = {name: peak * share for name, peak in cpu.peak_flops_per_second.items()}
-    chip = Chip(
+    chip = DeviceModel(
         cpu.name,
         peaks,
         bandwidth / ranks,
         each,
-        {name: curve for name, curve in PROCESSOR.products.items() if name in peaks},
-        PROCESSOR.attention,
-        {name: curve for name, curve in PROCESSOR.attention_in.items() if name in peaks},
-        launch_seconds=_CALL_SECONDS,
+        {name: curve for name, curve in CPU_CURVES.matmul_curves.items() if name in peaks},
+        CPU_CURVES.attention_curve,
+        {name: curve for name, curve in CPU_CURVES.attention_curves_by_precision.items() if name in peaks},
+        launch_seconds=_CPU_OPERATOR_SECONDS,
     )
-    return Machine(
+    return HardwareModel(
         chip,
-        (_local(ranks),),
+        (_shared_memory_link(ranks),),
         # A kernel runs in the thread that launches it: its launch is counted above.
         dispatch_seconds=0.0,
-        start_seconds=_SHARED_START_SECONDS,
-        program=_PROGRAM,
-        doubt=_UNMEASURED_PROCESSOR,
-        assumed=(_never_measured(cpu.name),),
+        start_seconds=_SHARED_MEMORY_START_SECONDS,
+        program=_CPU_FRAMEWORK_OVERHEAD,
+        doubt=_UNCALIBRATED_CPU_UNCERTAINTY,
+        assumed=(_uncalibrated_cpu_text(cpu.name),),
     )
 
 
-def _never_measured(name: str) -> str:
+def _uncalibrated_cpu_text(name: str) -> str:
     """Return the sentence about a CPU without a calibration."""
     way_out = "`wanma cluster --calibrate` takes some minutes"
-    if find_named(name) is None:
+    if find_by_name(name) is None:
         return f"of {name} only products were measured, at first use, and all else is assumed; {way_out}"
     return f"{name} was never measured here; {way_out}"
 
 
 _CORE_BANDWIDTH = 5e9
 """Bytes per second of memory for each core of an unknown CPU; EPYC 7742 has 3.2e9, Grace 7.1e9."""
-_CALL_SECONDS = 5e-6
+_CPU_OPERATOR_SECONDS = 5e-6
 """Seconds of an operator on a CPU beside its work: PyTorch's dispatcher and autograd."""
-_PROGRAM = Program(2.5 * _CALL_SECONDS, 450 * _CALL_SECONDS, 170 * _CALL_SECONDS, 300 * _CALL_SECONDS)
+_CPU_FRAMEWORK_OVERHEAD = FrameworkOverhead(
+    2.5 * _CPU_OPERATOR_SECONDS,
+    450 * _CPU_OPERATOR_SECONDS,
+    170 * _CPU_OPERATOR_SECONDS,
+    300 * _CPU_OPERATOR_SECONDS,
+)
 """Framework overhead in operator times: per kernel, and per block that is split or sharded, from calibrations
 of a Xeon of 2 cores (benchmarks/results/planner-real.json)."""
-_SHARED_START_SECONDS = 20e-6
-_SHARED_STEP_SECONDS = 15e-6
-_SHARED_BYTES_PER_SECOND = 4.4e9
+_SHARED_MEMORY_START_SECONDS = 20e-6
+_SHARED_MEMORY_STEP_SECONDS = 15e-6
+_SHARED_MEMORY_BYTES_PER_SECOND = 4.4e9
 """Latencies and rate between processes of one node over shared memory, measured with two ranks: 64 KiB are
 summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, used where there is no
 compiler, takes three to eight times as long."""
 
 
-def _threads(node: Node, ranks: int, threads: int | None) -> int:
+def _threads_per_rank(node: NodeGroup, ranks: int, threads: int | None) -> int:
     """Return the threads of one rank; default: its share of the cores."""
     return threads or max(node.cores // ranks, 1)
 
 
-def _local(ranks: int) -> Link:
+def _shared_memory_link(ranks: int) -> LinkLevel:
     """Return the link between processes of one node over shared memory."""
-    return Link(ranks, _SHARED_STEP_SECONDS, _SHARED_BYTES_PER_SECOND)
+    return LinkLevel(ranks, _SHARED_MEMORY_STEP_SECONDS, _SHARED_MEMORY_BYTES_PER_SECOND)
 
 
-def _network(node: Node, here: int) -> list[Link]:
-    """Return the link levels between nodes, each with `here` devices or ranks."""
+def _inter_node_links(node: NodeGroup, devices_per_node: int) -> list[LinkLevel]:
+    """Return the link levels between nodes, each with `devices_per_node` devices or ranks."""
     # Rates of a node's levels are per device, or of the whole node where it has no devices.
-    share = 1.0 if node.devices else 1.0 / here
+    share = 1.0 if node.devices else 1.0 / devices_per_node
     own = {level.name for level in node.inside}
     links = []
     for level in node.network:
-        nodes = machines_of_unit(node.count, level.size or node.count)
+        nodes = nodes_per_domain(node.count, level.size or node.count)
         if level.name in own:  # the devices' own link, through several machines
-            kept, slower = LINKS.get(level.name, OTHER_LINK).of_more, STEP_INSIDE
+            kept, slower = (
+                LINK_EFFICIENCIES.get(level.name, DEFAULT_LINK_EFFICIENCY).many_devices,
+                INTRA_NODE_STEP_FACTOR,
+            )
         else:
-            kept, slower = NETWORK.of_more, STEP_BETWEEN
-        links.append(_link(level, nodes * here, kept * share, slower))
-    if node.count > 1 and max((link.devices for link in links), default=0) < node.count * here:
+            kept, slower = NETWORK_EFFICIENCY.many_devices, INTER_NODE_STEP_FACTOR
+        links.append(_link_level(level, nodes * devices_per_node, kept * share, slower))
+    if node.count > 1 and max((link.devices for link in links), default=0) < node.count * devices_per_node:
         raise _UnknownRateError(
             f"nothing is known of the network between all {node.count} nodes of {node.name}: give "
             "network = '8x400G' (the cards of one node) in a cluster file, or ', 8x400G' in a line"
@@ -322,7 +358,7 @@ def _network(node: Node, here: int) -> list[Link]:
     return links
 
 
-def machines_of_unit(count: int, size: int) -> int:
+def nodes_per_domain(count: int, size: int) -> int:
     """Return the nodes that a run of `count` has in each unit of a level that joins up to `size`.
 
     They lie evenly on the fewest units that allow it, as a scheduler places segments (Slurm's `--segment`) so
@@ -334,13 +370,13 @@ def machines_of_unit(count: int, size: int) -> int:
     return min(size, count) if even is None else count // even
 
 
-def _placement(node: Node) -> list[str]:
+def _placement_assumptions(node: NodeGroup) -> list[str]:
     """Return descriptions of the assumed placement of nodes on several domains of the network."""
     told = []
     for level in node.network:
         if level.size is None or node.count <= level.size:
             continue
-        each = machines_of_unit(node.count, level.size)
+        each = nodes_per_domain(node.count, level.size)
         units, rest = divmod(node.count, each)
         told.append(
             f"placement assumed: {node.count} machines of {node.name} lie on {units} domains of {level.name} "
@@ -349,19 +385,19 @@ def _placement(node: Node) -> list[str]:
     return told
 
 
-def _link(level: Level, devices: int, share: float, slower: float) -> Link:
+def _link_level(level: InterconnectLevel, devices: int, share: float, step_factor: float) -> LinkLevel:
     """Return the link level with the attained share of a level's rate."""
     rate = level.bandwidth_bytes_per_second * share
-    return Link(devices, level.latency_seconds * slower, rate, RAMP_BYTES)
+    return LinkLevel(devices, level.latency_seconds * step_factor, rate, HALF_RATE_BYTES)
 
 
-def _joined(links: Sequence[Link]) -> tuple[Link, ...]:
+def _merged_levels(links: Sequence[LinkLevel]) -> tuple[LinkLevel, ...]:
     """Return the links that join more devices than earlier ones; of two equally fast ones the wider alone."""
-    kept: list[Link] = []
+    kept: list[LinkLevel] = []
     for link in links:
         if link.devices <= (kept[-1].devices if kept else 1):
             continue
         if kept and replace(kept[-1], devices=link.devices) == link:
             kept.pop()
         kept.append(link)
-    return tuple(kept) or (Link(1, 0.0, 1.0),)
+    return tuple(kept) or (LinkLevel(1, 0.0, 1.0),)

@@ -1,8 +1,9 @@
 """Calibration: benchmark points of the local devices, curves fitted to them, and correction factors.
 
-`wanma cluster --calibrate` runs operators and collectives and saves their times (`Point`) with the curves
-fitted to them (`Measured.machine`). `wanma plan --learn RUN` saves, apart from these, the ratio of measured
-to forecast times (`Corrections`). `builder.machine_of` takes both. Pure data, without torch.
+`wanma cluster --calibrate` runs operators and collectives and saves their times (`BenchmarkPoint`) with the
+curves fitted to them (`DeviceCalibration.machine`). `wanma plan --learn RUN` saves, apart from these, the
+ratio of measured to forecast times (`CorrectionFactors`). `builder.build_hardware_model` takes both. Pure
+data, without torch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import write_json
 from wanma.planner.hardware_model.model import (
     AttentionCurve,
-    Chip,
-    Host,
-    Link,
-    Machine,
-    ProductCurve,
-    Program,
+    DeviceModel,
+    FrameworkOverhead,
+    HardwareModel,
+    HostModel,
+    LinkLevel,
+    MatmulCurve,
 )
 
 VERSION = 1
@@ -34,7 +35,7 @@ FACTOR_BOUNDS = (0.25, 4.0)
 """Smallest and largest correction factor. A forecast that misses by more has another cause than the
 hardware's rates, which no factor corrects."""
 
-Operator = Literal[
+BenchmarkKind = Literal[
     "product",
     "stream",
     "attention",
@@ -61,10 +62,10 @@ Operator = Literal[
 
 
 @dataclass(frozen=True)
-class Point:
+class BenchmarkPoint:
     """Benchmark point: one operator or collective and the median of its times."""
 
-    operator: Operator
+    operator: BenchmarkKind
     shape: tuple[int, ...]
     """Size of the operator. product: (m, n, k); stream: (bytes read and written); attention: (sequences,
     queries, heads, head width); dispatch: (kernels); a collective: (ranks, bytes), counted as
@@ -76,7 +77,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Measured:
+class DeviceCalibration:
     """Measurement of one kind of device while `ranks` of them worked at once."""
 
     device: str
@@ -86,13 +87,13 @@ class Measured:
     than these."""
     threads: int
     """Threads of one rank that computes on the CPU; 0 for an accelerator."""
-    machine: Machine
+    machine: HardwareModel
     """Hardware model fitted to `points`; its outermost link joins `ranks` devices."""
     host: str = ""
     """Description of the measured node and its software."""
     date: str = ""
     """Time of the measurement in UTC, ISO 8601."""
-    points: tuple[Point, ...] = ()
+    points: tuple[BenchmarkPoint, ...] = ()
     disturbed: int = 0
     """Number of `points` without enough quiet rounds."""
 
@@ -103,7 +104,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Corrections:
+class CorrectionFactors:
     """Correction factors: measured over forecast, learned from runs; 1: as forecast."""
 
     compute: float = 1.0
@@ -121,13 +122,13 @@ class Corrections:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"the correction {name} = {getattr(self, name)} is not from {low} to {high}")
 
-    def applied(self, machine: Machine) -> Machine:
-        """Return `machine` with its rates corrected by these factors."""
+    def apply(self, hardware: HardwareModel) -> HardwareModel:
+        """Return `hardware` with its rates corrected by these factors."""
         chip = replace(
-            machine.chip,
-            sustained=machine.chip.sustained / self.compute,
-            bandwidth_share=machine.chip.bandwidth_share / self.compute,
-            launch_seconds=machine.chip.launch_seconds * self.compute,
+            hardware.chip,
+            sustained=hardware.chip.sustained / self.compute,
+            bandwidth_share=hardware.chip.bandwidth_share / self.compute,
+            launch_seconds=hardware.chip.launch_seconds * self.compute,
         )
         links = tuple(
             replace(
@@ -135,18 +136,18 @@ class Corrections:
                 latency_seconds=link.latency_seconds * self.communication,
                 bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / self.communication,
             )
-            for link in machine.links
+            for link in hardware.links
         )
         return replace(
-            machine,
+            hardware,
             chip=chip,
             links=links,
-            dispatch_seconds=machine.dispatch_seconds * self.compute,
-            program=machine.program.scaled(self.compute),
-            start_seconds=machine.start_seconds * self.communication,
+            dispatch_seconds=hardware.dispatch_seconds * self.compute,
+            program=hardware.program.scaled(self.compute),
+            start_seconds=hardware.start_seconds * self.communication,
             # The optimizer streams through the memory whose rate was corrected above.
-            optimizer_factor=machine.optimizer_factor * self.optimizer / self.compute,
-            unused_factor=machine.unused_factor * self.unused,
+            optimizer_factor=hardware.optimizer_factor * self.optimizer / self.compute,
+            unused_factor=hardware.unused_factor * self.unused,
         )
 
 
@@ -154,53 +155,53 @@ class Corrections:
 class Calibration:
     """All measurements and correction factors, kept in one file."""
 
-    measured: tuple[Measured, ...] = ()
-    corrections: Mapping[str, Corrections] = field(default_factory=dict)
+    devices: tuple[DeviceCalibration, ...] = ()
+    corrections: Mapping[str, CorrectionFactors] = field(default_factory=dict)
     """Correction factors by the device's name."""
 
-    def find(self, device: str, ranks: int, threads: int = 0) -> Measured | None:
+    def find(self, device: str, ranks: int, threads: int = 0) -> DeviceCalibration | None:
         """Return the measurement of `device` with the nearest ranks and threads, counted in doublings.
 
         Return None where that device was never measured. For accelerators `ranks` hardly matters; on a CPU it
         decides a rank's share of the node.
         """
-        own = [one for one in self.measured if one.device == device]
+        own = [one for one in self.devices if one.device == device]
 
-        def distance(one: Measured) -> tuple[float, int]:
+        def distance(one: DeviceCalibration) -> tuple[float, int]:
             ratio = abs(math.log2(one.ranks / ranks)) + abs(math.log2(max(one.threads, 1) / max(threads, 1)))
             return ratio, -one.ranks
 
         return min(own, key=distance, default=None)
 
-    def correction(self, device: str) -> Corrections:
+    def corrections_for(self, device: str) -> CorrectionFactors:
         """Return the correction factors of `device`; factors of 1 where no run taught any."""
-        return self.corrections.get(device, Corrections())
+        return self.corrections.get(device, CorrectionFactors())
 
-    def with_measured(self, *measured: Measured) -> Calibration:
+    def with_devices(self, *calibrations: DeviceCalibration) -> Calibration:
         """Return the calibration with these in place of earlier ones of the same device, ranks and threads.
 
         Correction factors of these devices are dropped, because they belong to the old curves.
         """
-        new = {one.key: one for one in measured}
-        kept = [one for one in self.measured if one.key not in new]
-        devices = {one.device for one in measured}
+        new = {one.key: one for one in calibrations}
+        kept = [one for one in self.devices if one.key not in new]
+        devices = {one.device for one in calibrations}
         corrections = {name: one for name, one in self.corrections.items() if name not in devices}
         return Calibration((*kept, *new.values()), corrections)
 
-    def with_corrections(self, device: str, corrections: Corrections) -> Calibration:
+    def with_corrections(self, device: str, corrections: CorrectionFactors) -> Calibration:
         """Return the calibration with these correction factors for `device`."""
         return replace(self, corrections={**self.corrections, device: corrections})
 
     def merge(self, other: Calibration) -> Calibration:
         """Return both calibrations merged; `other` takes precedence."""
-        both = self.with_measured(*other.measured)
+        both = self.with_devices(*other.devices)
         return replace(both, corrections={**both.corrections, **other.corrections})
 
     def to_json(self) -> dict[str, Any]:
         """Return the calibration as JSON values."""
         return {
             "version": VERSION,
-            "measured": [_plain(one) for one in self.measured],
+            "measured": [_to_json(one) for one in self.devices],
             "corrections": {name: asdict(one) for name, one in self.corrections.items()},
         }
 
@@ -215,8 +216,8 @@ class Calibration:
         """
         if value.get("version") != VERSION:
             raise ValueError(f"version {value.get('version')} is not {VERSION}")
-        measured = tuple(_measured(one) for one in value["measured"])
-        corrections = {name: Corrections(**one) for name, one in value["corrections"].items()}
+        measured = tuple(_device_calibration(one) for one in value["measured"])
+        corrections = {name: CorrectionFactors(**one) for name, one in value["corrections"].items()}
         return cls(measured, corrections)
 
 
@@ -269,7 +270,7 @@ def save_calibration(calibration: Calibration, path: Path | None = None) -> Path
     return path
 
 
-def _plain(one: Measured) -> dict[str, Any]:
+def _to_json(one: DeviceCalibration) -> dict[str, Any]:
     """Return `one` as JSON values; `asdict` copies mappings only if they are dicts."""
     chip = one.machine.chip
     chip = replace(
@@ -282,28 +283,30 @@ def _plain(one: Measured) -> dict[str, Any]:
     return asdict(replace(one, machine=replace(one.machine, chip=chip, collective_factors=factors)))
 
 
-def _measured(value: Mapping[str, Any]) -> Measured:
-    points = tuple(Point(**{**one, "shape": tuple(one["shape"])}) for one in value["points"])
-    return Measured(**{**value, "machine": _machine(value["machine"]), "points": points})
+def _device_calibration(value: Mapping[str, Any]) -> DeviceCalibration:
+    points = tuple(BenchmarkPoint(**{**one, "shape": tuple(one["shape"])}) for one in value["points"])
+    return DeviceCalibration(**{**value, "machine": _hardware_model(value["machine"]), "points": points})
 
 
-def _machine(value: Mapping[str, Any]) -> Machine:
-    known = {one.name for one in fields(Machine)}
+def _hardware_model(value: Mapping[str, Any]) -> HardwareModel:
+    known = {one.name for one in fields(HardwareModel)}
     if unknown := set(value) - known:
         raise ValueError(f"unknown key {sorted(unknown)[0]} of a machine")
     chip = dict(value["chip"])
-    chip["products"] = {name: ProductCurve(**curve) for name, curve in chip["products"].items()}
+    chip["products"] = {name: MatmulCurve(**curve) for name, curve in chip["products"].items()}
     chip["attention"] = AttentionCurve(**chip["attention"])
     chip["attention_in"] = {name: AttentionCurve(**curve) for name, curve in chip["attention_in"].items()}
     chip["tiles"] = tuple((rows, columns, share) for rows, columns, share in chip["tiles"])
-    links = tuple(Link(**link) for link in value["links"])
-    host = Host(**value["host"]) if "host" in value else Host()  # files of earlier versions have none
-    program = Program(**value.get("program", {}))  # the same
+    links = tuple(LinkLevel(**link) for link in value["links"])
+    host = (
+        HostModel(**value["host"]) if "host" in value else HostModel()
+    )  # files of earlier versions have none
+    program = FrameworkOverhead(**value.get("program", {}))  # the same
     factors = {name: (latency, moving) for name, (latency, moving) in value["collective_factors"].items()}
-    return Machine(
+    return HardwareModel(
         **{
             **value,
-            "chip": Chip(**chip),
+            "chip": DeviceModel(**chip),
             "links": links,
             "host": host,
             "program": program,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from wanma.planner.hardware_model.model import Link, Machine
+from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Rank group of a collective: `size` ranks, `stride` apart."""
 
     size: int
@@ -30,7 +30,7 @@ class Group:
         if self.size < 1 or self.stride < 1:
             raise ValueError(f"a group has at least one rank, at a stride of at least one: {self}")
 
-    def inside(self, link: Link, ranks: int) -> int:
+    def members_within(self, link: LinkLevel, ranks: int) -> int:
         """Return the number of members in one unit of `link`'s level: the smallest of any group and unit.
 
         Groups lie one after the other on units that are filled in the order of the ranks. A group that
@@ -64,31 +64,38 @@ def _smallest_part(span: int, unit: int, ranks: int) -> int:
 
 
 def all_reduce_seconds(
-    machine: Machine, group: Group, buffer_bytes: float, algorithm: Algorithm | None = None, sharing: int = 1
+    hardware: HardwareModel,
+    group: RankGroup,
+    buffer_bytes: float,
+    algorithm: Algorithm | None = None,
+    concurrent_dimensions: int = 1,
 ) -> float:
     """Return the seconds of an all-reduce: every member ends with the sum of all buffers.
 
     Args:
         buffer_bytes: bytes of one member's buffer.
         algorithm: algorithm of the all-reduce; None: the fastest, as libraries choose by size.
-        sharing: number of mesh dimensions whose collectives use the outermost links at the same time.
+        concurrent_dimensions: number of mesh dimensions whose collectives use the outermost links at the
+            same time.
     """
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
-    widths = _widths(machine, _levels(machine, group), group)
+    widths = _level_sizes(hardware, _levels(hardware, group), group)
     if algorithm is not None:
-        return machine.start_seconds + _ALL_REDUCE[algorithm](machine, widths, buffer_bytes, sharing)
-    return machine.start_seconds + min(
-        [function(machine, widths, buffer_bytes, sharing) for function in _ALL_REDUCE.values()]
+        return hardware.start_seconds + _ALL_REDUCE[algorithm](
+            hardware, widths, buffer_bytes, concurrent_dimensions
+        )
+    return hardware.start_seconds + min(
+        [function(hardware, widths, buffer_bytes, concurrent_dimensions) for function in _ALL_REDUCE.values()]
     )
 
 
 def all_gather_seconds(
-    machine: Machine,
-    group: Group,
-    whole_bytes: float,
-    sharing: int = 1,
-    of: Literal["all_gather", "tensor_gather", "reduce_scatter", "tensor_scatter"] = "all_gather",
+    hardware: HardwareModel,
+    group: RankGroup,
+    total_bytes: float,
+    concurrent_dimensions: int = 1,
+    collective: Literal["all_gather", "tensor_gather", "reduce_scatter", "tensor_scatter"] = "all_gather",
 ) -> float:
     """Return the seconds of an all-gather: every member ends with the whole buffer.
 
@@ -96,189 +103,223 @@ def all_gather_seconds(
     them.
 
     Args:
-        whole_bytes: bytes of the gathered buffer.
-        of: collective whose factors apply, where the hardware model has some (`Machine.collective_factors`):
-            one of sharded parameters and gradients, or one of activations that tensor parallelism splits.
+        total_bytes: bytes of the gathered buffer.
+        collective: collective whose factors apply, where the hardware model has some
+            (`HardwareModel.collective_factors`): one of sharded parameters and gradients, or one of
+            activations that tensor parallelism splits.
     """
-    if group.size == 1 or whole_bytes <= 0:
+    if group.size == 1 or total_bytes <= 0:
         return 0.0
-    machine = machine.running(of)
-    widths = _widths(machine, _levels(machine, group), group)
-    return machine.start_seconds + min(
-        _ring(machine, widths, whole_bytes, sharing),
-        _by_levels(machine, widths, whole_bytes, sharing),
+    hardware = hardware.for_collective(collective)
+    widths = _level_sizes(hardware, _levels(hardware, group), group)
+    return hardware.start_seconds + min(
+        _ring(hardware, widths, total_bytes, concurrent_dimensions),
+        _hierarchical_gather(hardware, widths, total_bytes, concurrent_dimensions),
     )
 
 
 def reduce_scatter_seconds(
-    machine: Machine,
-    group: Group,
-    whole_bytes: float,
-    sharing: int = 1,
-    of: Literal["reduce_scatter", "tensor_scatter"] = "reduce_scatter",
+    hardware: HardwareModel,
+    group: RankGroup,
+    total_bytes: float,
+    concurrent_dimensions: int = 1,
+    collective: Literal["reduce_scatter", "tensor_scatter"] = "reduce_scatter",
 ) -> float:
-    """Return the seconds of a reduce-scatter: an all-gather of `whole_bytes` run backwards."""
-    return all_gather_seconds(machine, group, whole_bytes, sharing, of)
+    """Return the seconds of a reduce-scatter: an all-gather of `total_bytes` run backwards."""
+    return all_gather_seconds(hardware, group, total_bytes, concurrent_dimensions, collective)
 
 
-def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharing: int = 1) -> float:
+def all_to_all_seconds(
+    hardware: HardwareModel, group: RankGroup, sent_bytes: float, concurrent_dimensions: int = 1
+) -> float:
     """Return the seconds of an all-to-all of `sent_bytes` per member, equal parts to each, itself included.
 
     Bytes that leave a unit of a level use that member's own share of the links there.
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0
-    machine = machine.running("all_to_all")
-    levels = _levels(machine, group)
+    hardware = hardware.for_collective("all_to_all")
+    levels = _levels(hardware, group)
     slowest, inner = 0.0, 1
-    for link, outer in _widths(machine, levels, group):
+    for link, outer in _level_sizes(hardware, levels, group):
         moved = sent_bytes * (outer - inner) / group.size
-        slowest = max(slowest, link.seconds(moved, sent_bytes, _share(link, machine, sharing)))
+        slowest = max(
+            slowest,
+            link.transfer_seconds(moved, sent_bytes, _link_share(link, hardware, concurrent_dimensions)),
+        )
         inner = outer
-    return machine.start_seconds + _spread_seconds(levels, group) + slowest
+    return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
 
 
-def routed_seconds(
-    machine: Machine, group: Group, tokens_bytes: float, choices: int, sharing: int = 1
+def deduplicated_dispatch_seconds(
+    hardware: HardwareModel,
+    group: RankGroup,
+    token_bytes: float,
+    experts_per_token: int,
+    concurrent_dimensions: int = 1,
 ) -> float:
-    """Return the seconds of sending each token to the members of its `choices` experts.
+    """Return the seconds of sending each token to the members of its `experts_per_token` experts.
 
     A token is sent to each member and to each unit of a level only once (DeepEP and its successors;
     DeepSeek-AI 2024, section 3.2.2).
 
     Args:
-        tokens_bytes: bytes of one member's tokens, each counted once. Experts are assumed to be chosen
+        token_bytes: bytes of one member's tokens, each counted once. Experts are assumed to be chosen
             evenly.
     """
-    if group.size == 1 or tokens_bytes <= 0:
+    if group.size == 1 or token_bytes <= 0:
         return 0.0
-    machine = machine.running("all_to_all")
-    levels = _levels(machine, group)
+    hardware = hardware.for_collective("all_to_all")
+    levels = _levels(hardware, group)
     slowest, inner = 0.0, 1
-    for link, outer in _widths(machine, levels, group):
+    for link, outer in _level_sizes(hardware, levels, group):
         units = group.size / inner
-        reached = units * (1 - (1 - 1 / units) ** choices)
+        reached = units * (1 - (1 - 1 / units) ** experts_per_token)
         # Inside a unit, tokens from other units are forwarded too.
         elsewhere = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
-        moved = tokens_bytes * reached * elsewhere
-        slowest = max(slowest, link.seconds(moved, tokens_bytes, _share(link, machine, sharing)))
+        moved = token_bytes * reached * elsewhere
+        slowest = max(
+            slowest,
+            link.transfer_seconds(moved, token_bytes, _link_share(link, hardware, concurrent_dimensions)),
+        )
         inner = outer
-    return machine.start_seconds + _spread_seconds(levels, group) + slowest
+    return hardware.start_seconds + _all_to_all_latency(levels, group) + slowest
 
 
-def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing: int = 1) -> float:
+def send_seconds(
+    hardware: HardwareModel, distance: int, message_bytes: float, concurrent_dimensions: int = 1
+) -> float:
     """Return the seconds of a message to the rank `distance` further, beside equal ones of its neighbours."""
     if message_bytes <= 0:
         return 0.0
-    machine = machine.running("send")
-    link = _link_of(machine, distance)
+    hardware = hardware.for_collective("send")
+    link = _link_level_of(hardware, distance)
     return (
-        machine.start_seconds
+        hardware.start_seconds
         + link.latency_seconds
-        + link.seconds(message_bytes, message_bytes, _share(link, machine, sharing))
+        + link.transfer_seconds(
+            message_bytes, message_bytes, _link_share(link, hardware, concurrent_dimensions)
+        )
     )
 
 
-def crosses(machine: Machine, group: Group) -> bool:
+def leaves_innermost_level(hardware: HardwareModel, group: RankGroup) -> bool:
     """Return whether the group's ranks reach each other over links outside the innermost level."""
-    return group.size > 1 and _levels(machine, group)[-1] is not machine.links[0]
+    return group.size > 1 and _levels(hardware, group)[-1] is not hardware.links[0]
 
 
-def _spread_seconds(levels: list[Link], group: Group) -> float:
+def _all_to_all_latency(levels: list[LinkLevel], group: RankGroup) -> float:
     """Return the latency of concurrent messages from every member to every other one, in seconds."""
     return levels[-1].latency_seconds * math.log2(group.size)
 
 
-def _link_of(machine: Machine, distance: int) -> Link:
+def _link_level_of(hardware: HardwareModel, distance: int) -> LinkLevel:
     """Return the innermost level that contains both ends, for most of the pairs."""
-    return next((link for link in machine.links if distance < link.devices), machine.links[-1])
+    return next((link for link in hardware.links if distance < link.devices), hardware.links[-1])
 
 
-def _levels(machine: Machine, group: Group) -> list[Link]:
+def _levels(hardware: HardwareModel, group: RankGroup) -> list[LinkLevel]:
     """Return the levels that a group uses, innermost first: each joins more of its members."""
     span = (group.size - 1) * group.stride
-    if span >= machine.devices:
-        raise ValueError(f"{group} spans {span + 1} ranks, and there are {machine.devices}")
-    used: list[Link] = []
+    if span >= hardware.device_count:
+        raise ValueError(f"{group} spans {span + 1} ranks, and there are {hardware.device_count}")
+    used: list[LinkLevel] = []
     inner = 1
-    for link in machine.links:
-        inside = group.inside(link, machine.devices)
+    for link in hardware.links:
+        inside = group.members_within(link, hardware.device_count)
         if inside > inner:
             used.append(link)
             inner = inside
         if inner == group.size and span < link.devices:
             break
     if inner < group.size:
-        used.append(machine.links[-1])
+        used.append(hardware.links[-1])
     return used
 
 
-_Widths = list[tuple[Link, int]]
+_LevelSizes = list[tuple[LinkLevel, int]]
 """Link levels, each with the number of members that reach each other within it."""
 
 
-def _widths(machine: Machine, levels: list[Link], group: Group) -> _Widths:
+def _level_sizes(hardware: HardwareModel, levels: list[LinkLevel], group: RankGroup) -> _LevelSizes:
     """Return each level with the number of members that reach each other within it."""
     return [
-        (link, group.size if number == len(levels) - 1 else group.inside(link, machine.devices))
+        (link, group.size if number == len(levels) - 1 else group.members_within(link, hardware.device_count))
         for number, link in enumerate(levels)
     ]
 
 
-def _share(link: Link, machine: Machine, sharing: int) -> float:
+def _link_share(link: LinkLevel, hardware: HardwareModel, concurrent_dimensions: int) -> float:
     """Return the share of a link that one mesh dimension has; all of it in the innermost level."""
-    return 1.0 if link is machine.links[0] and len(machine.links) > 1 else 1.0 / max(sharing, 1)
+    return (
+        1.0 if link is hardware.links[0] and len(hardware.links) > 1 else 1.0 / max(concurrent_dimensions, 1)
+    )
 
 
-def _ring(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -> float:
+def _ring(
+    hardware: HardwareModel, level_sizes: _LevelSizes, total_bytes: float, concurrent_dimensions: int
+) -> float:
     """Return the seconds of one pass of all parts around all members.
 
     Each part leaves each unit of a level once, over the links of all members inside.
     """
-    size = widths[-1][1]
-    moved = whole_bytes * (size - 1) / size
+    size = level_sizes[-1][1]
+    moved = total_bytes * (size - 1) / size
     slowest, latency, inner = 0.0, 0.0, 1
-    for link, outer in widths:
-        share = inner * _share(link, machine, sharing)
-        slowest = max(slowest, link.seconds(moved, whole_bytes, share))
+    for link, outer in level_sizes:
+        share = inner * _link_share(link, hardware, concurrent_dimensions)
+        slowest = max(slowest, link.transfer_seconds(moved, total_bytes, share))
         latency += (math.ceil(outer / inner) - 1) * link.latency_seconds
         inner = outer
     return latency + slowest
 
 
-def _by_levels(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -> float:
+def _hierarchical_gather(
+    hardware: HardwareModel, level_sizes: _LevelSizes, total_bytes: float, concurrent_dimensions: int
+) -> float:
     """Return the seconds of an all-gather by levels: each of a unit's `inner` members exchanges one part."""
     seconds, inner = 0.0, 1
-    for link, outer in widths:
-        part = whole_bytes / inner
+    for link, outer in level_sizes:
+        part = total_bytes / inner
         seconds += (math.ceil(outer / inner) - 1) * link.latency_seconds
-        seconds += link.seconds(part * (1 - inner / outer), part, _share(link, machine, sharing))
+        seconds += link.transfer_seconds(
+            part * (1 - inner / outer), part, _link_share(link, hardware, concurrent_dimensions)
+        )
         inner = outer
     return seconds
 
 
-def _ring_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
-    return 2.0 * _ring(machine, widths, buffer_bytes, sharing)
+def _ring_all_reduce(
+    hardware: HardwareModel, level_sizes: _LevelSizes, buffer_bytes: float, concurrent_dimensions: int
+) -> float:
+    return 2.0 * _ring(hardware, level_sizes, buffer_bytes, concurrent_dimensions)
 
 
-def _tree_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
+def _tree_all_reduce(
+    hardware: HardwareModel, level_sizes: _LevelSizes, buffer_bytes: float, concurrent_dimensions: int
+) -> float:
     """Return the seconds of two binary trees, each up and down with half the buffer (Sanders et al. 2009).
 
     NCCL has them since 2.4.
     """
     slowest, latency, inner = 0.0, 0.0, 1
-    for link, outer in widths:
+    for link, outer in level_sizes:
         slowest = max(
-            slowest, link.seconds(buffer_bytes, buffer_bytes, inner * _share(link, machine, sharing))
+            slowest,
+            link.transfer_seconds(
+                buffer_bytes, buffer_bytes, inner * _link_share(link, hardware, concurrent_dimensions)
+            ),
         )
         latency += math.ceil(math.log2(max(outer / inner, 1.0))) * link.latency_seconds
         inner = outer
     return 2.0 * (latency + slowest)
 
 
-def _hierarchical_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
+def _hierarchical_all_reduce(
+    hardware: HardwareModel, level_sizes: _LevelSizes, buffer_bytes: float, concurrent_dimensions: int
+) -> float:
     """Return the seconds of scatter inside, reduce between the units, and gather inside."""
-    return 2.0 * _by_levels(machine, widths, buffer_bytes, sharing)
+    return 2.0 * _hierarchical_gather(hardware, level_sizes, buffer_bytes, concurrent_dimensions)
 
 
 _ALL_REDUCE = {"ring": _ring_all_reduce, "tree": _tree_all_reduce, "hierarchical": _hierarchical_all_reduce}

@@ -11,33 +11,39 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from wanma.planner.hardware_model.model import AttentionCurve, ProductCurve
+from wanma.planner.hardware_model.model import AttentionCurve, MatmulCurve
 
 
-class Curves(NamedTuple):
+class EfficiencyCurves(NamedTuple):
     """Efficiency curves of one device generation, for matrix products and fused attention."""
 
-    products: Mapping[str, ProductCurve]
-    attention: AttentionCurve
-    attention_in: Mapping[str, AttentionCurve]
+    matmul_curves: Mapping[str, MatmulCurve]
+    attention_curve: AttentionCurve
+    attention_curves_by_precision: Mapping[str, AttentionCurve]
     """Attention curves in 32 and 64 bits."""
 
 
-def _curves(products: dict[str, tuple[float, float]], attention: tuple[float, float, float]) -> Curves:
-    by_precision = {name: ProductCurve(*numbers) for name, numbers in {**_PLAIN, **products}.items()}
-    wide = dict.fromkeys(("fp32", "fp64"), AttentionCurve(*_PLAIN_ATTENTION))
-    return Curves(MappingProxyType(by_precision), AttentionCurve(*attention), MappingProxyType(wide))
+def _curves(
+    products: dict[str, tuple[float, float]], attention: tuple[float, float, float]
+) -> EfficiencyCurves:
+    by_precision = {
+        name: MatmulCurve(*numbers) for name, numbers in {**_DEFAULT_MATMUL_SHARES, **products}.items()
+    }
+    wide = dict.fromkeys(("fp32", "fp64"), AttentionCurve(*_DEFAULT_ATTENTION_SHARES))
+    return EfficiencyCurves(
+        MappingProxyType(by_precision), AttentionCurve(*attention), MappingProxyType(wide)
+    )
 
 
 # Products of 32 and 64 bits are unmeasured. Ordinary cores are filled by small tiles and come close to their
 # peak; a tile begins and ends in the time that it takes in 16 bits, in which they compute fewer terms, as
 # their rate is an eighth (Volta) or less; TF32's is half. Attention in those precisions is the
 # memory-efficient kernel, taken at half of their products' rate.
-_PLAIN = {"fp64": (0.9, 16), "fp32": (0.9, 16), "tf32": (0.9, 64)}
-_PLAIN_ATTENTION = (0.45, 600, 0.9)
+_DEFAULT_MATMUL_SHARES = {"fp64": (0.9, 16), "fp32": (0.9, 16), "tf32": (0.9, 64)}
+_DEFAULT_ATTENTION_SHARES = (0.45, 600, 0.9)
 
 
-GENERATIONS: Mapping[str, Curves] = MappingProxyType(
+GENERATION_CURVES: Mapping[str, EfficiencyCurves] = MappingProxyType(
     {
         # No measurements: tensor cores of the first two generations (Turing's are the second), whose fp16
         # products attain about 0.85 (Jia et al. 2018, section 4.3); no fused attention was written for them.
@@ -62,6 +68,6 @@ GENERATIONS: Mapping[str, Curves] = MappingProxyType(
     }
 )
 
-PROCESSOR = _curves({"bf16": (0.6, 64), "fp16": (0.6, 64)}, (0.3, 200, 0.6))
+CPU_CURVES = _curves({"bf16": (0.6, 64), "fp16": (0.6, 64)}, (0.3, 200, 0.6))
 """Curves of any CPU until it is calibrated: shares, for oneDNN's products, of the peak that `wanma doctor`
 measures or that follows from instruction rates."""

@@ -17,7 +17,7 @@ often from the cache. Fitted to the measured products of five kinds of device.""
 
 
 @dataclass(frozen=True)
-class ProductCurve:
+class MatmulCurve:
     """Efficiency curve of the matrix products of one precision."""
 
     attainable: float
@@ -38,7 +38,7 @@ class AttentionCurve:
 
 
 @dataclass(frozen=True)
-class Chip:
+class DeviceModel:
     """One kind of device: its peaks and its efficiency curves."""
 
     name: str
@@ -47,7 +47,7 @@ class Chip:
     bandwidth_bytes_per_second: float
     multiprocessors: int
     """Number of tiles of a product that are computed at once."""
-    products: Mapping[str, ProductCurve]
+    products: Mapping[str, MatmulCurve]
     attention: AttentionCurve
     """Attention curve in 16 bits."""
     attention_in: Mapping[str, AttentionCurve] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Chip:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkLevel:
     """Link level of the network: all devices of a level can use it at once, each at this rate."""
 
     devices: int
@@ -85,7 +85,7 @@ class Link:
     grow with the root of the size, over four orders of magnitude, as libraries change protocols and numbers
     of channels."""
 
-    def seconds(self, moved_bytes: float, message_bytes: float, share: float = 1.0) -> float:
+    def transfer_seconds(self, moved_bytes: float, message_bytes: float, share: float = 1.0) -> float:
         """Return the seconds of `moved_bytes` over one device's link for a message, without latency.
 
         Args:
@@ -103,7 +103,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostModel:
     """Rates of the host behind one device; ranks that share a node each have their share of it."""
 
     link_bytes_per_second: float = 25e9
@@ -138,15 +138,14 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Program:
+class FrameworkOverhead:
     """Framework overhead: CPU seconds of a training program beside its kernels, in the same thread.
 
-    An accelerator computes meanwhile: there these are 0, and `Machine.dispatch_seconds` counts.
+    An accelerator computes meanwhile: there these are 0, and `HardwareModel.dispatch_seconds` counts.
     """
 
     kernel_seconds: float = 0.0
-    """Seconds per kernel of the modules, views and autograd records around it, beside `Chip.launch_seconds`.
-    """
+    """Seconds per kernel of modules, views and autograd records, beside `DeviceModel.launch_seconds`."""
     tensor_seconds: float = 0.0
     """Seconds per block and micro-batch under tensor parallelism, forward and backward, beside the
     collectives: DTensor takes parameters out of, and puts gradients into, tensors of all ranks."""
@@ -155,9 +154,9 @@ class Program:
     parameters_seconds: float = 0.0
     """Seconds per block and micro-batch where its parameters are gathered as well."""
 
-    def scaled(self, factor: float) -> Program:
+    def scaled(self, factor: float) -> FrameworkOverhead:
         """Return the overhead with all its times multiplied by `factor`."""
-        return Program(
+        return FrameworkOverhead(
             self.kernel_seconds * factor,
             self.tensor_seconds * factor,
             self.gradients_seconds * factor,
@@ -165,17 +164,17 @@ class Program:
         )
 
 
-FORWARD_OF_PROGRAM = 1 / 3
+FORWARD_OVERHEAD_SHARE = 1 / 3
 """Forward's share of the framework overhead of a block; backward has about two calls for each of forward's.
 """
 
 
 @dataclass(frozen=True)
-class Machine:
+class HardwareModel:
     """Hardware model: equal devices, and the link levels between them, innermost first."""
 
-    chip: Chip
-    links: tuple[Link, ...]
+    chip: DeviceModel
+    links: tuple[LinkLevel, ...]
     dispatch_seconds: float = 12e-6
     """Seconds in which the host launches one kernel of an eager program."""
     start_seconds: float = 7e-6
@@ -185,7 +184,7 @@ class Machine:
     """(latency, time per byte) of a collective over those of `links`, which are of all-reduces, by its name
     in `collectives.measurement`, where it was measured. Libraries run some collectives worse than others."""
     optimizer_factor: float = 1.0
-    """Measured over forecast time of an update, learned from runs (`calibration.Corrections`)."""
+    """Measured over forecast time of an update, learned from runs (`calibration.CorrectionFactors`)."""
     unused_factor: float = 1.0
     """Measured over forecast allocator memory beside live tensors, learned from runs."""
     shared: float = 1.0
@@ -195,23 +194,23 @@ class Machine:
     """Half a 90 % interval of what is assumed of its rates, beside the forecast's own; 0 where measured."""
     assumed: tuple[str, ...] = ()
     """Descriptions of unmeasured rates and of the source of their figures."""
-    host: Host = Host()
-    program: Program = Program()
+    host: HostModel = HostModel()
+    program: FrameworkOverhead = FrameworkOverhead()
     unknown: str = ""
     """Reason that no time can be forecast, with the way out; empty where it can."""
 
     def __post_init__(self) -> None:
         if not self.links:
-            raise ValueError("a machine needs at least one level of links; of one device, Link(1, 0, 1)")
+            raise ValueError("a machine needs at least one level of links; of one device, LinkLevel(1, 0, 1)")
         if any(inner.devices >= outer.devices for inner, outer in pairwise(self.links)):
             raise ValueError("levels of links come innermost first, each joining more devices")
 
     @property
-    def devices(self) -> int:
+    def device_count(self) -> int:
         """Return the number of devices."""
         return self.links[-1].devices
 
-    def running(self, collective: str) -> Machine:
+    def for_collective(self, collective: str) -> HardwareModel:
         """Return the hardware model with its links as `collective` uses them."""
         if collective not in self.collective_factors:
             return self

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 
-from wanma.planner.hardware_model.model import AttentionCurve, Chip
+from wanma.planner.hardware_model.model import AttentionCurve, DeviceModel
 
 ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of one operand's element; nvfp4 has one scale of 8 bits for 16 elements."""
 
 
-def product_seconds(
-    chip: Chip,
+def matmul_seconds(
+    chip: DeviceModel,
     m: float,
     n: float,
     k: float,
@@ -36,7 +36,7 @@ def product_seconds(
     """
     if min(m, n, k) <= 0:
         return 0.0
-    rate = product_rate(chip, precision)
+    rate = matmul_rate(chip, precision)
     curve = chip.products[precision]
     computed, at_once, ceil = math.inf, chip.multiprocessors, math.ceil
     for rows, columns, share in chip.tiles:
@@ -48,10 +48,10 @@ def product_seconds(
     moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
     if moved_elements is not None:
         moved = element * moved_elements
-    return chip.launch_seconds + max(computed, _streamed(chip, moved))
+    return chip.launch_seconds + max(computed, _memory_traffic_seconds(chip, moved))
 
 
-def product_rate(chip: Chip, precision: str) -> float:
+def matmul_rate(chip: DeviceModel, precision: str) -> float:
     """Return the FLOP/s that a product of infinite sides sustains.
 
     Raises:
@@ -64,15 +64,15 @@ def product_rate(chip: Chip, precision: str) -> float:
 
 
 def attention_seconds(
-    chip: Chip,
+    chip: DeviceModel,
     sequences: float,
     queries: float,
     keys: float,
     heads: float,
-    head_width: float,
+    head_dim: float,
     *,
     kv_heads: float | None = None,
-    value_width: float | None = None,
+    value_head_dim: float | None = None,
     causal: bool = True,
     backward: bool = False,
     efficiency: float = 1.0,
@@ -88,18 +88,18 @@ def attention_seconds(
         efficiency: rate of an older kernel over the measured one's.
         precision: precision of queries, keys and values; an unmeasured one counts as 16 bits.
     """
-    width = (head_width + (head_width if value_width is None else value_width)) * heads
+    width = (head_dim + (head_dim if value_head_dim is None else value_head_dim)) * heads
     flops = 2.0 * sequences * queries * keys * width * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
     curve, peak, element = _attention_rate(chip, precision)
     rate = peak * curve.attainable * chip.sustained * efficiency * (curve.backward if backward else 1.0)
     # One sequence's work is cut into blocks whose first and last are half empty.
     seconds = flops / rate * (1 + curve.fill / keys)
     stored = sequences * (2 * queries * heads + 2 * keys * (heads if kv_heads is None else kv_heads))
-    moved = element * stored * head_width * (2.0 if backward else 1.0)
-    return chip.launch_seconds + max(seconds, _streamed(chip, moved))
+    moved = element * stored * head_dim * (2.0 if backward else 1.0)
+    return chip.launch_seconds + max(seconds, _memory_traffic_seconds(chip, moved))
 
 
-def _attention_rate(chip: Chip, precision: str) -> tuple[AttentionCurve, float, float]:
+def _attention_rate(chip: DeviceModel, precision: str) -> tuple[AttentionCurve, float, float]:
     """Return the attention curve, the peak in FLOP/s that it is a share of, and bytes per element."""
     if precision in chip.attention_in:
         return chip.attention_in[precision], chip.peak_flops_per_second[precision], ELEMENT_BYTES[precision]
@@ -109,11 +109,11 @@ def _attention_rate(chip: Chip, precision: str) -> tuple[AttentionCurve, float, 
     return chip.attention, peak, 2.0
 
 
-def streaming_seconds(chip: Chip, moved_bytes: float, kernels: int = 1) -> float:
+def memory_bound_seconds(chip: DeviceModel, moved_bytes: float, kernels: int = 1) -> float:
     """Return the seconds of `kernels` memory-bound operators that read and write `moved_bytes` together."""
-    return kernels * chip.launch_seconds + _streamed(chip, moved_bytes)
+    return kernels * chip.launch_seconds + _memory_traffic_seconds(chip, moved_bytes)
 
 
-def _streamed(chip: Chip, moved_bytes: float) -> float:
+def _memory_traffic_seconds(chip: DeviceModel, moved_bytes: float) -> float:
     """Return the seconds of reading and writing `moved_bytes` at the attained memory rate."""
     return moved_bytes / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)

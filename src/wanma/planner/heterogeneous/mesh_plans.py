@@ -13,14 +13,14 @@ from collections import Counter
 from dataclasses import replace
 
 from wanma.job.plan.plan import Plan
-from wanma.planner.forecast.problem import Problem
-from wanma.planner.heterogeneous.node_pools import Fleet
-from wanma.planner.heterogeneous.placement_search import search_mixed
-from wanma.planner.heterogeneous.replica_shapes import MixedSpace
-from wanma.planner.search.result import Candidate, Found, pareto_front
+from wanma.planner.forecast.problem import PlanningProblem
+from wanma.planner.heterogeneous.node_pools import HeterogeneousHardware
+from wanma.planner.heterogeneous.placement_search import search_placements
+from wanma.planner.heterogeneous.replica_shapes import HeterogeneousSpace
+from wanma.planner.search.result import Candidate, SearchResult, build_pareto_front
 
 
-def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
+def as_mesh_plan(plan: Plan, hardware: HeterogeneousHardware) -> Plan | str:
     """Return the mesh plan that equals a placed plan, or the reason that there is none.
 
     Replicas that shard the optimizer state within their group then shard it over all groups: each device
@@ -36,9 +36,9 @@ def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
         return "stages of unlike tp are not run yet"
     if len(places) > 1 and len(plan.placement) > 1:
         return "several kinds of replicas that each span several devices are not run yet"
-    if reason := _misplaced(plan, fleet):
+    if reason := _rank_order_mismatch_reason(plan, hardware):
         return reason
-    shares = _in_order_of_machines(plan)
+    shares = _shares_in_node_order(plan)
     sharded = plan.shard != "none" and plan.dp_replicate > 1
     return replace(
         plan,
@@ -54,46 +54,52 @@ def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
     )
 
 
-def search_grids(problem: Problem, fleet: Fleet, start: Plan, *, keep: int = 10) -> Found:
+def search_mesh_plans(
+    problem: PlanningProblem, hardware: HeterogeneousHardware, base_plan: Plan, *, keep: int = 10
+) -> SearchResult:
     """Return the best mesh plans over all pools of a cluster, with batch shares in proportion to speed.
 
     Args:
-        start: settings of every replica, as in `search_mixed`.
+        base_plan: settings of every replica, as in `search_placements`.
 
     Raises:
-        JobError: as in `search_mixed`.
+        JobError: as in `search_placements`.
     """
     began = time.perf_counter()
     found: list[Candidate] = []
-    considered, pruned, every = 0, Counter[str](), MixedSpace()
+    considered, pruned, every = 0, Counter[str](), HeterogeneousSpace()
     # One value of each at a time: the search would choose different ones by kind, which no mesh allows.
     for tp, micro_batch, recompute in itertools.product(every.tp, every.micro_batch, every.recompute):
-        space = MixedSpace((tp,), (1,), (micro_batch,), (recompute,), ("optimizer",))
-        of_space = search_mixed(problem, fleet, start, space, keep=keep)
-        considered += of_space.considered
+        space = HeterogeneousSpace((tp,), (1,), (micro_batch,), (recompute,), ("optimizer",))
+        of_space = search_placements(problem, hardware, base_plan, space, keep=keep)
+        considered += of_space.plan_count
         pruned.update(of_space.pruned)
         for one in of_space.candidates:
-            grid = as_grid(one.plan, fleet)
+            grid = as_mesh_plan(one.plan, hardware)
             if len(one.plan.placement) > 1 and not isinstance(grid, str):
                 found.append(Candidate(grid, one.forecast))
     found.sort(key=lambda one: one.seconds)
     seconds = time.perf_counter() - began
-    return Found(tuple(found[:keep]), pareto_front(found), None, considered, dict(pruned), seconds)
-
-
-def gridded(found: Found, fleet: Fleet) -> Found:
-    """Return the plans of a search, with placed plans converted to mesh plans where possible."""
-
-    def turned(one: Candidate) -> Candidate:
-        grid = as_grid(one.plan, fleet)
-        return one if isinstance(grid, str) else replace(one, plan=grid, forecast_only=None)
-
-    return replace(
-        found, candidates=tuple(map(turned, found.candidates)), pareto=tuple(map(turned, found.pareto))
+    return SearchResult(
+        tuple(found[:keep]), build_pareto_front(found), None, considered, dict(pruned), seconds
     )
 
 
-def _in_order_of_machines(plan: Plan) -> tuple[int, ...]:
+def with_mesh_plans(search_result: SearchResult, hardware: HeterogeneousHardware) -> SearchResult:
+    """Return the plans of a search, with placed plans converted to mesh plans where possible."""
+
+    def turned(one: Candidate) -> Candidate:
+        grid = as_mesh_plan(one.plan, hardware)
+        return one if isinstance(grid, str) else replace(one, plan=grid, unsupported_reason=None)
+
+    return replace(
+        search_result,
+        candidates=tuple(map(turned, search_result.candidates)),
+        pareto_front=tuple(map(turned, search_result.pareto_front)),
+    )
+
+
+def _shares_in_node_order(plan: Plan) -> tuple[int, ...]:
     """Return the batch shares of the replicas, those on the cluster's first nodes first."""
     first, groups = 0, []
     for one in plan.placement:
@@ -102,13 +108,15 @@ def _in_order_of_machines(plan: Plan) -> tuple[int, ...]:
     return tuple(share for _, shares in sorted(groups) for share in shares)
 
 
-def _misplaced(plan: Plan, fleet: Fleet) -> str | None:
+def _rank_order_mismatch_reason(plan: Plan, hardware: HeterogeneousHardware) -> str | None:
     """Return the reason that the mesh's ranks fall on other nodes than placed; None if they do not."""
     machines = [
-        number for number, kind in enumerate(fleet.kinds) for _ in range(kind.devices // kind.on_each)
+        number
+        for number, kind in enumerate(hardware.pools)
+        for _ in range(kind.device_count // kind.devices_per_node)
     ]
     on_each, odd = divmod(plan.world_size, len(machines))
-    is_full = any(on_each > fleet.kinds[kind].on_each for kind in machines)
+    is_full = any(on_each > hardware.pools[kind].devices_per_node for kind in machines)
     if odd or is_full or on_each % plan.tp:
         return f"{plan.world_size} ranks do not fill {len(machines)} machines with as many on each"
     wanted = [

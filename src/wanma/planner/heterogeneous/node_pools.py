@@ -4,50 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wanma.hardware.catalogue.efficiency import NETWORK
+from wanma.hardware.catalogue.efficiency import NETWORK_EFFICIENCY
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.planner.hardware_model.builder import RAMP_BYTES, STEP_BETWEEN, machine_of
+from wanma.planner.hardware_model.builder import HALF_RATE_BYTES, INTER_NODE_STEP_FACTOR, build_hardware_model
 from wanma.planner.hardware_model.calibration import Calibration
-from wanma.planner.hardware_model.model import Link, Machine
+from wanma.planner.hardware_model.model import HardwareModel, LinkLevel
 
 
 @dataclass(frozen=True)
-class Kind:
+class NodePool:
     """Node pool: equal nodes of a heterogeneous cluster."""
 
-    machine: Machine
-    devices: int
+    hardware: HardwareModel
+    device_count: int
     """Number of devices of all its nodes."""
-    on_each: int
+    devices_per_node: int
     """Number of devices of one node, within which the ranks of `tp` stay."""
-    memory_bytes: float
+    memory_limit_bytes: float
     """Bytes of one device that a plan may fill."""
 
     @property
     def name(self) -> str:
-        return self.machine.chip.name
+        return self.hardware.chip.name
 
 
 @dataclass(frozen=True)
-class Fleet:
+class HeterogeneousHardware:
     """Node pools of a cluster, in the order of its nodes."""
 
-    kinds: tuple[Kind, ...]
-    across: Link
+    pools: tuple[NodePool, ...]
+    inter_pool_link: LinkLevel
     """Link between devices of different kinds, each with its own share."""
 
     @property
-    def devices(self) -> int:
-        return sum(kind.devices for kind in self.kinds)
+    def device_count(self) -> int:
+        return sum(kind.device_count for kind in self.pools)
 
 
-def fleet_of(cluster: Cluster, memory_share: float = 1.0, calibration: Calibration | None = None) -> Fleet:
+def build_heterogeneous_hardware(
+    cluster: Cluster, memory_share: float = 1.0, calibration: Calibration | None = None
+) -> HeterogeneousHardware:
     """Return the node pools of a cluster.
 
     Args:
         memory_share: share of a device's memory that a plan may fill, 0 .. 1.
-        calibration: measured curves and correction factors, as in `machine_of`.
+        calibration: measured curves and correction factors, as in `build_hardware_model`.
 
     Raises:
         JobError: some nodes have no accelerators, or nothing is known of the network between kinds.
@@ -61,9 +63,9 @@ def fleet_of(cluster: Cluster, memory_share: float = 1.0, calibration: Calibrati
                 "leave them out of the cluster, or plan for them alone",
             )
         memory = min(device.memory_bytes for device in node.devices) * memory_share
-        machine = machine_of(cluster, number, calibration)
-        kinds.append(Kind(machine, node.device_count, len(node.devices), memory))
-    level = cluster.level_across()
+        machine = build_hardware_model(cluster, number, calibration)
+        kinds.append(NodePool(machine, node.device_count, len(node.devices), memory))
+    level = cluster.inter_group_level()
     if level is None:
         raise JobError(
             f"nothing is known of the network between the machines of {cluster}",
@@ -71,6 +73,9 @@ def fleet_of(cluster: Cluster, memory_share: float = 1.0, calibration: Calibrati
             "cluster file",
         )
     # As between nodes of one kind (`hardware_model.builder`).
-    rate = level.bandwidth_bytes_per_second * NETWORK.of_more
-    devices = sum(kind.devices for kind in kinds)
-    return Fleet(tuple(kinds), Link(devices, level.latency_seconds * STEP_BETWEEN, rate, RAMP_BYTES))
+    rate = level.bandwidth_bytes_per_second * NETWORK_EFFICIENCY.many_devices
+    devices = sum(kind.device_count for kind in kinds)
+    return HeterogeneousHardware(
+        tuple(kinds),
+        LinkLevel(devices, level.latency_seconds * INTER_NODE_STEP_FACTOR, rate, HALF_RATE_BYTES),
+    )

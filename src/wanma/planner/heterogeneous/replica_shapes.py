@@ -17,63 +17,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wanma.job.sections.parallel import Recompute, Shard
-from wanma.planner.heterogeneous.costs import MixedCosts
-from wanma.planner.rules.predicates import tensor_fits
+from wanma.planner.heterogeneous.costs import HeterogeneousCosts
+from wanma.planner.rules.predicates import tp_divides_model
 
-Numbers = NDArray[np.float64]
+Array = NDArray[np.float64]
 
 
-class Segment(NamedTuple):
+class StageSegment(NamedTuple):
     """Consecutive stages on one kind of device."""
 
-    node: int
+    pool: int
     tp: int
-    stages: int
+    stage_count: int
 
     @property
-    def devices(self) -> int:
-        return self.tp * self.stages
+    def device_count(self) -> int:
+        return self.tp * self.stage_count
 
 
-class Option(NamedTuple):
+class ReplicaShape(NamedTuple):
     """Replica shape: one replica without its stage boundaries."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[StageSegment, ...]
     micro_batch: int
     recompute: Recompute
 
     @property
-    def stages(self) -> int:
-        return sum(segment.stages for segment in self.segments)
+    def stage_count(self) -> int:
+        return sum(segment.stage_count for segment in self.segments)
 
 
 @dataclass(frozen=True)
-class MixedSpace:
+class HeterogeneousSpace:
     """Search space of plans for heterogeneous clusters: values of every setting.
 
     A replica is on one kind of device or spans two, with the stages of each kind next to each other. It has
     as many copies as there are devices for; where these leave devices of one of two kinds, they may have
-    replicas of their own (`rest`).
+    replicas of their own (`uses_leftover_devices`).
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
-    stages: tuple[int, ...] = tuple(range(1, 17))
+    stage_counts: tuple[int, ...] = tuple(range(1, 17))
     """Numbers of stages of one replica."""
     micro_batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shard: tuple[Shard, ...] = ("optimizer", "none")
-    spanning: int = 10
+    max_spanning_stages: int = 10
     """Largest number of stages of a replica that spans two kinds."""
-    rest: bool = True
+    uses_leftover_devices: bool = True
     """True if devices that spanning replicas leave have replicas of their own."""
-    spanning_looks: int | None = None
+    max_spanning_trials: int | None = None
     """Largest number of replicas that span two kinds and fit into memory, tried for one set of groups and
     step time, those with most samples first. None: all that a bound does not exclude."""
-    single_looks: int | None = None
+    max_single_pool_trials: int | None = None
     """The same limit for replicas on one kind."""
 
     @classmethod
-    def of_kinds(cls, number: int) -> MixedSpace:
+    def for_pools(cls, pool_count: int) -> HeterogeneousSpace:
         """Return the search space for clusters of so many kinds of devices.
 
         Equal replicas always shard the optimizer state: not to do so needs more memory and saves next to no
@@ -81,73 +81,82 @@ class MixedSpace:
         rarely better than each kind by itself, and excluding them takes most of the time. So does the proof
         that no replica far down the list is better: of two jobs measured, one got a plan 1 % faster by it.
         """
-        return cls(shard=("optimizer",), rest=number <= 2, spanning_looks=200, single_looks=128)
+        return cls(
+            shard=("optimizer",),
+            uses_leftover_devices=pool_count <= 2,
+            max_spanning_trials=200,
+            max_single_pool_trials=128,
+        )
 
 
-class Options:
+class ReplicaShapes:
     """All replica shapes for one or two kinds of devices, with upper bounds of their samples."""
 
-    def __init__(self, costs: MixedCosts, space: MixedSpace, nodes: tuple[int, ...]) -> None:
-        self._segments = list(_segments(costs, space, nodes))
+    def __init__(self, costs: HeterogeneousCosts, space: HeterogeneousSpace, pools: tuple[int, ...]) -> None:
+        self._segments = list(_segments(costs, space, pools))
         self._variants = list(itertools.product(space.micro_batch, space.recompute))
         count, variants = len(self._segments), len(self._variants)
-        tables = _Tables(costs, self._variants)
+        tables = _LayerTimeTables(costs, self._variants)
 
-        def of_segments(value: Callable[[Segment, bool], Numbers]) -> Numbers:
+        def of_segments(value: Callable[[StageSegment, bool], Array]) -> Array:
             """Return values of each segment and, as a row, variant, as an (options, kinds) array."""
-            rows = [[value(one, _deep(row)) for one in row] for row in self._segments]
-            cube = np.array(rows).reshape(count, len(nodes), variants)
-            found: Numbers = cube.transpose(0, 2, 1).reshape(count * variants, len(nodes))
+            rows = [[value(one, _has_several_stages(row)) for one in row] for row in self._segments]
+            cube = np.array(rows).reshape(count, len(pools), variants)
+            found: Array = cube.transpose(0, 2, 1).reshape(count * variants, len(pools))
             return found
 
         every = np.ones(variants)
         block = of_segments(tables.block)
-        stages = of_segments(lambda one, _: one.stages * every)
-        self.samples = np.tile(np.array([float(size) for size, _ in self._variants]), count)
+        stages = of_segments(lambda one, _: one.stage_count * every)
+        self.samples_per_micro_batch = np.tile(np.array([float(size) for size, _ in self._variants]), count)
         columns = [
-            [next(row.devices for row in rows if row.node == node) for node in nodes]
+            [next(row.device_count for row in rows if row.pool == node) for node in pools]
             for rows in self._segments
         ]
-        devices = np.array(columns, dtype=np.float64).reshape(count, len(nodes))
-        self.devices: Numbers = np.repeat(devices, variants, axis=0)
+        devices = np.array(columns, dtype=np.float64).reshape(count, len(pools))
+        self.devices_by_pool: Array = np.repeat(devices, variants, axis=0)
         """Devices of one replica, of shape (options, kinds)."""
         layers = float(costs.dimensions.layers)
         # With two kinds, the end layers may be on either.
-        ends = of_segments(tables.ends)[:, 0] if len(nodes) == 1 else np.zeros(count * variants)
-        self._deep = stages.sum(axis=1)
+        ends = of_segments(tables.ends)[:, 0] if len(pools) == 1 else np.zeros(count * variants)
+        self._stage_counts = stages.sum(axis=1)
         self._even = (layers + ends / block[:, 0]) / (stages / block).sum(axis=1)
         # All blocks on the faster kind.
         fast = np.argmin(block, axis=1)[:, None]
         self._fast_work = layers * np.take_along_axis(block, fast, 1)[:, 0] + ends
         self._fast_stages = np.take_along_axis(stages, fast, 1)[:, 0]
         self._backward = of_segments(tables.backward).min(axis=1)
-        self._pace = np.maximum(_whole_blocks_pace(stages, block, costs.dimensions.layers), self._even)
+        self._pace = np.maximum(
+            _whole_block_stage_seconds(stages, block, costs.dimensions.layers), self._even
+        )
 
-    def least_seconds(self, number: int, micro_batches: int, pace: float) -> float:
-        """Return a lower bound of a replica's seconds, if its slowest stage takes at least `pace`.
+    def min_seconds(self, number: int, micro_batches: int, slowest_stage_seconds: float) -> float:
+        """Return a lower bound of a replica's seconds, given one of its slowest stage's.
 
-        `most_micro_batches` gives the reasoning.
+        `max_micro_batches` gives the reasoning.
         """
-        if math.isinf(pace):
-            return pace
-        deep = float(self._deep[number])
+        if math.isinf(slowest_stage_seconds):
+            return slowest_stage_seconds
+        deep = float(self._stage_counts[number])
         rest = micro_batches - deep + (deep - 1) * float(self._backward[number])
-        return max(float(self._fast_work[number]), pace) + rest * pace
+        return max(float(self._fast_work[number]), slowest_stage_seconds) + rest * slowest_stage_seconds
 
-    def most_at_pace(self, number: int, seconds: float, pace: float) -> int:
-        """Return an upper bound of a replica's micro-batches in `seconds`; the inverse of `least_seconds`."""
-        if math.isinf(pace):
+    def max_micro_batches_at(self, number: int, seconds: float, slowest_stage_seconds: float) -> int:
+        """Return an upper bound of a replica's micro-batches in `seconds`; the inverse of `min_seconds`."""
+        if math.isinf(slowest_stage_seconds):
             return 0
-        deep = float(self._deep[number])
-        left = seconds - max(float(self._fast_work[number]), pace)
-        most = math.floor((left / pace + deep - (deep - 1) * float(self._backward[number])) * (1 + 1e-12))
+        deep = float(self._stage_counts[number])
+        left = seconds - max(float(self._fast_work[number]), slowest_stage_seconds)
+        most = math.floor(
+            (left / slowest_stage_seconds + deep - (deep - 1) * float(self._backward[number])) * (1 + 1e-12)
+        )
         return most if most >= deep else 0
 
-    def __getitem__(self, number: int) -> Option:
+    def __getitem__(self, number: int) -> ReplicaShape:
         segments, variant = divmod(number, len(self._variants))
-        return Option(self._segments[segments], *self._variants[variant])
+        return ReplicaShape(self._segments[segments], *self._variants[variant])
 
-    def most_micro_batches(self, seconds: float) -> Numbers:
+    def max_micro_batches(self, seconds: float) -> Array:
         """Return an upper bound of the micro-batches of one replica of each option in `seconds`.
 
         Under 1F1B the first micro-batch comes back to stage s when it has passed all stages forward and those
@@ -158,17 +167,17 @@ class Options:
         make c as small as possible, and only moving them to faster stages makes W smaller: between the two,
         the sum is least at one end or the other.
         """
-        before = self._deep - (self._deep - 1) * self._backward
-        even = seconds / self._even - self._deep
+        before = self._stage_counts - (self._stage_counts - 1) * self._backward
+        even = seconds / self._even - self._stage_counts
         fast = (seconds - self._fast_work) * self._fast_stages / self._fast_work
         whole = (seconds - np.maximum(self._fast_work, self._pace)) / self._pace
         most = np.floor((np.minimum(np.maximum(even, fast), whole) + before) * (1 + 1e-12))
         # 1F1B runs at least as many as there are stages.
-        found: Numbers = np.where(most < self._deep, 0.0, most)
+        found: Array = np.where(most < self._stage_counts, 0.0, most)
         return found
 
 
-def _whole_blocks_pace(stages: Numbers, block: Numbers, layers: int) -> Numbers:
+def _whole_block_stage_seconds(stages: Array, block: Array, layers: int) -> Array:
     """Return the slowest stage's seconds with whole blocks in each stage, of shape (options,)."""
     found = np.full(len(stages), np.inf)
     for kind in range(stages.shape[1]):
@@ -179,43 +188,53 @@ def _whole_blocks_pace(stages: Numbers, block: Numbers, layers: int) -> Numbers:
     return found
 
 
-class _Tables:
+class _LayerTimeTables:
     """Tables of layer costs by kind of device and `tp`, as rows over the variants.
 
     A variant is a pair of micro-batch and recompute.
     """
 
-    def __init__(self, costs: MixedCosts, variants: Sequence[tuple[int, Recompute]]) -> None:
+    def __init__(self, costs: HeterogeneousCosts, variants: Sequence[tuple[int, Recompute]]) -> None:
         self._costs, self._variants = costs, variants
-        self._rows: dict[tuple[int, int, bool], tuple[Numbers, Numbers, Numbers]] = {}
+        self._rows: dict[tuple[int, int, bool], tuple[Array, Array, Array]] = {}
 
-    def block(self, one: Segment, deep: bool) -> Numbers:
+    def block(self, segment: StageSegment, pipelined: bool) -> Array:
         """Return the seconds of the cheapest block; where blocks differ, a stage may hold these."""
-        return self._of(one, deep)[0]
+        return self._of(segment, pipelined)[0]
 
-    def ends(self, one: Segment, deep: bool) -> Numbers:
+    def ends(self, segment: StageSegment, pipelined: bool) -> Array:
         """Return the seconds of the layers outside the blocks."""
-        return self._of(one, deep)[1]
+        return self._of(segment, pipelined)[1]
 
-    def backward(self, one: Segment, deep: bool) -> Numbers:
+    def backward(self, segment: StageSegment, pipelined: bool) -> Array:
         """Return the least share of backward in a layer's seconds, 0 .. 1."""
-        return self._of(one, deep)[2]
+        return self._of(segment, pipelined)[2]
 
-    def _of(self, one: Segment, deep: bool) -> tuple[Numbers, Numbers, Numbers]:
+    def _of(self, segment: StageSegment, pipelined: bool) -> tuple[Array, Array, Array]:
         """Return (block, ends, backward share) rows of one kind and `tp`, from a cache."""
-        key = (one.node, one.tp, deep)
+        key = (segment.pool, segment.tp, pipelined)
         if key not in self._rows:
             # Lowest cost: no gradients to add up, no weights to cast.
             units = [
-                self._costs.units(one.node, one.tp, *variant, pipelined=deep, many=False, sharded=True)
+                self._costs.layer_times(
+                    segment.pool,
+                    segment.tp,
+                    *variant,
+                    pipelined=pipelined,
+                    accumulates_gradients=False,
+                    sharded=True,
+                )
                 for variant in self._variants
             ]
             self._rows[key] = (
                 np.array([min(part.seconds for part in unit.blocks) for unit in units]),
-                np.array([unit.first.seconds + unit.last.seconds for unit in units]),
+                np.array([unit.pre_block.seconds + unit.post_block.seconds for unit in units]),
                 np.array(
                     [
-                        min(part.backward / part.seconds for part in (*unit.blocks, unit.first, unit.last))
+                        min(
+                            part.backward / part.seconds
+                            for part in (*unit.blocks, unit.pre_block, unit.post_block)
+                        )
                         for unit in units
                     ]
                 ),
@@ -223,30 +242,33 @@ class _Tables:
         return self._rows[key]
 
 
-def _deep(segments: Sequence[Segment]) -> bool:
+def _has_several_stages(segments: Sequence[StageSegment]) -> bool:
     """Return whether a replica has several stages."""
-    return sum(one.stages for one in segments) > 1
+    return sum(one.stage_count for one in segments) > 1
 
 
-def _segments(costs: MixedCosts, space: MixedSpace, nodes: tuple[int, ...]) -> Iterator[tuple[Segment, ...]]:
+def _segments(
+    costs: HeterogeneousCosts, space: HeterogeneousSpace, pools: tuple[int, ...]
+) -> Iterator[tuple[StageSegment, ...]]:
     """Yield the segments of every replica with stages on all of these kinds of devices, in either order."""
-    widths = [[tp for tp in space.tp if _tp_fits(costs, node, tp)] for node in nodes]
+    widths = [[tp for tp in space.tp if _tp_fits(costs, node, tp)] for node in pools]
     layers = costs.dimensions.layers
-    for order in itertools.permutations(range(len(nodes))):
-        for split in itertools.product(space.stages, repeat=len(nodes)):
-            most = layers + 2 if len(nodes) == 1 else min(layers + 2, space.spanning)
-            if sum(split) not in space.stages or sum(split) > most:
+    for order in itertools.permutations(range(len(pools))):
+        for split in itertools.product(space.stage_counts, repeat=len(pools)):
+            most = layers + 2 if len(pools) == 1 else min(layers + 2, space.max_spanning_stages)
+            if sum(split) not in space.stage_counts or sum(split) > most:
                 continue
             for tps in itertools.product(*(widths[at] for at in order)):
                 segments = tuple(
-                    Segment(nodes[at], tp, stages) for at, tp, stages in zip(order, tps, split, strict=True)
+                    StageSegment(pools[at], tp, stages)
+                    for at, tp, stages in zip(order, tps, split, strict=True)
                 )
-                if all(one.devices <= costs.fleet.kinds[one.node].devices for one in segments):
+                if all(one.device_count <= costs.hardware.pools[one.pool].device_count for one in segments):
                     yield segments
 
 
-def _tp_fits(costs: MixedCosts, node: int, tp: int) -> bool:
+def _tp_fits(costs: HeterogeneousCosts, pool: int, tp: int) -> bool:
     """Return whether `tp` ranks fit into a node, and divide the model's dimensions and the sequence."""
-    if costs.fleet.kinds[node].on_each % tp or not tensor_fits(costs.dimensions, tp):
+    if costs.hardware.pools[pool].devices_per_node % tp or not tp_divides_model(costs.dimensions, tp):
         return False
-    return not costs.start.sequence_parallel or costs.problem.sequence % tp == 0
+    return not costs.base_plan.sequence_parallel or costs.problem.sequence_length % tp == 0

@@ -12,17 +12,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from wanma.job.plan.placement import Replicas
+from wanma.job.plan.placement import ReplicaPlacement
 from wanma.job.plan.plan import Plan
-from wanma.planner.cost.data_parallel import INTERFERENCE
-from wanma.planner.heterogeneous.costs import MixedCosts, Part
+from wanma.planner.cost.data_parallel import OVERLAP_SLOWDOWN
+from wanma.planner.heterogeneous.costs import HeterogeneousCosts
+from wanma.planner.heterogeneous.replica_pipeline import StageTime
 
-BUCKETS = 24
+BUCKETS_PER_STAGE = 24
 """Number of buckets in which a stage's gradients are summed and its weights gathered; DDP and FSDP use about
 as many."""
 
 
-def simulated_seconds(costs: MixedCosts, plan: Plan, global_batch: int) -> float:
+def simulate_step(costs: HeterogeneousCosts, plan: Plan, global_batch: int) -> float:
     """Return the seconds of one simulated step of a placed plan.
 
     Raises:
@@ -39,14 +40,14 @@ class _Task:
 
     seconds: float
     resource: object | None
-    beside: object | None
+    contended_resource: object | None
     """Resource whose use at the same time slows the task down by INTERFERENCE."""
-    waits_for: int = 0
-    then: list[int] = field(default_factory=list)
+    pending_count: int = 0
+    successors: list[int] = field(default_factory=list)
     end: float = 0.0
 
 
-class _Events:
+class _TaskGraph:
     """Tasks that wait for each other and for resources, which serve one at a time, in order."""
 
     def __init__(self) -> None:
@@ -57,20 +58,20 @@ class _Events:
         seconds: float,
         after: Sequence[int] = (),
         resource: object | None = None,
-        beside: object | None = None,
+        contended_resource: object | None = None,
     ) -> int:
         """Add a task that starts after others; return its number."""
         number = len(self.tasks)
-        self.tasks.append(_Task(seconds, resource, beside, len(after)))
+        self.tasks.append(_Task(seconds, resource, contended_resource, len(after)))
         for earlier in after:
-            self.tasks[earlier].then.append(number)
+            self.tasks[earlier].successors.append(number)
         return number
 
     def run(self) -> float:
         """Return the end of the last task, in seconds."""
         free_at: dict[object, float] = defaultdict(float)
         # (time, kind, number): ends (kind 0) come before starts (kind 1) of the same time.
-        events = [(0.0, 1, number) for number, task in enumerate(self.tasks) if not task.waits_for]
+        events = [(0.0, 1, number) for number, task in enumerate(self.tasks) if not task.pending_count]
         heapq.heapify(events)
         last = 0.0
         while events:
@@ -78,20 +79,20 @@ class _Events:
             task = self.tasks[number]
             if kind == 0:
                 last = max(last, now)
-                for following in task.then:
-                    self.tasks[following].waits_for -= 1
-                    if not self.tasks[following].waits_for:
+                for following in task.successors:
+                    self.tasks[following].pending_count -= 1
+                    if not self.tasks[following].pending_count:
                         heapq.heappush(events, (now, 1, following))
                 continue
             begin = max(now, free_at[task.resource]) if task.resource is not None else now
             seconds = task.seconds
-            if task.beside is not None and free_at[task.beside] > now:
-                seconds += INTERFERENCE * min(seconds, free_at[task.beside] - now)
+            if task.contended_resource is not None and free_at[task.contended_resource] > now:
+                seconds += OVERLAP_SLOWDOWN * min(seconds, free_at[task.contended_resource] - now)
             if task.resource is not None:
                 free_at[task.resource] = begin + seconds
             task.end = begin + seconds
             heapq.heappush(events, (task.end, 0, number))
-        if any(task.waits_for for task in self.tasks):
+        if any(task.pending_count for task in self.tasks):
             raise ValueError("the step waits for itself")
         return last
 
@@ -99,18 +100,18 @@ class _Events:
 class _Step:
     """Tasks of one step of a placed plan."""
 
-    def __init__(self, costs: MixedCosts, plan: Plan, global_batch: int) -> None:
+    def __init__(self, costs: HeterogeneousCosts, plan: Plan, global_batch: int) -> None:
         self.costs, self.plan, self.global_batch = costs, plan, global_batch
-        self.events = _Events()
+        self.events = _TaskGraph()
         # Tasks of all replicas that make each bucket's gradients, by group and stage.
-        self.made: dict[tuple[int, int], list[list[int]]] = {}
+        self.gradient_tasks: dict[tuple[int, int], list[list[int]]] = {}
 
     def run(self) -> float:
         """Create all tasks of the step; return its seconds."""
         data_rank = 0
         for number, replicas in enumerate(self.plan.placement):
             for stage in range(len(replicas.places)):
-                self.made[number, stage] = [[] for _ in range(BUCKETS)]
+                self.gradient_tasks[number, stage] = [[] for _ in range(BUCKETS_PER_STAGE)]
             gathered = self._gather_weights(number, replicas)
             for _ in range(replicas.count):
                 self._replica(number, data_rank, replicas, gathered)
@@ -118,27 +119,31 @@ class _Step:
         self._sum_gradients()
         return self.events.run()
 
-    def _gather_weights(self, number: int, replicas: Replicas) -> list[list[int]]:
+    def _gather_weights(self, number: int, replicas: ReplicaPlacement) -> list[list[int]]:
         """Add the gathers of weights updated in the step before; return them by stage and bucket."""
         found = []
         for stage, place in enumerate(replicas.places):
-            part = self.costs.stages(replicas, self.plan.shard)[stage]
-            seconds = self.costs.exchanges(
+            part = self.costs.stage_times(replicas, self.plan.shard)[stage]
+            seconds = self.costs.reduction_times(
                 place, part, replicas.count, len(self.plan.placement), self.plan.shard
-            ).weights
+            ).gather_weights
             nic = ("network", number, stage)
-            found.append([self.events.add(seconds / BUCKETS, resource=nic) for _ in range(BUCKETS)])
+            found.append(
+                [self.events.add(seconds / BUCKETS_PER_STAGE, resource=nic) for _ in range(BUCKETS_PER_STAGE)]
+            )
         return found
 
-    def _replica(self, number: int, data_rank: int, replicas: Replicas, gathered: list[list[int]]) -> None:
+    def _replica(
+        self, number: int, data_rank: int, replicas: ReplicaPlacement, gathered: list[list[int]]
+    ) -> None:
         """Add one pipeline under 1F1B."""
         runs = self.plan.micro_batches(self.global_batch, data_rank)
         stages, last = len(replicas.places), len(replicas.places) - 1
         parts, sends = {}, {}
         for size in {len(run) for run in runs}:
-            sized = Replicas(replicas.count, replicas.places, size, replicas.recompute)
-            pipeline = self.costs.pipeline(sized, self.plan.shard, len(runs) > 1)
-            parts[size], sends[size] = pipeline.stages, pipeline.sends
+            sized = ReplicaPlacement(replicas.count, replicas.places, size, replicas.recompute)
+            pipeline = self.costs.replica_pipeline(sized, self.plan.shard, len(runs) > 1)
+            parts[size], sends[size] = pipeline.stages, pipeline.send_seconds
         orders = [_order(stage, stages, len(runs)) for stage in range(stages)]
         tasks: dict[tuple[str, int, int], list[int]] = {}
         # Tasks are created after the tasks that they wait for.
@@ -177,7 +182,7 @@ class _Step:
         self,
         kind: str,
         where: tuple[int, int],
-        part: Part,
+        part: StageTime,
         after: list[int],
         gathered: list[int],
         index: int,
@@ -193,13 +198,13 @@ class _Step:
         if (kind == "forward" and index > 0) or (kind == "backward" and index < count - 1):
             return [self.events.add(seconds, after)]
         pieces: list[int] = []
-        for bucket in range(BUCKETS):
+        for bucket in range(BUCKETS_PER_STAGE):
             waits = [*(pieces[-1:] or after)]
             if kind == "forward":
                 waits.append(gathered[bucket])
-            pieces.append(self.events.add(seconds / BUCKETS, waits, beside=nic))
+            pieces.append(self.events.add(seconds / BUCKETS_PER_STAGE, waits, contended_resource=nic))
             if kind == "backward":
-                self.made[where][bucket].append(pieces[-1])
+                self.gradient_tasks[where][bucket].append(pieces[-1])
         return pieces
 
     def _sum_gradients(self) -> None:
@@ -207,15 +212,19 @@ class _Step:
         scattered: dict[tuple[int, int], list[int]] = {}
         exchanges = {}
         for number, replicas in enumerate(self.plan.placement):
-            stages = self.costs.stages(replicas, self.plan.shard)
+            stages = self.costs.stage_times(replicas, self.plan.shard)
             for stage, (place, part) in enumerate(zip(replicas.places, stages, strict=True)):
                 where = number, stage
-                exchanges[where] = self.costs.exchanges(
+                exchanges[where] = self.costs.reduction_times(
                     place, part, replicas.count, len(self.plan.placement), self.plan.shard
                 )
                 scattered[where] = [
-                    self.events.add(exchanges[where].inside / BUCKETS, made, resource=("network", *where))
-                    for made in self.made[where]
+                    self.events.add(
+                        exchanges[where].reduce_within_group / BUCKETS_PER_STAGE,
+                        made,
+                        resource=("network", *where),
+                    )
+                    for made in self.gradient_tasks[where]
                 ]
         blocks = {
             (number, stage): (start, start + place.blocks)
@@ -227,16 +236,22 @@ class _Step:
         crossed: dict[tuple[int, int], list[int]] = {}
         for where, seconds in exchanges.items():
             crossed[where] = []
-            for bucket in range(BUCKETS):
+            for bucket in range(BUCKETS_PER_STAGE):
                 after = [scattered[where][bucket]]
                 for other in exchanges:
                     if other[0] != where[0]:
-                        after += [scattered[other][at] for at in _same(blocks, where, other, bucket)]
-                task = self.events.add(seconds.between / BUCKETS, after, resource=("network", *where))
+                        after += [
+                            scattered[other][at] for at in _matching_buckets(blocks, where, other, bucket)
+                        ]
+                task = self.events.add(
+                    seconds.reduce_across_groups / BUCKETS_PER_STAGE, after, resource=("network", *where)
+                )
                 crossed[where].append(task)
         for where, seconds in exchanges.items():
             back = [
-                self.events.add(seconds.back / BUCKETS, [task], resource=("network", *where))
+                self.events.add(
+                    seconds.gather_gradients / BUCKETS_PER_STAGE, [task], resource=("network", *where)
+                )
                 for task in crossed[where]
             ]
             self.events.add(seconds.optimizer, back)
@@ -253,7 +268,7 @@ def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]
     return order
 
 
-def _same(
+def _matching_buckets(
     blocks: dict[tuple[int, int], tuple[int, int]],
     mine: tuple[int, int],
     other: tuple[int, int],
@@ -266,8 +281,8 @@ def _same(
 
     def span(where: tuple[int, int], index: int) -> tuple[float, float]:
         start, stop = blocks[where]
-        each = (stop - start) / BUCKETS
+        each = (stop - start) / BUCKETS_PER_STAGE
         return stop - (index + 1) * each, stop - index * each
 
     low, high = span(mine, bucket)
-    return [at for at in range(BUCKETS) if span(other, at)[0] < high and low < span(other, at)[1]]
+    return [at for at in range(BUCKETS_PER_STAGE) if span(other, at)[0] < high and low < span(other, at)[1]]

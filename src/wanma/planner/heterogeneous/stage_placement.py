@@ -12,26 +12,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.placement import ReplicaPlacement, StagePlacement
 from wanma.job.sections.parallel import Shard
-from wanma.planner.heterogeneous.costs import MixedCosts, Pipeline, Units, is_sharded, replica_seconds
-from wanma.planner.heterogeneous.replica_shapes import Option, Segment
+from wanma.planner.heterogeneous.costs import HeterogeneousCosts, LayerTimes, shards_optimizer_state
+from wanma.planner.heterogeneous.replica_pipeline import ReplicaPipeline, replica_pipeline_seconds
+from wanma.planner.heterogeneous.replica_shapes import ReplicaShape, StageSegment
 
 
-class Placed:
+class PlacedReplicas:
     """Replica shape with its cuts and its number of copies."""
 
-    def __init__(self, costs: MixedCosts, replicas: Replicas, groups: int, shard: Shard) -> None:
+    def __init__(
+        self, costs: HeterogeneousCosts, replicas: ReplicaPlacement, group_count: int, shard: Shard
+    ) -> None:
         self.replicas = replicas
-        self.fewest = len(replicas.places)
+        self.min_micro_batches = len(replicas.places)
         """Fewest micro-batches that 1F1B runs."""
-        self._costs, self._groups, self._shard = costs, groups, shard
+        self._costs, self._groups, self._shard = costs, group_count, shard
         self._seconds: dict[int, float] = {}
 
     @cached_property
-    def _most_in_memory(self) -> int:
+    def _max_micro_batches_in_memory(self) -> int:
         """Largest number of micro-batches in memory; a pipeline has a send buffer for each of them."""
-        low, high = self.fewest, self._costs.problem.global_batch // self.replicas.micro_batch + 1
+        low, high = self.min_micro_batches, self._costs.problem.global_batch // self.replicas.micro_batch + 1
         if high <= low or self._costs.fits(self.replicas, self._shard, high):
             return max(low, high)
         while low < high:
@@ -45,32 +48,35 @@ class Placed:
     def seconds(self, micro_batches: int) -> float:
         """Return the seconds of a step with so many micro-batches in each copy."""
         if micro_batches not in self._seconds:
-            pipeline, tail = self._many if micro_batches > 1 else self._alone
-            self._seconds[micro_batches] = replica_seconds(pipeline, micro_batches) + tail
+            pipeline, tail = self._accumulation_costs if micro_batches > 1 else self._single_micro_batch_costs
+            self._seconds[micro_batches] = replica_pipeline_seconds(pipeline, micro_batches) + tail
         return self._seconds[micro_batches]
 
     @cached_property
-    def _alone(self) -> tuple[Pipeline, float]:
-        return self._of(many=False)
+    def _single_micro_batch_costs(self) -> tuple[ReplicaPipeline, float]:
+        return self._costs_of(accumulates_gradients=False)
 
     @cached_property
-    def _many(self) -> tuple[Pipeline, float]:
-        return self._of(many=True)
+    def _accumulation_costs(self) -> tuple[ReplicaPipeline, float]:
+        return self._costs_of(accumulates_gradients=True)
 
-    def _of(self, *, many: bool) -> tuple[Pipeline, float]:
+    def _costs_of(self, *, accumulates_gradients: bool) -> tuple[ReplicaPipeline, float]:
         """Return the pipeline of one copy, and the seconds after its last backward."""
-        pipeline = self._costs.pipeline(self.replicas, self._shard, many)
-        tail = self._costs.tail(self.replicas, pipeline.stages, self._groups, self._shard)
+        pipeline = self._costs.replica_pipeline(self.replicas, self._shard, accumulates_gradients)
+        tail = self._costs.step_tail(self.replicas, pipeline.stages, self._groups, self._shard)
         return pipeline, tail.seconds
 
-    def most_micro_batches(self, seconds: float) -> int:
+    def max_micro_batches(self, seconds: float) -> int:
         """Return the most micro-batches of each copy in `seconds`; 0 if fewer than its schedule needs."""
-        fewest = self.fewest
+        fewest = self.min_micro_batches
         if self.seconds(fewest) > seconds:
             return 0
         # Each micro-batch passes the slowest stage.
-        pipeline, tail = self._alone if fewest == 1 else self._many
-        high = min(max(int((seconds - tail) / pipeline.pace), fewest), self._most_in_memory)
+        pipeline, tail = self._single_micro_batch_costs if fewest == 1 else self._accumulation_costs
+        high = min(
+            max(int((seconds - tail) / pipeline.slowest_stage_seconds), fewest),
+            self._max_micro_batches_in_memory,
+        )
         low = fewest
         while low < high:
             middle = (low + high + 1) // 2
@@ -86,116 +92,121 @@ class _Cut(NamedTuple):
 
     blocks: tuple[int, ...]
     """Number of blocks of each stage."""
-    pace: float
+    slowest_stage_seconds: float
     """Lower bound of the seconds of the slowest stage."""
 
 
 class _Stage(NamedTuple):
     """Properties of one stage that decide a cut."""
 
-    block: float
+    block_seconds: float
     """Seconds of one block."""
-    own: float
+    end_layer_seconds: float
     """Seconds of its layers outside the blocks."""
-    most: int
-    least: int
+    max_blocks: int
+    min_blocks: int
 
-    def room(self, limit: float) -> int:
+    def blocks_within(self, limit: float) -> int:
         """Return the number of blocks in `limit` seconds; −1 where the other layers alone take longer."""
-        if self.own > limit:
+        if self.end_layer_seconds > limit:
             return -1
-        return min(int((limit - self.own) / self.block * (1 + 1e-12)), self.most)
+        return min(int((limit - self.end_layer_seconds) / self.block_seconds * (1 + 1e-12)), self.max_blocks)
 
 
 @dataclass
-class Placer:
+class StagePlacer:
     """Placement of replica shapes on stages, with a cache of results."""
 
-    costs: MixedCosts
+    costs: HeterogeneousCosts
 
     def __post_init__(self) -> None:
-        self._cuts: dict[tuple[Option, bool], _Cut | None] = {}
+        self._cuts: dict[tuple[ReplicaShape, bool], _Cut | None] = {}
         self._held: dict[tuple[object, ...], int] = {}
-        self._placed: dict[tuple[Option, int, int, Shard], Placed | None] = {}
-        self._replicas: dict[tuple[Option, int, Shard], Replicas | None] = {}
+        self._placed: dict[tuple[ReplicaShape, int, int, Shard], PlacedReplicas | None] = {}
+        self._replicas: dict[tuple[ReplicaShape, int, Shard], ReplicaPlacement | None] = {}
 
-    def place(self, option: Option, count: int, groups: int, shard: Shard) -> Placed | None:
+    def place(self, shape: ReplicaShape, count: int, group_count: int, shard: Shard) -> PlacedReplicas | None:
         """Return `count` copies of a placed shape; None where they fit into no memory.
 
         Args:
-            option: replica shape to place.
-            groups: number of groups of equal replicas, as in `MixedCosts.tail`.
-            shard: sharding of the optimizer state among the copies, as in `MixedCosts.tail`.
+            shape: replica shape to place.
+            group_count: number of groups of equal replicas, as in `HeterogeneousCosts.step_tail`.
+            shard: sharding of the optimizer state among the copies, as in `HeterogeneousCosts.step_tail`.
         """
-        key = (option, count, groups, shard)
+        key = (shape, count, group_count, shard)
         if key not in self._placed:
-            replicas = self.replicas(option, count, shard)
-            self._placed[key] = None if replicas is None else Placed(self.costs, replicas, groups, shard)
+            replicas = self.replicas(shape, count, shard)
+            self._placed[key] = (
+                None if replicas is None else PlacedReplicas(self.costs, replicas, group_count, shard)
+            )
         return self._placed[key]
 
-    def pace(self, option: Option, sharded: bool) -> float:
+    def slowest_stage_bound(self, shape: ReplicaShape, sharded: bool) -> float:
         """Return a lower bound of the slowest stage's seconds in any number of copies; infinite if none fits.
 
         Args:
-            sharded: the copies shard the optimizer state, as in `MixedCosts.units`.
+            sharded: the copies shard the optimizer state, as in `HeterogeneousCosts.layer_times`.
         """
-        cut = self._widest_cut(option, sharded)
-        return cut.pace if cut is not None else math.inf
+        cut = self._widest_cut(shape, sharded)
+        return cut.slowest_stage_seconds if cut is not None else math.inf
 
-    def _widest_cut(self, option: Option, sharded: bool) -> _Cut | None:
+    def _widest_cut(self, shape: ReplicaShape, sharded: bool) -> _Cut | None:
         """Return the cut for so many copies that their sharded states take no memory."""
-        if (option, sharded) not in self._cuts:
-            most = [self._most_held(option, stage) for stage in range(option.stages)]
-            self._cuts[option, sharded] = None if min(most) < 0 else self._cut(option, sharded, most)
-        return self._cuts[option, sharded]
+        if (shape, sharded) not in self._cuts:
+            most = [self._max_blocks(shape, stage) for stage in range(shape.stage_count)]
+            self._cuts[shape, sharded] = None if min(most) < 0 else self._cut(shape, sharded, most)
+        return self._cuts[shape, sharded]
 
-    def _most_held(self, option: Option, stage: int) -> int:
+    def _max_blocks(self, shape: ReplicaShape, stage: int) -> int:
         """Return the most blocks that a stage can ever hold; −1 where it fits with none.
 
         That is in any number of copies and of micro-batches.
         """
-        place = _places(option)[stage]
+        place = _places(shape)[stage]
         # Memory depends on the number of stages behind it, and on stages before it.
-        behind, first = option.stages - 1 - stage, stage == 0
-        key = (place, option.micro_batch, option.recompute, behind, first)
+        behind, first = shape.stage_count - 1 - stage, stage == 0
+        key = (place, shape.micro_batch, shape.recompute, behind, first)
         if key not in self._held:
-            like = Option(
-                (Segment(place.node, place.tp, behind + (1 if first else 2)),),
-                option.micro_batch,
-                option.recompute,
+            like = ReplicaShape(
+                (StageSegment(place.node, place.tp, behind + (1 if first else 2)),),
+                shape.micro_batch,
+                shape.recompute,
             )
             # One copy needs no communicator, many shard the states.
             most = -1
-            for count in (1, _ANY):
-                replicas = _replicas(like, count, [0] * like.stages)
-                most = self._most_fitting(replicas, "optimizer", 0 if first else 1, behind + 1, most)
+            for count in (1, _UNBOUNDED_COPIES):
+                replicas = _replicas(like, count, [0] * like.stage_count)
+                most = self._max_fitting_blocks(replicas, "optimizer", 0 if first else 1, behind + 1, most)
             self._held[key] = most
         return self._held[key]
 
-    def replicas(self, option: Option, count: int, shard: Shard) -> Replicas | None:
+    def replicas(self, shape: ReplicaShape, count: int, shard: Shard) -> ReplicaPlacement | None:
         """Return the copies with the best cuts that fit into memory; None where none do."""
-        key = (option, count, shard)
+        key = (shape, count, shard)
         if key not in self._replicas:
-            self._replicas[key] = self._fitting(option, count, shard)
+            self._replicas[key] = self._fitting_replicas(shape, count, shard)
         return self._replicas[key]
 
-    def _fitting(self, option: Option, count: int, shard: Shard) -> Replicas | None:
-        sharded = is_sharded(count, shard)
-        widest = self._widest_cut(option, sharded)
+    def _fitting_replicas(self, shape: ReplicaShape, count: int, shard: Shard) -> ReplicaPlacement | None:
+        sharded = shards_optimizer_state(count, shard)
+        widest = self._widest_cut(shape, sharded)
         if widest is None:
             return None
-        replicas = _replicas(option, count, widest.blocks)
-        # Memory of further micro-batches limits their number (`Placed.most_micro_batches`).
-        if self.costs.fits(replicas, shard, option.stages):
+        replicas = _replicas(shape, count, widest.blocks)
+        # Memory of further micro-batches limits their number (`PlacedReplicas.max_micro_batches`).
+        if self.costs.fits(replicas, shard, shape.stage_count):
             return replicas
-        if option.stages == 1:
+        if shape.stage_count == 1:
             return None
-        most = [self._most_fitting(replicas, shard, stage, option.stages) for stage in range(option.stages)]
-        limited = self._cut(option, sharded, most) if min(most) >= 0 else None
-        return None if limited is None else _replicas(option, count, limited.blocks)
+        most = [
+            self._max_fitting_blocks(replicas, shard, stage, shape.stage_count)
+            for stage in range(shape.stage_count)
+        ]
+        limited = self._cut(shape, sharded, most) if min(most) >= 0 else None
+        return None if limited is None else _replicas(shape, count, limited.blocks)
 
-    def _most_fitting(
-        self, replicas: Replicas, shard: Shard, stage: int, micro_batches: int, known: int = -1
+    def _max_fitting_blocks(
+        self, replicas: ReplicaPlacement, shard: Shard, stage: int, micro_batches: int, known: int = -1
     ) -> int:
         """Return the most blocks with which a stage fits into its device; −1 where it fits with none.
 
@@ -203,12 +214,12 @@ class Placer:
             known: number of blocks that is known to fit, or −1.
         """
         layers = self.costs.dimensions.layers
-        memory_bytes = self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
+        memory_bytes = self.costs.hardware.pools[replicas.places[stage].node].memory_limit_bytes
         low, high = known, layers
         middle = layers  # in a deep pipeline all of them usually fit
         while low < high:
             # Blocks of the group that ends the model.
-            blocks = tuple(self.costs.counts(layers - middle, layers))
+            blocks = tuple(self.costs.block_counts(layers - middle, layers))
             needed = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
             if needed.memory_bytes <= memory_bytes:
                 low = middle
@@ -217,23 +228,23 @@ class Placer:
             middle = (low + high + 1) // 2
         return low
 
-    def _cut(self, option: Option, sharded: bool, most: Sequence[int]) -> _Cut | None:
+    def _cut(self, shape: ReplicaShape, sharded: bool, most: Sequence[int]) -> _Cut | None:
         """Return the cut with the fastest slowest stage; None where there are too few blocks.
 
         Args:
             most: largest number of blocks of each stage.
         """
         blocks = self.costs.dimensions.layers
-        places = _places(option)
+        places = _places(shape)
         last = len(places) - 1
         units = [
-            self.costs.units(
+            self.costs.layer_times(
                 place.node,
                 place.tp,
-                option.micro_batch,
-                option.recompute,
+                shape.micro_batch,
+                shape.recompute,
                 pipelined=last > 0,
-                many=last > 0,
+                accumulates_gradients=last > 0,
                 sharded=sharded,
             )
             for place in places
@@ -241,7 +252,7 @@ class Placer:
         stages = [
             _Stage(
                 unit.blocks[0].seconds,
-                unit.first.seconds * (number == 0) + unit.last.seconds * (number == last),
+                unit.pre_block.seconds * (number == 0) + unit.post_block.seconds * (number == last),
                 most[number],
                 # The first and the last stage hold other layers, and need no block.
                 0 if number in (0, last) else 1,
@@ -253,8 +264,10 @@ class Placer:
 
         def is_possible(limit: float) -> bool:
             if not alike:
-                return self._filled_in_order(units, stages, limit) is not None
-            rooms = [(stage.room(limit), stage.least, number) for stage, number in kinds.items()]
+                return self._fill_in_order(units, stages, limit) is not None
+            rooms = [
+                (stage.blocks_within(limit), stage.min_blocks, number) for stage, number in kinds.items()
+            ]
             return all(room >= least for room, least, _ in rooms) and (
                 sum(number * least for _, least, number in rooms)
                 <= blocks
@@ -262,66 +275,72 @@ class Placer:
             )
 
         low, high = 0.0, sum(blocks * max(part.seconds for part in unit.blocks) for unit in units)
-        high += max(stage.own for stage in stages)
+        high += max(stage.end_layer_seconds for stage in stages)
         if not is_possible(high):
             return None
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if is_possible(middle) else (middle, high)
-        filled = self._filled(stages, high) if alike else self._filled_in_order(units, stages, high)
+        filled = self._fill_fastest_first(stages, high) if alike else self._fill_in_order(units, stages, high)
         return None if filled is None else _Cut(filled, low)
 
-    def _filled(self, stages: Sequence[_Stage], limit: float) -> tuple[int, ...]:
+    def _fill_fastest_first(self, stages: Sequence[_Stage], limit: float) -> tuple[int, ...]:
         """Return the blocks of each stage, where none takes longer than `limit` seconds.
 
         The fastest stages get as many as they can; of equally fast ones the later, because they save fewer
         micro-batches.
         """
-        found = [stage.least for stage in stages]
+        found = [stage.min_blocks for stage in stages]
         rest = self.costs.dimensions.layers - sum(found)
-        for number in sorted(range(len(stages)), key=lambda number: (stages[number].block, -number)):
-            more = min(stages[number].room(limit) - found[number], rest)
+        for number in sorted(range(len(stages)), key=lambda number: (stages[number].block_seconds, -number)):
+            more = min(stages[number].blocks_within(limit) - found[number], rest)
             found[number] += more
             rest -= more
         return tuple(found)
 
-    def _filled_in_order(
-        self, units: Sequence[Units], stages: Sequence[_Stage], limit: float
+    def _fill_in_order(
+        self, units: Sequence[LayerTimes], stages: Sequence[_Stage], limit: float
     ) -> tuple[int, ...] | None:
         """Return the blocks of each stage, filled in order, where blocks differ; None where some are left."""
         blocks = self.costs.dimensions.layers
         found: list[int] = []
         start = 0
         for stage, unit in zip(stages, units, strict=True):
-            needed = sum(one.least for one in stages[len(found) + 1 :])
-            room = min(stage.most, blocks - start - needed)
+            needed = sum(one.min_blocks for one in stages[len(found) + 1 :])
+            room = min(stage.max_blocks, blocks - start - needed)
             number = 0
-            while number < room and self._seconds(unit, start, start + number + 1) <= limit - stage.own:
+            while (
+                number < room
+                and self._seconds(unit, start, start + number + 1) <= limit - stage.end_layer_seconds
+            ):
                 number += 1
-            if number < stage.least or stage.own > limit:
+            if number < stage.min_blocks or stage.end_layer_seconds > limit:
                 return None
             found.append(number)
             start += number
         return tuple(found) if start == blocks else None
 
-    def _seconds(self, unit: Units, start: int, stop: int) -> float:
+    def _seconds(self, unit: LayerTimes, start: int, stop: int) -> float:
         """Return the seconds of the blocks from `start` to `stop` in one stage."""
-        counts = self.costs.counts(start, stop)
+        counts = self.costs.block_counts(start, stop)
         return sum(count * part.seconds for count, part in zip(counts, unit.blocks, strict=True))
 
 
-_ANY = 1 << 20
+_UNBOUNDED_COPIES = 1 << 20
 """Number of copies with which each has next to nothing of the states that they shard."""
 
 
-def _places(option: Option) -> list[Place]:
+def _places(shape: ReplicaShape) -> list[StagePlacement]:
     """Return the place of each stage, without blocks."""
-    return [place for one in option.segments for place in [Place(one.node, 0, one.tp)] * one.stages]
+    return [
+        place for one in shape.segments for place in [StagePlacement(one.pool, 0, one.tp)] * one.stage_count
+    ]
 
 
-def _replicas(option: Option, count: int, blocks: Sequence[int]) -> Replicas:
+def _replicas(shape: ReplicaShape, count: int, blocks: Sequence[int]) -> ReplicaPlacement:
     """Return `count` copies of a replica shape with so many blocks in each stage."""
     places = tuple(
-        Place(place.node, number, place.tp) for place, number in zip(_places(option), blocks, strict=True)
+        StagePlacement(place.node, number, place.tp)
+        for place, number in zip(_places(shape), blocks, strict=True)
     )
-    return Replicas(count, places, option.micro_batch, option.recompute)
+    return ReplicaPlacement(count, places, shape.micro_batch, shape.recompute)

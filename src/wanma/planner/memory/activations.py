@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from wanma.job.forecast.forecast import Layer
+from wanma.job.forecast.forecast import LayerWorkload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.cost.decoder_layers import Software
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.cost.decoder_layers import FrameworkTraits
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
-WHOLE_SHARE = 0.25
+UNSPLIT_ACTIVATION_SHARE = 0.25
 """Share of a block's saved activations that tensor parallelism does not split, where the operators are not
 known: inputs and outputs of its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section
 4.2.1: 10 of 34 bytes)."""
@@ -28,7 +28,7 @@ INPUT_SHARE = 1 / 16
 """Share of a block's saved activations that is its input, where it was not traced; about 1 of 16 hidden-sized
 tensors in a decoder."""
 
-COSTLY_SHARE = 3 / 8
+SELECTIVE_SAVED_SHARE = 3 / 8
 """Share of a block's saved activations that selective recompute saves beside the input, where it was not
 traced; about 6 of 16 in a decoder."""
 
@@ -36,14 +36,14 @@ Split = Literal["tp", "sequence", "nothing"]
 """Ranks that split a tensor: those of `tp`; those of `tp` under sequence parallelism; or none."""
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """Saved tensor: one tensor that a block saves for backward."""
 
     name: str
     elements: float
     """Elements per token, summed over the ranks of `tp` that split it."""
     split: Split
-    recompute: tuple[Recompute, ...] = ("none",)
+    recompute_policies: tuple[Recompute, ...] = ("none",)
     """Recompute policies under which it is saved."""
     element_bytes: float | None = None
     """Bytes per element; None: those of the compute precision."""
@@ -52,30 +52,30 @@ class Kept(NamedTuple):
 class BlockBytes(NamedTuple):
     """Bytes of activations of one block, micro-batch and rank."""
 
-    kept: float
+    saved: float
     """Bytes saved for backward without recompute."""
     inputs: float
     """Bytes of the input, which a block with recompute saves."""
-    costly: float
+    selective_saved: float
     """Bytes that selective recompute saves beside the input."""
-    working: float
+    backward_workspace: float
     """Largest additional bytes of backward: gradients of the widest tensors."""
 
 
-def decoder_block(
-    dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software, *, experts: bool
+def decoder_block_bytes(
+    dimensions: DecoderConfig, sequence_length: int, plan: Plan, framework: FrameworkTraits, *, experts: bool
 ) -> BlockBytes:
     """Return the activation bytes of one block of a decoder.
 
     Args:
-        sequence: tokens of one sample.
+        sequence_length: tokens of one sample.
         experts: the block has experts instead of one feed-forward network.
     """
-    tensors = kept_tensors(dimensions, sequence, plan, software, experts=experts)
-    tokens = plan.micro_batch * sequence / plan.cp
+    tensors = saved_tensors(dimensions, sequence_length, plan, framework, experts=experts)
+    tokens = plan.micro_batch * sequence_length / plan.cp
 
     def size(policy: Recompute) -> float:
-        held = (tensor for tensor in tensors if policy in tensor.recompute)
+        held = (tensor for tensor in tensors if policy in tensor.recompute_policies)
         return tokens * bytes_per_token(held, plan)
 
     inputs = size("full")
@@ -83,13 +83,13 @@ def decoder_block(
         size("none"),
         inputs,
         size("selective") - inputs,
-        tokens * _working(dimensions, sequence, plan, software),
+        tokens * _backward_workspace(dimensions, sequence_length, plan, framework),
     )
 
 
-def bytes_per_token(tensors: Iterable[Kept], plan: Plan) -> float:
+def bytes_per_token(tensors: Iterable[SavedTensor], plan: Plan) -> float:
     """Return the bytes per token of these tensors on one rank of `tp`."""
-    compute = BYTES[plan.precision]
+    compute = ELEMENT_BYTES[plan.precision]
     ranks = {"tp": plan.tp, "sequence": plan.tp if plan.sequence_parallel else 1, "nothing": 1}
     return sum(
         tensor.elements
@@ -99,100 +99,105 @@ def bytes_per_token(tensors: Iterable[Kept], plan: Plan) -> float:
     )
 
 
-def kept_tensors(
-    dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software, *, experts: bool
-) -> list[Kept]:
+def saved_tensors(
+    dimensions: DecoderConfig, sequence_length: int, plan: Plan, framework: FrameworkTraits, *, experts: bool
+) -> list[SavedTensor]:
     """Return the saved tensors of one block.
 
-    For GPT (`Software.architecture`, with GELU) in 16 bits these are 34 bytes per token and hidden element,
-    with the masks of three dropouts, and 5 bytes per score where scores are saved (Korthikanti et al. 2022,
-    equation 1).
+    For GPT (`FrameworkTraits.architecture`, with GELU) in 16 bits these are 34 bytes per token and hidden
+    element, with the masks of three dropouts, and 5 bytes per score where scores are saved (Korthikanti et
+    al. 2022, equation 1).
     """
-    tensors = [*_around("attention", dimensions, software), *_attention(dimensions, sequence, plan, software)]
-    tensors += _around("feed_forward", dimensions, software)
+    tensors = [
+        *_norm_and_dropout("attention", dimensions, framework),
+        *_attention(dimensions, sequence_length, plan, framework),
+    ]
+    tensors += _norm_and_dropout("feed_forward", dimensions, framework)
     if experts:
-        tensors += _experts(dimensions, software)
+        tensors += _experts(dimensions, framework)
     else:
-        tensors += _network("feed_forward", dimensions.feed_forward, dimensions, software)
-    tensors[0] = tensors[0]._replace(recompute=("none", "selective", "full"))
-    if software.selective == "attention":
-        return [_unless_score(tensor) for tensor in tensors]
-    return tensors + _costly(dimensions, plan, experts=experts)
+        tensors += _feed_forward("feed_forward", dimensions.feed_forward, dimensions, framework)
+    tensors[0] = tensors[0]._replace(recompute_policies=("none", "selective", "full"))
+    if framework.selective_recompute == "attention":
+        return [_selective_unless_score(tensor) for tensor in tensors]
+    return tensors + _selective_saved(dimensions, plan, experts=experts)
 
 
-def layer_block(layer: Layer, plan: Plan) -> BlockBytes:
+def layer_block_bytes(layer: LayerWorkload, plan: Plan) -> BlockBytes:
     """Return the activation bytes of a block whose elements were traced, but not its operators."""
     every = layer.activation_elements_per_sample
-    whole = WHOLE_SHARE / plan.tp if plan.sequence_parallel else WHOLE_SHARE
-    share = (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp
-    size = share * plan.micro_batch * BYTES[plan.precision]
-    inputs = _known(layer.input_elements_per_sample, every * INPUT_SHARE)
-    costly = _known(layer.costly_elements_per_sample, every * COSTLY_SHARE)
+    whole = UNSPLIT_ACTIVATION_SHARE / plan.tp if plan.sequence_parallel else UNSPLIT_ACTIVATION_SHARE
+    share = (whole + (1 - UNSPLIT_ACTIVATION_SHARE) / plan.tp) / plan.cp
+    size = share * plan.micro_batch * ELEMENT_BYTES[plan.precision]
+    inputs = _traced_or_typical(layer.full_recompute_elements_per_sample, every * INPUT_SHARE)
+    costly = _traced_or_typical(layer.selective_recompute_elements_per_sample, every * SELECTIVE_SAVED_SHARE)
     return BlockBytes(every * size, inputs * size, costly * size, 2 * inputs * size)
 
 
-def _known(counted: float | None, typical: float) -> float:
+def _traced_or_typical(counted: float | None, typical: float) -> float:
     return typical if counted is None else counted
 
 
 # ---------------------------------------------------------------- tensors of a decoder's block
 
-_COSTLY: tuple[Recompute, ...] = ("none", "selective")
+_NONE_OR_SELECTIVE: tuple[Recompute, ...] = ("none", "selective")
 _SCORES = "scores"
 
 
-def _around(half: str, dimensions: DecoderDimensions, software: Software) -> list[Kept]:
+def _norm_and_dropout(half: str, dimensions: DecoderConfig, framework: FrameworkTraits) -> list[SavedTensor]:
     """Return the saved tensors of the normalisation before a half of a block, and of its dropout."""
     hidden = dimensions.hidden
     tensors = [
-        Kept(f"{half} norm's input", hidden, "sequence"),
-        Kept(f"{half}'s input", hidden, "sequence" if software.regathers else "nothing"),
+        SavedTensor(f"{half} norm's input", hidden, "sequence"),
+        SavedTensor(f"{half}'s input", hidden, "sequence" if framework.regathers_sequence else "nothing"),
     ]
-    if software.architecture == "llama":
-        tensors.append(Kept(f"{half} norm's scale", 1, "sequence", element_bytes=4))
-    if dimensions.dropout > 0 or software.architecture == "gpt":
-        tensors.append(Kept(f"{half} dropout's mask", hidden, "sequence", element_bytes=1))
+    if framework.architecture == "llama":
+        tensors.append(SavedTensor(f"{half} norm's scale", 1, "sequence", element_bytes=4))
+    if dimensions.dropout > 0 or framework.architecture == "gpt":
+        tensors.append(SavedTensor(f"{half} dropout's mask", hidden, "sequence", element_bytes=1))
     return tensors
 
 
-def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software) -> list[Kept]:
+def _attention(
+    dimensions: DecoderConfig, sequence_length: int, plan: Plan, framework: FrameworkTraits
+) -> list[SavedTensor]:
     heads = dimensions.heads
-    if dimensions.is_latent:
+    if dimensions.uses_latent_attention:
         rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
-        plain, turned, width = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+        plain, turned, width = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
         # Every rank computes the narrow vectors, and uses them for its own heads.
         tensors = [
-            Kept("query's vector, before and after its norm", 2 * query_rank, "nothing"),
-            Kept("key and value's vector, likewise, and the rotary key", 2 * rank + turned, "nothing"),
-            Kept("scales of both norms", 2, "nothing", element_bytes=4),
-            Kept("query", heads * (plain + turned), "tp"),
-            Kept("key", heads * (plain + turned), "tp"),
-            Kept("plain key and value", heads * (plain + width), "tp"),
+            SavedTensor("query's vector, before and after its norm", 2 * query_rank, "nothing"),
+            SavedTensor("key and value's vector, likewise, and the rotary key", 2 * rank + turned, "nothing"),
+            SavedTensor("scales of both norms", 2, "nothing", element_bytes=4),
+            SavedTensor("query", heads * (plain + turned), "tp"),
+            SavedTensor("key", heads * (plain + turned), "tp"),
+            SavedTensor("plain key and value", heads * (plain + width), "tp"),
         ]
     else:
-        width = dimensions.head_width
-        seen = kv_heads_seen(dimensions, plan)
+        width = dimensions.head_dim
+        seen = kv_heads_held(dimensions, plan)
         tensors = [
-            Kept("query", heads * width, "tp"),
-            Kept("key", seen * width, "tp"),
-            Kept("value", seen * width, "tp"),
+            SavedTensor("query", heads * width, "tp"),
+            SavedTensor("key", seen * width, "tp"),
+            SavedTensor("value", seen * width, "tp"),
         ]
-        if dimensions.head_norm:
-            tensors.append(Kept("head norms' inputs", (heads + seen) * width, "tp"))
-            tensors.append(Kept("head norms' scales", heads + seen, "tp", element_bytes=4))
-    tensors.append(Kept("attended", heads * width, "tp", _COSTLY))
+        if dimensions.qk_norm:
+            tensors.append(SavedTensor("head norms' inputs", (heads + seen) * width, "tp"))
+            tensors.append(SavedTensor("head norms' scales", heads + seen, "tp", element_bytes=4))
+    tensors.append(SavedTensor("attended", heads * width, "tp", _NONE_OR_SELECTIVE))
     if plan.cp > 1 and plan.cp_method == "all_to_all":
-        tensors.append(Kept("attended, given back", heads * width, "tp"))
-    if software.attention == "scores":
+        tensors.append(SavedTensor("attended, given back", heads * width, "tp"))
+    if framework.attention == "scores":
         # Softmax, its dropout's mask, and the masked output: 2 + 1 + 2 bytes.
-        compute = BYTES[plan.precision]
-        tensors.append(Kept(_SCORES, heads * sequence, "tp", element_bytes=2 * compute + 1))
-    elif software.architecture == "llama":
-        tensors.append(Kept("log-sum-exp", heads, "tp", _COSTLY, element_bytes=4))
+        compute = ELEMENT_BYTES[plan.precision]
+        tensors.append(SavedTensor(_SCORES, heads * sequence_length, "tp", element_bytes=2 * compute + 1))
+    elif framework.architecture == "llama":
+        tensors.append(SavedTensor("log-sum-exp", heads, "tp", _NONE_OR_SELECTIVE, element_bytes=4))
     return tensors
 
 
-def kv_heads_seen(dimensions: DecoderDimensions, plan: Plan) -> int:
+def kv_heads_held(dimensions: DecoderConfig, plan: Plan) -> int:
     """Return the number of key and value heads, summed over the ranks of `tp`.
 
     Each rank has at least one; heads are repeated until the ranks of an all-to-all can share them.
@@ -203,15 +208,17 @@ def kv_heads_seen(dimensions: DecoderDimensions, plan: Plan) -> int:
     return seen
 
 
-def _network(name: str, wide: int, dimensions: DecoderDimensions, software: Software) -> list[Kept]:
+def _feed_forward(
+    name: str, width: int, dimensions: DecoderConfig, framework: FrameworkTraits
+) -> list[SavedTensor]:
     if dimensions.activation_function == "gelu":
-        return [Kept(f"{name}'s activation: input and output", 2 * wide, "tp")]
-    if software.fused:
-        return [Kept(f"{name}'s gate, up and their product", 3 * wide, "tp")]
-    return [Kept(f"{name}'s gate, its SiLU, up and their product", 4 * wide, "tp")]
+        return [SavedTensor(f"{name}'s activation: input and output", 2 * width, "tp")]
+    if framework.fuses_pointwise:
+        return [SavedTensor(f"{name}'s gate, up and their product", 3 * width, "tp")]
+    return [SavedTensor(f"{name}'s gate, its SiLU, up and their product", 4 * width, "tp")]
 
 
-def _experts(dimensions: DecoderDimensions, software: Software) -> list[Kept]:
+def _experts(dimensions: DecoderConfig, framework: FrameworkTraits) -> list[SavedTensor]:
     """Return the saved tensors of a block's experts.
 
     Each token's vector is copied to the ranks of its experts; ranks of `ep` receive as many copies as they
@@ -219,32 +226,32 @@ def _experts(dimensions: DecoderDimensions, software: Software) -> list[Kept]:
     """
     choices, width = dimensions.experts_per_token, dimensions.expert_width
     tensors = [
-        Kept("router's scores, before and after", 2 * dimensions.experts, "sequence", element_bytes=4),
-        Kept("copies for experts", choices * dimensions.hidden, "nothing"),
-        Kept("experts' gate, up and weighted product", 3 * choices * width, "tp"),
-        Kept("weights of experts", choices, "nothing", element_bytes=4),
+        SavedTensor("router's scores, before and after", 2 * dimensions.experts, "sequence", element_bytes=4),
+        SavedTensor("copies for experts", choices * dimensions.hidden, "nothing"),
+        SavedTensor("experts' gate, up and weighted product", 3 * choices * width, "tp"),
+        SavedTensor("weights of experts", choices, "nothing", element_bytes=4),
     ]
     if dimensions.shared_experts:
-        tensors += _network("shared experts", dimensions.shared_experts * width, dimensions, software)
+        tensors += _feed_forward("shared experts", dimensions.shared_experts * width, dimensions, framework)
     return tensors
 
 
-def _unless_score(tensor: Kept) -> Kept:
+def _selective_unless_score(tensor: SavedTensor) -> SavedTensor:
     """Return `tensor` saved under selective recompute too, unless it is a score.
 
     Only attention's core runs again (Korthikanti et al. 2022, section 5).
     """
-    if tensor.name == _SCORES or "full" in tensor.recompute:
+    if tensor.name == _SCORES or "full" in tensor.recompute_policies:
         return tensor
-    return tensor._replace(recompute=_COSTLY)
+    return tensor._replace(recompute_policies=_NONE_OR_SELECTIVE)
 
 
-def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list[Kept]:
+def _selective_saved(dimensions: DecoderConfig, plan: Plan, *, experts: bool) -> list[SavedTensor]:
     """Return the tensors that selective recompute saves: every second product, and received tensors."""
     hidden, width = dimensions.hidden, dimensions.expert_width
     products: list[tuple[float, Split]] = []
-    if dimensions.is_latent:
-        plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+    if dimensions.uses_latent_attention:
+        plain, turned, value = dimensions.head_dim, dimensions.rope_head_dim, dimensions.value_head_dim
         products += [
             (dimensions.query_rank, "nothing"),
             (dimensions.heads * (plain + turned), "tp"),
@@ -255,8 +262,8 @@ def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list
         attended = dimensions.heads * value
         exchanged = attended + dimensions.heads * (2 * (plain + turned) + value)
     else:
-        of_keys = kv_heads_seen(dimensions, plan) * dimensions.head_width
-        attended = dimensions.heads * dimensions.head_width
+        of_keys = kv_heads_held(dimensions, plan) * dimensions.head_dim
+        attended = dimensions.heads * dimensions.head_dim
         products += [(attended, "tp"), (of_keys, "tp"), (of_keys, "tp"), (hidden, "nothing")]
         exchanged = 2 * attended + 2 * of_keys
     networks = 1
@@ -271,20 +278,26 @@ def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list
             networks = 2
     else:
         wide = dimensions.feed_forward
-        products += [(wide, "tp") for _ in range(dimensions.network_matrices - 1)]
+        products += [(wide, "tp") for _ in range(dimensions.feed_forward_matrices - 1)]
         products.append((hidden, "nothing"))
     only: tuple[Recompute, ...] = ("selective",)
-    tensors = [Kept(f"product {2 * at}", size, split, only) for at, (size, split) in enumerate(products[::2])]
+    tensors = [
+        SavedTensor(f"product {2 * at}", size, split, only) for at, (size, split) in enumerate(products[::2])
+    ]
     if plan.sequence_parallel:
-        tensors.append(Kept("scattered sums", (1 + networks) * hidden, "sequence", only))
+        tensors.append(SavedTensor("scattered sums", (1 + networks) * hidden, "sequence", only))
     if plan.cp > 1 and plan.cp_method == "all_to_all":
-        tensors.append(Kept("exchanged heads", exchanged, "tp", only))
+        tensors.append(SavedTensor("exchanged heads", exchanged, "tp", only))
     if experts and plan.ep > 1:
-        tensors.append(Kept("exchanged copies", 2 * dimensions.experts_per_token * hidden, "nothing", only))
+        tensors.append(
+            SavedTensor("exchanged copies", 2 * dimensions.experts_per_token * hidden, "nothing", only)
+        )
     return tensors
 
 
-def _working(dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software) -> float:
+def _backward_workspace(
+    dimensions: DecoderConfig, sequence_length: int, plan: Plan, framework: FrameworkTraits
+) -> float:
     """Return the additional bytes per token of backward.
 
     They are gradients of two of the widest tensors, or of two sets of scores, and of a half's input and
@@ -292,10 +305,10 @@ def _working(dimensions: DecoderDimensions, sequence: int, plan: Plan, software:
     """
     widest = max(
         dimensions.feed_forward,
-        dimensions.heads * dimensions.head_width,
-        dimensions.heads * sequence if software.attention == "scores" else 0,
+        dimensions.heads * dimensions.head_dim,
+        dimensions.heads * sequence_length if framework.attention == "scores" else 0,
         dimensions.experts_per_token * max(dimensions.expert_width, dimensions.hidden * plan.tp)
         if dimensions.experts
         else 0,
     )
-    return BYTES[plan.precision] * 2 * (widest / plan.tp + dimensions.hidden)
+    return ELEMENT_BYTES[plan.precision] * 2 * (widest / plan.tp + dimensions.hidden)

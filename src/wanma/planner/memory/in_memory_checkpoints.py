@@ -7,28 +7,28 @@ import math
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.cost.gradient_collectives import error_bytes
-from wanma.planner.memory.model_states import state_elements, weight_bytes
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.cost.gradient_collectives import error_feedback_bytes
+from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
 
-COST_SHARE = 0.01
+MAX_OVERHEAD_SHARE = 0.01
 """Share of training time that in-memory checkpoints may cost where the job leaves their interval open."""
 
-_IMAGES = 2
+_COPIES_PER_RANK = 2
 """Number of in-memory checkpoints of one rank, written in turn, so that one of them is always complete."""
 
 
-def snapshot_bytes(job: Job, workload: Workload, plan: Plan) -> int:
+def in_memory_checkpoint_bytes(job: Job, workload: Workload, plan: Plan) -> int:
     """Return the bytes of all in-memory checkpoints that one rank stores.
 
     They are two of its own, and two of another node's rank where nodes are each other's partners. 0 where the
-    run has none (`image_bytes`).
+    run has none (`checkpoint_copy_bytes`).
     """
-    copies = 2 if has_partner(job) else 1
-    return int(copies * _IMAGES * image_bytes(job, workload, plan))
+    copies = 2 if has_partner_node(job) else 1
+    return int(copies * _COPIES_PER_RANK * checkpoint_copy_bytes(job, workload, plan))
 
 
-def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
+def checkpoint_copy_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     """Return the bytes of one rank's part of one in-memory checkpoint.
 
     Ranks of one node with equal parts share them. It is 0 where the job wants none, where no restart would
@@ -39,36 +39,37 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
         return 0.0
     element_bytes = 8 if plan.precision == "fp64" else 4
     rounds = job.model.factory is None
-    trained = element_bytes * workload.parameters * (workload.trained_share if rounds else 1.0)
-    weights = weight_bytes(workload, plan, rounds_frozen=rounds)
-    frozen = weights - element_bytes * workload.parameters * workload.trained_share
+    trained = element_bytes * workload.parameters * (workload.trainable_share if rounds else 1.0)
+    weights = weight_bytes(workload, plan, casts_frozen_weights=rounds)
+    frozen = weights - element_bytes * workload.parameters * workload.trainable_share
     saved = weights - frozen
-    saved += element_bytes * state_elements(workload, job.train)
+    saved += element_bytes * optimizer_state_elements(workload, job.train)
     if job.train.weight_average > 0:
         saved += trained
     seldom = plan.synchronization
-    if seldom is not None and seldom.is_local:  # each site's own states, and the shared outer ones
+    if seldom is not None and seldom.has_local_weights:  # each site's own states, and the shared outer ones
         frozen *= seldom.sites
         saved = seldom.sites * saved + trained * (1 + (seldom.momentum > 0))
     elif seldom is not None:
         saved += seldom.staleness * trained
     # Ranks of one node that hold equal parts write them once.
     here = plan.world_size // job.cluster.nodes
-    parts = max(plan.world_size // plan.replicas, here, 1)
-    habits = Software(
-        rounds_frozen=rounds, sharing_machines=0 if job.parallel.collectives == "gloo" else job.cluster.nodes
+    parts = max(plan.world_size // plan.replicate_group_size, here, 1)
+    habits = FrameworkTraits(
+        casts_frozen_weights=rounds,
+        shared_memory_nodes=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
     )
-    frozen_parts = max(plan.pp * plan.tp, here, 1) if habits.holds_frozen_whole(plan) else parts
+    frozen_parts = max(plan.pp * plan.tp, here, 1) if habits.replicates_frozen_weights(plan) else parts
     whole = workload.parameters / plan.tp / plan.pp
-    kept = error_bytes(plan, whole, whole / plan.shard_ranks)  # differs on every rank
+    kept = error_feedback_bytes(plan, whole, whole / plan.shard_group_size)  # differs on every rank
     return saved / parts + frozen / frozen_parts + kept
 
 
-def has_partner(job: Job) -> bool:
+def has_partner_node(job: Job) -> bool:
     """Return whether each node's in-memory checkpoints also have a copy on a partner node."""
     return job.cluster.nodes > 1 and job.checkpoint.partner is not False
 
 
-def steps_between(cost_seconds: float, step_seconds: float) -> int:
-    """Return the fewest steps between in-memory checkpoints with which they cost at most `COST_SHARE`."""
-    return max(math.ceil(cost_seconds / (COST_SHARE * step_seconds)), 1)
+def interval_steps(cost_seconds: float, step_seconds: float) -> int:
+    """Return the fewest steps between in-memory checkpoints that cost at most `MAX_OVERHEAD_SHARE`."""
+    return max(math.ceil(cost_seconds / (MAX_OVERHEAD_SHARE * step_seconds)), 1)

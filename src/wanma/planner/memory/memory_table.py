@@ -8,85 +8,93 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.memory.activations import BYTES, BlockBytes, decoder_block, kv_heads_seen, layer_block
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.memory.activations import (
+    ELEMENT_BYTES,
+    BlockBytes,
+    decoder_block_bytes,
+    kv_heads_held,
+    layer_block_bytes,
+)
 
 
 class BlockKind(NamedTuple):
     """Group of equal blocks, with the sizes of one on one rank."""
 
-    blocks: int
+    block_count: int
     """Number of these blocks in the whole model."""
-    shared: float
+    dense_parameters: float
     """Parameters of one block without routed experts, on one rank of `tp`."""
-    experts: float
+    expert_parameters: float
     """Parameters of routed experts, on one rank of `tp` and `ep`."""
-    expert: float
+    parameters_per_expert: float
     """Parameters of one routed expert."""
-    bytes: BlockBytes
-    matrices: tuple[float, ...] = ()
+    activations: BlockBytes
+    matrix_elements: tuple[float, ...] = ()
     """Elements of each of its large tensors, on one rank of `tp` and `ep`; empty where they are not known."""
-    trained: float = 1.0
+    trainable_share: float = 1.0
     """Trained share of its parameters, 0 .. 1."""
 
 
 class MemoryTable(NamedTuple):
-    """Sizes of a model that depend only on the settings of a plan in `table_key`."""
+    """Sizes of a model that depend only on the settings of a plan in `memory_table_key`."""
 
     kinds: tuple[BlockKind, ...]
     """Groups of equal blocks, in the order of the model."""
-    first: float
+    pre_block_parameters: float
     """Parameters before the blocks, on one rank of `tp`."""
-    last: float
+    post_block_parameters: float
     """Parameters after the blocks, on one rank of `tp`."""
-    logits: float
+    logits_bytes: float
     """Bytes of one micro-batch's output, on one rank of `tp`."""
-    head: float
+    head_saved_bytes: float
     """Bytes of activations that are saved to compute the logits' gradients."""
-    boundary: float
+    stage_output_bytes: float
     """Bytes of one micro-batch that one stage sends to the next."""
-    travelling: float
+    exchange_buffer_bytes: float
     """Bytes that ranks exchange within a block, sent and received, beside its saved activations."""
-    trained_share: float
-    knows_ends: bool = False
+    trainable_share: float
+    has_exact_end_layers: bool = False
     """True if `first` and `last` are one tensor each, except for a norm."""
-    trained_first: float = 1.0
+    trainable_pre_block_share: float = 1.0
     """Trained share of `first`."""
-    trained_last: float = 1.0
+    trainable_post_block_share: float = 1.0
     """Trained share of `last`."""
 
 
-def table_key(plan: Plan) -> tuple[object, ...]:
+def memory_table_key(plan: Plan) -> tuple[object, ...]:
     """Return the key of plans with the same memory table, for one workload and one framework."""
     of_model = (plan.tp, plan.sequence_parallel, plan.cp, plan.cp_method, plan.ep, plan.pp > 1)
     return (*of_model, plan.micro_batch, plan.precision, plan.compile)
 
 
-def tabulate(
+def build_memory_table(
     workload: Workload,
     plan: Plan,
-    dimensions: DecoderDimensions | None = None,
-    software: Software | None = None,
+    dimensions: DecoderConfig | None = None,
+    framework: FrameworkTraits | None = None,
 ) -> MemoryTable:
     """Return the memory table of a plan; arguments as in `forecast_memory`."""
-    software = software or Software(fused=plan.compile)
-    compute = BYTES[plan.precision]
-    blocks, before, after = _units(workload)
+    framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
+    compute = ELEMENT_BYTES[plan.precision]
+    blocks, before, after = _split_layers(workload)
     sequence = workload.tokens_per_sample
     tokens = plan.micro_batch * sequence / plan.cp
     first = sum(layer.count * layer.parameters for layer in before) / plan.tp
     last = sum(layer.count * layer.parameters for layer in after) / plan.tp
     if dimensions is None or dimensions.vocabulary is None:
-        kinds = [_kind(layer, plan, layer_block(layer, plan)) for layer in blocks]
+        kinds = [_block_kind(layer, plan, layer_block_bytes(layer, plan)) for layer in blocks]
         kept = sum(layer.count * layer.activation_elements_per_sample for layer in (*before, *after))
         if not blocks:  # no repeated layers: one unit of communication, whose layers save as blocks do
-            kinds = [BlockKind(layer.count, 0.0, 0.0, 0.0, layer_block(layer, plan)) for layer in before]
+            kinds = [
+                BlockKind(layer.count, 0.0, 0.0, 0.0, layer_block_bytes(layer, plan)) for layer in before
+            ]
             kept = 0.0
         size = compute * plan.micro_batch / plan.cp
-        inputs = max((layer.input_elements_per_sample or 0.0 for layer in blocks), default=0.0)
+        inputs = max((layer.full_recompute_elements_per_sample or 0.0 for layer in blocks), default=0.0)
         return MemoryTable(
             tuple(kinds),
             first,
@@ -95,17 +103,17 @@ def tabulate(
             0.0,
             inputs * size,
             0.0,
-            workload.trained_share,
-            trained_first=_trained_share(before),
-            trained_last=_trained_share(after),
+            workload.trainable_share,
+            trainable_pre_block_share=_trainable_share(before),
+            trainable_post_block_share=_trainable_share(after),
         )
     kinds = []
     for layer in blocks:
         sparse = layer.expert_parameters > 0
-        parts = decoder_block(dimensions, sequence, plan, software, experts=sparse)
-        whole = _whole_parameters(dimensions, plan, experts=sparse)
-        kind = _kind(layer, plan, parts, whole, dimensions.experts)
-        kinds.append(kind._replace(matrices=_matrices(dimensions, plan, kind)))
+        parts = decoder_block_bytes(dimensions, sequence, plan, framework, experts=sparse)
+        whole = _replicated_parameters(dimensions, plan, experts=sparse)
+        kind = _block_kind(layer, plan, parts, whole, dimensions.experts)
+        kinds.append(kind._replace(matrix_elements=_matrices(dimensions, plan, kind)))
     between = dimensions.hidden / (plan.tp if plan.sequence_parallel else 1)
     if dimensions.tie_embeddings and plan.pp > 1:
         last += dimensions.vocabulary * dimensions.hidden / plan.tp
@@ -116,22 +124,22 @@ def tabulate(
         tokens * dimensions.vocabulary / plan.tp * compute,
         tokens * ((between + dimensions.hidden) * compute + 4),
         tokens * between * compute,
-        tokens * _travelling(dimensions, plan),
-        workload.trained_share,
-        knows_ends=True,
-        trained_first=_trained_share(before),
-        trained_last=_trained_share(after),
+        tokens * _exchange_buffer_bytes(dimensions, plan),
+        workload.trainable_share,
+        has_exact_end_layers=True,
+        trainable_pre_block_share=_trainable_share(before),
+        trainable_post_block_share=_trainable_share(after),
     )
 
 
-def _trained_share(layers: Sequence[Layer]) -> float:
+def _trainable_share(layers: Sequence[LayerWorkload]) -> float:
     """Return the trained share of the parameters of some layers, 0 .. 1."""
     parameters = sum(layer.count * layer.parameters for layer in layers)
-    trained = sum(layer.count * layer.parameters * layer.trained_share for layer in layers)
+    trained = sum(layer.count * layer.parameters * layer.trainable_share for layer in layers)
     return trained / parameters if parameters else 1.0
 
 
-def _units(workload: Workload) -> tuple[list[Layer], list[Layer], list[Layer]]:
+def _split_layers(workload: Workload) -> tuple[list[LayerWorkload], list[LayerWorkload], list[LayerWorkload]]:
     """Return the repeated blocks, the layers before them, and all other layers."""
     blocks = [layer for layer in workload.layers if layer.count > 1 or layer.is_block]
     if not blocks:
@@ -141,61 +149,67 @@ def _units(workload: Workload) -> tuple[list[Layer], list[Layer], list[Layer]]:
     return blocks, list(workload.layers[:begin]), others
 
 
-def _kind(layer: Layer, plan: Plan, parts: BlockBytes, whole: float = 0.0, experts: int = 1) -> BlockKind:
-    """Return the sizes of a group of blocks; `whole` parameters of each are not split by `tp`."""
-    split = layer.parameters - layer.expert_parameters - whole
+def _block_kind(
+    layer: LayerWorkload,
+    plan: Plan,
+    activations: BlockBytes,
+    replicated_parameters: float = 0.0,
+    experts: int = 1,
+) -> BlockKind:
+    """Return the sizes of a group of blocks; `replicated_parameters` of each are not split by `tp`."""
+    split = layer.parameters - layer.expert_parameters - replicated_parameters
     of_experts = layer.expert_parameters / plan.tp
     return BlockKind(
         layer.count,
-        split / plan.tp + whole,
+        split / plan.tp + replicated_parameters,
         of_experts / plan.ep,
         of_experts / max(experts, 1),
-        parts,
-        trained=layer.trained_share,
+        activations,
+        trainable_share=layer.trainable_share,
     )
 
 
-def _matrices(dimensions: DecoderDimensions, plan: Plan, kind: BlockKind) -> tuple[float, ...]:
+def _matrices(dimensions: DecoderConfig, plan: Plan, kind: BlockKind) -> tuple[float, ...]:
     """Return the elements of each matrix of one block; routed experts are three tensors."""
-    if dimensions.is_latent:
+    if dimensions.uses_latent_attention:
         return ()
-    hidden, of_head = dimensions.hidden, dimensions.hidden * dimensions.head_width
+    hidden, of_head = dimensions.hidden, dimensions.hidden * dimensions.head_dim
     queries = of_head * dimensions.heads / plan.tp
     keys = of_head * dimensions.kv_heads / (1 if dimensions.kv_heads % plan.tp else plan.tp)
     attention = (queries, keys, keys, queries)
-    if kind.experts:
+    if kind.expert_parameters:
         shared = hidden * dimensions.expert_width * dimensions.shared_experts / plan.tp
-        return *attention, *(3 * (kind.experts / 3,)), *(3 * (shared,) if shared else ())
-    return *attention, *(dimensions.network_matrices * (hidden * dimensions.feed_forward / plan.tp,))
+        return *attention, *(3 * (kind.expert_parameters / 3,)), *(3 * (shared,) if shared else ())
+    return *attention, *(dimensions.feed_forward_matrices * (hidden * dimensions.feed_forward / plan.tp,))
 
 
-def _whole_parameters(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> float:
+def _replicated_parameters(dimensions: DecoderConfig, plan: Plan, *, experts: bool) -> float:
     """Return the number of a block's parameters that `tp` does not split.
 
     They belong to norms, a router, the projections to latent attention's narrow vectors, and keys and values
     whose number of heads `tp` does not divide.
     """
     hidden = dimensions.hidden
-    whole = 2 * hidden + (2 * dimensions.head_width if dimensions.head_norm else 0)
-    if dimensions.is_latent:
+    whole = 2 * hidden + (2 * dimensions.head_dim if dimensions.qk_norm else 0)
+    if dimensions.uses_latent_attention:
         narrow = dimensions.query_rank + dimensions.key_value_rank
-        whole += hidden * (narrow + dimensions.rotary_width) + narrow
+        whole += hidden * (narrow + dimensions.rope_head_dim) + narrow
     elif dimensions.kv_heads % plan.tp:
-        whole += 2 * hidden * dimensions.kv_heads * dimensions.head_width
+        whole += 2 * hidden * dimensions.kv_heads * dimensions.head_dim
     return float(whole + (hidden * dimensions.experts if experts else 0))
 
 
-def _travelling(dimensions: DecoderDimensions, plan: Plan) -> float:
+def _exchange_buffer_bytes(dimensions: DecoderConfig, plan: Plan) -> float:
     """Return the bytes per token that one exchange sends and receives.
 
     It exchanges a ring's keys and values with their gradients in fp32, or all heads, or the copies for
     experts.
     """
-    compute = BYTES[plan.precision]
+    compute = ELEMENT_BYTES[plan.precision]
     exchanged = [0.0]
     if plan.cp > 1:
-        seen = kv_heads_seen(dimensions, plan) * (dimensions.head_width + dimensions.value_width) / plan.tp
-        heads = dimensions.heads * (dimensions.head_width + dimensions.value_width) / plan.tp
+        seen = kv_heads_held(dimensions, plan) * (dimensions.head_dim + dimensions.value_head_dim) / plan.tp
+        heads = dimensions.heads * (dimensions.head_dim + dimensions.value_head_dim) / plan.tp
         ring = plan.cp_method == "ring"
         exchanged.append(2 * seen * (compute + max(compute, 4)) if ring else 2 * (heads + seen) * compute)
     if plan.ep > 1:

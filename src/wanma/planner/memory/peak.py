@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from wanma.job.forecast.forecast import Forecast, Workload
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.cost.decoder_layers import Software
-from wanma.planner.memory.memory_table import MemoryTable, tabulate
-from wanma.planner.memory.model_states import Parameters, State, state_of
-from wanma.planner.pipeline.schedules import blocks_of_stages, kept_forwards
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.memory.memory_table import MemoryTable, build_memory_table
+from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
+from wanma.planner.pipeline.schedules import blocks_of_stages, in_flight_by_stage
 
 CPU_RUNTIME_BYTES = 325 << 20
 """Resident bytes of a CPU rank beside its tensors: 300 to 310 MiB of Python, torch and their libraries, half
@@ -34,23 +34,23 @@ NCCL_GROUP_BYTES = 256 << 20
 """Bytes of the channel buffers of one communicator on a GPU, which torch does not count either."""
 
 
-class Unused(NamedTuple):
+class FragmentationShares(NamedTuple):
     """Fragmentation: memory that an allocator holds beyond the live tensors, as shares of them."""
 
-    gathered: float
+    gathered_parameters: float
     """Share of the bytes of gathered parameters."""
-    passing: float
+    transient: float
     """Share of gradients, activations, logits and buffers at their peak."""
-    late: float
+    last_gradient: float
     """Share of tensors that are made as backward ends, and for which no freed tensor left a hole of their
     size."""
 
 
-_ON_GPU = Unused(0.12, 0.12, 0.0)
+_ON_GPU = FragmentationShares(0.12, 0.12, 0.0)
 """Shares of torch's allocator: 10 to 16 % of temporary tensors in torchtitan's runs of December 2024, which
 state their reserved memory (benchmarks/results/planner-memory.md)."""
 
-_ON_CPU = Unused(0.0, 0.1, 1.0)
+_ON_CPU = FragmentationShares(0.0, 0.1, 1.0)
 """Shares of glibc's heap, which keeps freed memory, under the settings of `elastic` workers. Long-lived
 tensors are made before the first step and lie below all others, without holes (`training.optimizer`).
 
@@ -66,10 +66,10 @@ where those of earlier micro-batches lie, a head's gradient that was added to th
 the heap grows by all of it."""
 
 
-def unused_shares(plan: Plan, software: Software) -> Unused:
+def fragmentation_shares(plan: Plan, framework: FrameworkTraits) -> FragmentationShares:
     """Return the fragmentation shares of the allocator of the plan's devices."""
     usual = _ON_CPU if plan.device == "cpu" else _ON_GPU
-    return Unused(*(software.unused_factor * share for share in usual))
+    return FragmentationShares(*(framework.fragmentation_factor * share for share in usual))
 
 
 def forecast_memory(
@@ -79,8 +79,8 @@ def forecast_memory(
     *,
     micro_batches: int = 2,
     weight_average: bool = False,
-    dimensions: DecoderDimensions | None = None,
-    software: Software | None = None,
+    dimensions: DecoderConfig | None = None,
+    framework: FrameworkTraits | None = None,
     table: MemoryTable | None = None,
     in_flight: int | None = None,
 ) -> Forecast:
@@ -91,119 +91,124 @@ def forecast_memory(
         micro_batches: largest number of micro-batches of one step and rank.
         weight_average: an averaged copy of the weights is stored.
         dimensions: dimensions of a decoder, whose operators are then known one by one.
-        software: traits of the training framework; None: wanma's own.
+        framework: traits of the training framework; None: wanma's own.
         table: memory table of this plan, if it exists already.
         in_flight: largest number of in-flight micro-batches of each stage, for a schedule with such a limit.
     """
-    software = software or Software(fused=plan.compile)
-    table = table or tabulate(workload, plan, dimensions, software)
-    stages = stage_counts(table, plan)
-    step = Setting(optimizer, micro_batches, weight_average, software, in_flight)
-    ranks = [_rank_memory(rank, table, plan, stages, step) for rank in unlike_ranks(plan, stages, step)]
+    framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
+    table = table or build_memory_table(workload, plan, dimensions, framework)
+    stages = block_counts_of_stages(table, plan)
+    step = MemoryInputs(optimizer, micro_batches, weight_average, framework, in_flight)
+    ranks = [
+        _rank_memory(rank, table, plan, stages, step) for rank in representative_ranks(plan, stages, step)
+    ]
     fullest = ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: rank.total)
     return fullest.forecast
 
 
-def memory_of_ranks(
+def pipeline_rank_memory(
     workload: Workload,
     plan: Plan,
     optimizer: str,
     *,
     micro_batches: int = 2,
     weight_average: bool = False,
-    dimensions: DecoderDimensions | None = None,
-    software: Software | None = None,
+    dimensions: DecoderConfig | None = None,
+    framework: FrameworkTraits | None = None,
     in_flight: int | None = None,
 ) -> list[RankMemory]:
     """Return the memory of each pipeline rank; arguments as in `forecast_memory`."""
-    software = software or Software(fused=plan.compile)
-    table = tabulate(workload, plan, dimensions, software)
-    stages = stage_counts(table, plan)
-    step = Setting(optimizer, micro_batches, weight_average, software, in_flight)
+    framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
+    table = build_memory_table(workload, plan, dimensions, framework)
+    stages = block_counts_of_stages(table, plan)
+    step = MemoryInputs(optimizer, micro_batches, weight_average, framework, in_flight)
     return [_rank_memory(rank, table, plan, stages, step) for rank in range(plan.pp)]
 
 
-def memory_of_stage(
+def stage_rank_memory(
     table: MemoryTable,
     plan: Plan,
     rank: int,
-    blocks: tuple[int, ...],
+    block_counts: tuple[int, ...],
     optimizer: str,
     *,
-    software: Software,
+    framework: FrameworkTraits,
     micro_batches: int = 2,
     weight_average: bool = False,
 ) -> RankMemory:
-    """Return the memory of pipeline rank `rank` with `blocks` blocks of each of the table's kinds.
+    """Return the memory of pipeline rank `rank` with `block_counts` blocks of each of the table's kinds.
 
     It holds whatever the other ranks hold, for a schedule with one stage on each rank. Other arguments as in
     `forecast_memory`.
     """
-    step = Setting(optimizer, micro_batches, weight_average, software, None)
-    return _rank_memory(rank, table, plan, [blocks] * plan.pp, step)
+    step = MemoryInputs(optimizer, micro_batches, weight_average, framework, None)
+    return _rank_memory(rank, table, plan, [block_counts] * plan.pp, step)
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """Bytes of temporary tensors at one moment of a step."""
 
     gradients: float
     activations: float
     logits: float
     buffers: float
-    gone: float = 0.0
+    released: float = 0.0
     """Bytes of gathered parameters that are freed already, as a negative number."""
 
 
 class RankMemory(NamedTuple):
     """Memory of one pipeline rank, in bytes."""
 
-    state: State
-    kept: float
+    model_states: ModelStates
+    saved_activations: float
     """Activations on the device that are saved for their backward."""
-    away: float
+    offloaded_activations: float
     """Activations that the plan offloads."""
-    working: float
+    backward_workspace: float
     """Largest tensors that backward makes beside them in one block, with its recomputed or fetched
     activations."""
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryMoment, ...]
     """Six moments: at the loss, as backward goes through the head, its first block and its last, as it
     reaches the layers before the blocks, and as it ends."""
-    on_top: float
+    last_gradient_overhead: float
     """Bytes by which tensors made as backward ends exceed the largest moment."""
     plan: Plan
-    software: Software
+    framework: FrameworkTraits
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """Return the moment with most temporary bytes."""
         return max(self.moments, key=sum)
 
     @property
     def total(self) -> float:
         """Return the peak bytes on the device, without those of CUDA's context or Python."""
-        lasting, passing = self.state.parameters + self.state.optimizer, max(map(sum, self.moments))
-        return lasting + self.state.buffers + passing + self._fragmentation(passing)
+        lasting, passing = (
+            self.model_states.parameters + self.model_states.optimizer,
+            max(map(sum, self.moments)),
+        )
+        return lasting + self.model_states.buffers + passing + self._fragmentation(passing)
 
-    def _fragmentation(self, passing: float) -> float:
-        shares = unused_shares(self.plan, self.software)
-        of_state = shares.gathered * self.state.gathered
-        return of_state + shares.passing * passing + shares.late * self.on_top
+    def _fragmentation(self, transient: float) -> float:
+        shares = fragmentation_shares(self.plan, self.framework)
+        of_state = shares.gathered_parameters * self.model_states.gathered_parameters
+        return of_state + shares.transient * transient + shares.last_gradient * self.last_gradient_overhead
 
     @property
     def forecast(self) -> Forecast:
         """Return the memory forecast of this rank, by kind."""
-        peak, away = self.peak, {"none": 0.0, "host": self.state.host, "disk": self.state.disk}
-        away[self.plan.offload_activations] += self.away
+        peak, away = self.peak, {"none": 0.0, "host": self.model_states.host, "disk": self.model_states.disk}
+        away[self.plan.offload_activations] += self.offloaded_activations
         return Forecast(
-            parameters_bytes=int(self.state.parameters + peak.gone),
+            parameters_bytes=int(self.model_states.parameters + peak.released),
             gradients_bytes=int(peak.gradients),
-            optimizer_bytes=int(self.state.optimizer),
+            optimizer_bytes=int(self.model_states.optimizer),
             activations_bytes=int(peak.activations),
             logits_bytes=int(peak.logits),
             runtime_bytes=runtime_bytes(self.plan),
             host_bytes=int(away["host"]),
             disk_bytes=int(away["disk"]),
-            buffers_bytes=int(peak.buffers + self.state.buffers),
+            buffers_bytes=int(peak.buffers + self.model_states.buffers),
             fragmentation_bytes=int(self._fragmentation(sum(peak))),
         )
 
@@ -211,21 +216,21 @@ class RankMemory(NamedTuple):
 # ---------------------------------------------------------------- one rank
 
 
-class Setting(NamedTuple):
+class MemoryInputs(NamedTuple):
     """Settings of a memory forecast beside the plan."""
 
     optimizer: str
     micro_batches: int
     weight_average: bool
-    software: Software
+    framework: FrameworkTraits
     in_flight: int | None
 
 
-def stage_counts(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
+def block_counts_of_stages(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
     """Return the number of blocks of each kind in every stage."""
     if plan.pp == 1:  # whatever schedule it would have
-        return [tuple(kind.blocks for kind in table.kinds)]
-    totals = list(accumulate(kind.blocks for kind in table.kinds))
+        return [tuple(kind.block_count for kind in table.kinds)]
+    totals = list(accumulate(kind.block_count for kind in table.kinds))
     sizes = blocks_of_stages(totals[-1] if totals else 0, plan)
     if len(totals) == 1:
         return [(size,) for size in sizes]
@@ -233,7 +238,7 @@ def stage_counts(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
     found = []
     for stop in accumulate(sizes):
         upto = [
-            min(max(stop - total + kind.blocks, 0), kind.blocks)
+            min(max(stop - total + kind.block_count, 0), kind.block_count)
             for kind, total in zip(table.kinds, totals, strict=True)
         ]
         found.append(tuple(now - then for now, then in zip(upto, before, strict=True)))
@@ -241,7 +246,9 @@ def stage_counts(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
     return found
 
 
-def unlike_ranks(plan: Plan, stages: list[tuple[int, ...]], step: Setting) -> Iterable[int]:
+def representative_ranks(
+    plan: Plan, block_counts: list[tuple[int, ...]], memory_inputs: MemoryInputs
+) -> Iterable[int]:
     """Return pipeline ranks among which one has the largest peak.
 
     Of ranks that hold the same layers it is the one that saves most activations: the first of them, except
@@ -249,17 +256,17 @@ def unlike_ranks(plan: Plan, stages: list[tuple[int, ...]], step: Setting) -> It
     """
     if plan.pp <= 2:
         return range(plan.pp)
-    last = len(stages) - 1
+    last = len(block_counts) - 1
     ranks: dict[tuple[object, ...], tuple[int, int]] = {}
     for rank in range(plan.pp):
-        numbers = plan.stages_of(rank)
-        held = [stages[number] for number in numbers]
+        numbers = plan.stages_of_pipeline_rank(rank)
+        held = [block_counts[number] for number in numbers]
         key = (numbers[0] == 0, numbers[-1] == last, *held)
         kept = -rank
         if plan.is_v_shaped:
             kept = sum(
                 sum(counts) * count
-                for counts, count in zip(held, kept_of_stages(rank, plan, step), strict=True)
+                for counts, count in zip(held, in_flight_of_rank(rank, plan, memory_inputs), strict=True)
             )
         if key not in ranks or kept > ranks[key][0]:
             ranks[key] = kept, rank
@@ -267,89 +274,106 @@ def unlike_ranks(plan: Plan, stages: list[tuple[int, ...]], step: Setting) -> It
 
 
 def _rank_memory(
-    rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]], step: Setting
+    rank: int,
+    table: MemoryTable,
+    plan: Plan,
+    block_counts: list[tuple[int, ...]],
+    memory_inputs: MemoryInputs,
 ) -> RankMemory:
     """Return the memory of one pipeline rank."""
-    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
-    state = state_of(
-        parameters_of(rank, table, plan, stages),
+    numbers = plan.stages_of_pipeline_rank(rank) if plan.pp > 1 else (0,)
+    state = model_states_of(
+        rank_parameters_of(rank, table, plan, block_counts),
         plan,
-        step.optimizer,
-        micro_batches=step.micro_batches,
-        weight_average=step.weight_average,
-        software=step.software,
+        memory_inputs.optimizer,
+        micro_batches=memory_inputs.micro_batches,
+        weight_average=memory_inputs.weight_average,
+        framework=memory_inputs.framework,
     )
-    activations = _activations(rank, table, plan, [stages[number] for number in numbers], step)
-    logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
-    boundary = boundary_bytes(table, plan, step, numbers)
-    at_loss = Moment(
-        state.accumulated, activations.kept + head, step.software.logits_copies * logits, boundary
+    activations = _activations(rank, table, plan, [block_counts[number] for number in numbers], memory_inputs)
+    logits, head = (
+        (table.logits_bytes, table.head_saved_bytes) if len(block_counts) - 1 in numbers else (0.0, 0.0)
     )
-    at_head = Moment(state.accumulated + state.last, activations.kept + head, logits, boundary)
-    later = later_share(kept_of_stages(rank, plan, step))
-    at_first_block = Moment(
-        state.accumulated + state.reducing,
-        activations.kept + activations.working,
-        held_logits(logits, plan, step.software),
-        boundary + table.travelling,
+    boundary = stage_buffer_bytes(table, plan, memory_inputs, numbers)
+    at_loss = MemoryMoment(
+        state.accumulated_gradients,
+        activations.saved + head,
+        memory_inputs.framework.logits_copies * logits,
+        boundary,
     )
-    at_last_block = Moment(
-        state.accumulated + state.made,
-        later * activations.kept + activations.block + activations.working,
-        held_logits(logits, plan, step.software),
-        boundary + table.travelling,
+    at_head = MemoryMoment(
+        state.accumulated_gradients + state.post_block_gradients, activations.saved + head, logits, boundary
     )
-    at_first_layer = Moment(state.accumulated + state.added, later * activations.kept, 0.0, boundary)
-    at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving, -state.let_go)
+    later = remaining_share(in_flight_of_rank(rank, plan, memory_inputs))
+    at_first_block = MemoryMoment(
+        state.accumulated_gradients + state.reduction_workspace,
+        activations.saved + activations.backward_workspace,
+        retained_logits(logits, plan, memory_inputs.framework),
+        boundary + table.exchange_buffer_bytes,
+    )
+    at_last_block = MemoryMoment(
+        state.accumulated_gradients + state.block_gradients,
+        later * activations.saved + activations.block + activations.backward_workspace,
+        retained_logits(logits, plan, memory_inputs.framework),
+        boundary + table.exchange_buffer_bytes,
+    )
+    at_first_layer = MemoryMoment(
+        state.accumulated_gradients + state.unaccumulated_gradients, later * activations.saved, 0.0, boundary
+    )
+    at_end = MemoryMoment(
+        state.all_gradients, 0.0, 0.0, boundary + state.receive_buffers, -state.released_parameters
+    )
     moments = (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end)
     hole = logits
-    if state.accumulated:  # gradients lie with those of earlier micro-batches, without holes
-        hole = max(logits, state.last, (1 - later) * activations.kept)
-    late = sum(size for size in (state.late, state.late_buffer) if size > hole)
+    if state.accumulated_gradients:  # gradients lie with those of earlier micro-batches, without holes
+        hole = max(logits, state.post_block_gradients, (1 - later) * activations.saved)
+    late = sum(size for size in (state.last_gradient, state.last_reduction_buffer) if size > hole)
     return RankMemory(
         state,
-        activations.kept,
-        activations.away,
-        activations.working,
+        activations.saved,
+        activations.offloaded,
+        activations.backward_workspace,
         moments,
         max(max(map(sum, moments[:4])) + late - max(map(sum, moments)), 0.0),
         plan,
-        step.software,
+        memory_inputs.framework,
     )
 
 
-def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]]) -> Parameters:
+def rank_parameters_of(
+    rank: int, table: MemoryTable, plan: Plan, block_counts: list[tuple[int, ...]]
+) -> RankParameters:
     """Return the parameters of one pipeline rank.
 
     Args:
-        stages: number of blocks of each kind in every stage.
+        block_counts: number of blocks of each kind in every stage.
     """
-    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
+    numbers = plan.stages_of_pipeline_rank(rank) if plan.pp > 1 else (0,)
     shared = experts = block = shapes = routed = trained = 0.0
     tensors: dict[float, float] = {}
     for index, kind in enumerate(table.kinds):
-        count = sum(stages[number][index] for number in numbers)
-        shared += count * kind.shared
-        experts += count * kind.experts
-        trained += count * (kind.shared + kind.experts) * kind.trained
-        for size in kind.matrices:
+        count = sum(block_counts[number][index] for number in numbers)
+        shared += count * kind.dense_parameters
+        experts += count * kind.expert_parameters
+        trained += count * (kind.dense_parameters + kind.expert_parameters) * kind.trainable_share
+        for size in kind.matrix_elements:
             tensors[size] = tensors.get(size, 0.0) + count
         if count:
-            block = max(block, kind.shared + kind.experts)
-            shapes = max(shapes, kind.shared + kind.expert)
-            routed = max(routed, kind.experts)
-    last = table.last if len(stages) - 1 in numbers else 0.0
-    first = table.first if 0 in numbers else 0.0
-    embedding = first if table.knows_ends else 0.0
+            block = max(block, kind.dense_parameters + kind.expert_parameters)
+            shapes = max(shapes, kind.dense_parameters + kind.parameters_per_expert)
+            routed = max(routed, kind.expert_parameters)
+    last = table.post_block_parameters if len(block_counts) - 1 in numbers else 0.0
+    first = table.pre_block_parameters if 0 in numbers else 0.0
+    embedding = first if table.has_exact_end_layers else 0.0
     for size in (first, last):
-        if table.knows_ends and size:
+        if table.has_exact_end_layers and size:
             tensors[size] = tensors.get(size, 0.0) + 1
-    of_blocks = trained / (shared + experts) if table.trained_share < 1 and shared + experts else 1.0
-    trained += first * table.trained_first + last * table.trained_last
+    of_blocks = trained / (shared + experts) if table.trainable_share < 1 and shared + experts else 1.0
+    trained += first * table.trainable_pre_block_share + last * table.trainable_post_block_share
     held = shared + experts + first + last
     # With a pipeline, the share of this rank; without one, of the whole model.
-    share = trained / held if plan.pp > 1 and table.trained_share < 1 and held else table.trained_share
-    return Parameters(
+    share = trained / held if plan.pp > 1 and table.trainable_share < 1 and held else table.trainable_share
+    return RankParameters(
         shared,
         experts,
         first + last,
@@ -357,75 +381,81 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
         shapes + last,
         first,
         embedding=embedding,
-        routed=routed,
+        largest_block_experts=routed,
         tensors=tuple(sorted(tensors.items())),
-        trained_share=share,
-        trained_blocks=of_blocks,
-        trained_first=table.trained_first,
-        trained_last=table.trained_last,
+        trainable_share=share,
+        trainable_block_share=of_blocks,
+        trainable_pre_block_share=table.trainable_pre_block_share,
+        trainable_post_block_share=table.trainable_post_block_share,
     )
 
 
 class _Activations(NamedTuple):
     """Bytes of activations on one rank."""
 
-    kept: float
+    saved: float
     """Bytes saved for backward on the device."""
     block: float
     """Bytes of `kept` that one block saves for one backward."""
-    working: float
+    backward_workspace: float
     """Bytes beside `kept` while backward goes through a block: its gradients, and recomputed or fetched
     activations."""
-    away: float
+    offloaded: float
     """Bytes that the plan offloads."""
 
 
 def _activations(
-    rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: Setting
+    rank: int,
+    table: MemoryTable,
+    plan: Plan,
+    block_counts: list[tuple[int, ...]],
+    memory_inputs: MemoryInputs,
 ) -> _Activations:
-    """Return the bytes of activations of one rank, with its stages' blocks in `mine`."""
-    flights = kept_of_stages(rank, plan, step)
+    """Return the bytes of activations of one rank, with its stages' blocks in `block_counts`."""
+    flights = in_flight_of_rank(rank, plan, memory_inputs)
     kept = block = away = working = deepest = 0.0
-    for counts, flight in zip(mine, flights, strict=True):
+    for counts, flight in zip(block_counts, flights, strict=True):
         blocks = sum(counts)
         again = math.ceil(round(blocks * plan.recompute_share, 9)) if plan.recompute != "none" else 0
         share = again / blocks if blocks else 0.0
         for kind, count in zip(table.kinds, counts, strict=True):
             if not count:
                 continue
-            parts = kind.bytes
-            plain = count * flight * ((1 - share) * parts.kept + share * parts.inputs)
-            costly = count * flight * share * parts.costly if plan.recompute == "selective" else 0.0
+            parts = kind.activations
+            plain = count * flight * ((1 - share) * parts.saved + share * parts.inputs)
+            costly = count * flight * share * parts.selective_saved if plan.recompute == "selective" else 0.0
             if plan.offload_activations == "none":
                 kept += plain + costly
             else:  # results that selective recompute saves stay on the device
                 kept, away = kept + costly, away + plain
             stays = costly + (plain if plan.offload_activations == "none" else 0.0)
             block = max(block, stays / (count * flight) if flight else 0.0)
-            working = max(working, parts.working)
+            working = max(working, parts.backward_workspace)
             if again or plan.offload_activations != "none":
-                deepest = max(deepest, parts.kept)
+                deepest = max(deepest, parts.saved)
     # A recomputed or fetched block exists as a whole in backward; on a GPU the next one is fetched beside it.
     around = 2 if plan.device == "cuda" and plan.offload_activations != "none" else 1
     return _Activations(kept, block, working + around * deepest, away)
 
 
-def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:
+def in_flight_of_rank(rank: int, plan: Plan, memory_inputs: MemoryInputs) -> tuple[int, ...]:
     """Return the in-flight micro-batches of each stage of the rank."""
     if plan.pp == 1:
         return (1,)
-    if step.in_flight is not None:
-        return (min(step.in_flight, step.micro_batches),) * plan.virtual_stages
-    return kept_forwards(plan.schedule, plan.pp, plan.virtual_stages, step.micro_batches, rank)
+    if memory_inputs.in_flight is not None:
+        return (min(memory_inputs.in_flight, memory_inputs.micro_batches),) * plan.virtual_stages
+    return in_flight_by_stage(plan.schedule, plan.pp, plan.virtual_stages, memory_inputs.micro_batches, rank)
 
 
-def later_share(flights: tuple[int, ...]) -> float:
+def remaining_share(in_flight: tuple[int, ...]) -> float:
     """Return the share of saved activations that is left when backward has passed through a stage, 0 .. 1."""
-    most = max(flights, default=1)
+    most = max(in_flight, default=1)
     return 1 - 1 / most if most else 0.0
 
 
-def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple[int, ...]) -> float:
+def stage_buffer_bytes(
+    table: MemoryTable, plan: Plan, memory_inputs: MemoryInputs, stages: tuple[int, ...]
+) -> float:
     """Return the bytes of buffers between stages.
 
     For each micro-batch there is one for the input, one for its gradient on the way back, and one for the
@@ -433,16 +463,20 @@ def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple
     """
     if plan.pp == 1:
         return 0.0
-    places = sum(2 * (number > 0) + (number < plan.stages - 1) for number in numbers)
-    return table.boundary * places * (step.micro_batches if step.software.boundary_buffers else 1)
+    places = sum(2 * (number > 0) + (number < plan.stage_count - 1) for number in stages)
+    return (
+        table.stage_output_bytes
+        * places
+        * (memory_inputs.micro_batches if memory_inputs.framework.stage_buffer_per_micro_batch else 1)
+    )
 
 
-def held_logits(logits: float, plan: Plan, software: Software) -> float:
+def retained_logits(logits: float, plan: Plan, framework: FrameworkTraits) -> float:
     """Return the bytes of a micro-batch's logits that are left when backward has passed the head.
 
     torch's pipelines keep a stage's output until its backward has ended.
     """
-    return logits if plan.pp > 1 and software.boundary_buffers else 0.0
+    return logits if plan.pp > 1 and framework.stage_buffer_per_micro_batch else 0.0
 
 
 def runtime_bytes(plan: Plan) -> int:

@@ -13,80 +13,82 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from wanma.planner.pipeline.operation import Interval, Kind, Operation, StageCost
+from wanma.planner.pipeline.operation import Interval, Operation, OperationKind, StageCost
 
-_KINDS: tuple[Kind, ...] = ("backward", "forward", "weights")
+_KINDS: tuple[OperationKind, ...] = ("backward", "forward", "weights")
 """Kinds of operations in the order in which a rank prefers them."""
 _BACKWARD, _FORWARD, _WEIGHTS = range(3)
 
 
-class Played(NamedTuple):
+class SimulatedPipeline(NamedTuple):
     """Result of one simulated schedule."""
 
-    ends: list[float]
+    end_seconds: list[float]
     """Time at which each rank is done, in seconds."""
-    busy: list[float]
+    compute_seconds: list[float]
     """Seconds in which each rank computes."""
     intervals: list[Interval]
 
 
-def play_greedily(
+def simulate_greedy_schedule(
     costs: Sequence[StageCost],
-    held: Sequence[Sequence[int]],
+    stages_by_rank: Sequence[Sequence[int]],
     micro_batches: int,
     send_seconds: float,
     in_flight: int,
-    keeps_room: bool,
-    wants_intervals: bool = False,
-) -> Played | None:
+    reserves_memory: bool,
+    records_intervals: bool = False,
+) -> SimulatedPipeline | None:
     """Simulate a greedy schedule.
 
     Args:
-        held: stages of every rank.
+        stages_by_rank: stages of every rank.
         in_flight: largest number of stages' activations that a rank may hold.
-        keeps_room: a rank's first stages leave memory for a forward of each of its later ones, whose backward
-            frees the activations of the others.
-        wants_intervals: collect every operation as an interval.
+        reserves_memory: a rank's first stages leave memory for a forward of each of its later ones, whose
+            backward frees the activations of the others.
+        records_intervals: collect every operation as an interval.
 
     Returns:
         None where ranks wait for each other: links were so slow that first stages filled the memory.
     """
-    return _Play(costs, held, micro_batches, send_seconds, in_flight, keeps_room).run(wants_intervals)
+    return _GreedySimulation(
+        costs, stages_by_rank, micro_batches, send_seconds, in_flight, reserves_memory
+    ).run(records_intervals)
 
 
-class _Play:
+class _GreedySimulation:
     """Simulation of one greedy schedule, with operations numbered by slot: kind × stages + stage."""
 
     def __init__(
         self,
         costs: Sequence[StageCost],
-        held: Sequence[Sequence[int]],
+        stages_by_rank: Sequence[Sequence[int]],
         micro_batches: int,
         send_seconds: float,
         in_flight: int,
-        keeps_room: bool,
+        reserves_memory: bool,
     ) -> None:
         self.stages, self.micro_batches, self.send = len(costs), micro_batches, send_seconds
         self.seconds = [
             *(cost.backward for cost in costs),
             *(cost.forward for cost in costs),
-            *(cost.weights for cost in costs),
+            *(cost.backward_weight for cost in costs),
         ]
         self.rank_of = [0] * self.stages
-        for rank, mine in enumerate(held):
+        for rank, mine in enumerate(stages_by_rank):
             for stage in mine:
                 self.rank_of[stage] = rank
         endless = 3 * self.stages * micro_batches
         self.slots: list[list[tuple[int, int]]] = []
         """(slot, room) of every rank, in the order of preference; a slot runs while activations are fewer
         than its room."""
-        for mine in held:
+        for mine in stages_by_rank:
             deepest_first = sorted(mine, reverse=True)
             self.slots.append(
                 [
                     (
                         kind * self.stages + stage,
-                        in_flight - (sum(stage < other for other in mine) if keeps_room else 0)
+                        in_flight - (sum(stage < other for other in mine) if reserves_memory else 0)
                         if kind == _FORWARD
                         else endless,
                     )
@@ -96,17 +98,21 @@ class _Play:
             )
         self.arrivals: list[list[float]] = [[] for _ in self.seconds]
         """Arrival times of each slot's inputs, by micro-batch; they come in this order."""
-        self.next = [inf] * len(self.seconds)
+        self.next_arrivals = [inf] * len(self.seconds)
         """Arrival time of each slot's first input that was not used yet, in seconds; infinite if there is
         none."""
-        ranks = range(len(held))
-        self.clocks, self.busy, self.holds = [0.0 for _ in ranks], [0.0 for _ in ranks], [0 for _ in ranks]
+        ranks = range(len(stages_by_rank))
+        self.clocks, self.busy, self.held_activations = (
+            [0.0 for _ in ranks],
+            [0.0 for _ in ranks],
+            [0 for _ in ranks],
+        )
 
-    def run(self, wants_intervals: bool) -> Played | None:  # noqa: PLR0915  # one hot loop
+    def run(self, records_intervals: bool) -> SimulatedPipeline | None:  # noqa: PLR0915  # one hot loop
         """Simulate the schedule; return None where ranks wait for each other."""
         stages, micro_batches, rank_of, send = self.stages, self.micro_batches, self.rank_of, self.send
-        clocks, busy, holds, slots = self.clocks, self.busy, self.holds, self.slots
-        seconds_of, arrivals, upcoming = self.seconds, self.arrivals, self.next
+        clocks, busy, holds, slots = self.clocks, self.busy, self.held_activations, self.slots
+        seconds_of, arrivals, upcoming = self.seconds, self.arrivals, self.next_arrivals
         first, last, weights = stages, 2 * stages - 1, 2 * stages
         intervals: list[Interval] = []
         done = [0] * len(seconds_of)
@@ -129,7 +135,7 @@ class _Play:
             upcoming[slot] = waiting[later] if later < len(waiting) else inf
             clocks[rank] = end = start + seconds
             busy[rank] += seconds
-            if wants_intervals:
+            if records_intervals:
                 kind, stage = divmod(slot, stages)
                 intervals.append(Interval(rank, Operation(_KINDS[kind], stage, index), start, seconds))
             # The slot that takes this output as its input, and its rank.
@@ -171,4 +177,4 @@ class _Play:
                 if rank == target:
                     break
                 rank = target
-        return Played(clocks, busy, intervals)
+        return SimulatedPipeline(clocks, busy, intervals)

@@ -1,7 +1,7 @@
 """Lower bounds of a pipeline's time without simulating its schedule: longest of several paths through it.
 
 Each bound is the length of a chain of operations in which each one waits for the one before, so that no
-pipeline is faster (`pipeline_seconds` simulates all). Many variants of one schedule are computed at once, as
+pipeline is faster (`simulate_pipeline` simulates all). Many variants of one schedule are computed at once, as
 arrays.
 """
 
@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from wanma.job.sections.parallel import Schedule
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
-from wanma.planner.pipeline.simulation import usual_in_flight
+from wanma.planner.pipeline.simulation import default_in_flight
 
 Array = npt.NDArray[np.float64]
 Number = float | npt.NDArray[np.float64] | npt.NDArray[np.int64]
 """Number for all variants, or one for each of shape (variants, 1)."""
 
 
-def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: Number) -> Array:
+def rank_compute_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: Number) -> Array:
     """Return the seconds in which each rank computes, of shape (variants, ranks).
 
     Args:
@@ -32,11 +32,11 @@ def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: Numbe
     return micro_batches * busy
 
 
-def least_seconds(
+def pipeline_lower_bound(
     schedule: Schedule,
     forward: Array,
     backward: Array,
-    weights: Array | None,
+    backward_weight: Array | None,
     pp: int,
     micro_batches: Number,
     send_seconds: Number,
@@ -46,15 +46,17 @@ def least_seconds(
     Args:
         forward: seconds of one micro-batch in every stage, of shape (variants, stages).
         backward: the same for backward.
-        weights: the same for weight gradients, where the schedule splits backward.
+        backward_weight: the same for weight gradients, where the schedule splits backward.
     """
     both = forward + backward
-    busy: Array = busy_seconds(schedule, both if weights is None else both + weights, pp, micro_batches)
+    busy: Array = rank_compute_seconds(
+        schedule, both if backward_weight is None else both + backward_weight, pp, micro_batches
+    )
     if pp == 1:
         alone: Array = busy[:, 0]
         return alone
-    if weights is not None:
-        return _split(schedule, forward, backward, busy, pp, micro_batches, send_seconds)
+    if backward_weight is not None:
+        return _split_backward_bound(schedule, forward, backward, busy, pp, micro_batches, send_seconds)
     if schedule == "gpipe":
         # All forwards pass the slowest stage one by one, then all backwards do.
         slowest = forward.max(axis=1, keepdims=True) + backward.max(axis=1, keepdims=True)
@@ -80,11 +82,11 @@ def least_seconds(
     return least[:, 0]
 
 
-def _split(
+def _split_backward_bound(
     schedule: Schedule,
     forward: Array,
     backward: Array,
-    busy: Array,
+    compute_seconds: Array,
     pp: int,
     micro_batches: Number,
     send_seconds: Number,
@@ -92,14 +94,14 @@ def _split(
     """Return the lower bound of schedules with split backward, of shape (variants,)."""
     assert schedule in SPLIT_BACKWARD
     stages = forward.shape[1]
-    begins = np.zeros_like(busy)
+    begins = np.zeros_like(compute_seconds)
     np.cumsum(forward[:, : pp - 1] + send_seconds, axis=1, out=begins[:, 1:])
     # The first backward of rank r comes after all forwards and the backwards down to its last stage; until
     # then it may run as many forwards as it can hold.
     v_shaped = schedule in ("zbv", "dualpipev")
     hops = (stages - 2 if v_shaped else stages - 1) * send_seconds
     down = forward.sum(axis=1, keepdims=True) + hops
-    back = np.zeros_like(busy)
+    back = np.zeros_like(compute_seconds)
     last = backward[:, :-pp:-1]  # of the last stages, from the last one on
     if v_shaped:
         np.cumsum(last + send_seconds, axis=1, out=back[:, 1:])
@@ -107,7 +109,7 @@ def _split(
     else:
         back[:, :-1] = np.cumsum(last + send_seconds, axis=1)[:, ::-1]
         dearest = forward.reshape(len(forward), -1, pp).max(axis=1)
-    kept = np.minimum(usual_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
+    kept = np.minimum(default_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
     waiting = down + back - kept * dearest
-    least: Array = (busy + np.maximum(begins, waiting)).max(axis=1)
+    least: Array = (compute_seconds + np.maximum(begins, waiting)).max(axis=1)
     return least

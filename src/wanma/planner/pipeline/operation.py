@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "weights"]
+OperationKind = Literal["forward", "backward", "weights"]
 
 
 class Operation(NamedTuple):
     """One operation: its kind, its stage and its micro-batch, both counted from 0."""
 
-    kind: Kind
+    kind: OperationKind
     stage: int
     micro_batch: int
 
@@ -33,10 +33,10 @@ class StageCost:
     forward: float
     backward: float
     """Seconds of backward with recompute; with split backward, of the input gradients alone."""
-    weights: float = 0.0
+    backward_weight: float = 0.0
     """Seconds of the weight gradients, where a schedule splits backward."""
 
     @property
     def seconds(self) -> float:
         """Return the seconds of all operations."""
-        return self.forward + self.backward + self.weights
+        return self.forward + self.backward + self.backward_weight

@@ -1,6 +1,6 @@
 """Pipeline partition and schedules: stage cuts, allowed micro-batches, bubbles, micro-batches in flight.
 
-Pure functions, without torch. `Plan.stages_of` gives the stages of each rank.
+Pure functions, without torch. `Plan.stages_of_pipeline_rank` gives the stages of each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Schedule
 
-VIRTUAL_STAGES: dict[Schedule, int] = {
+DEFAULT_VIRTUAL_STAGES: dict[Schedule, int] = {
     "gpipe": 1,
     "1f1b": 1,
     "interleaved_1f1b": 2,
@@ -30,14 +30,14 @@ SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualp
 """Schedules with split backward: they compute a stage's input gradients first and its weight gradients later,
 in the bubble."""
 
-SELECTIVE_COST = 0.5
+SELECTIVE_RECOMPUTE_COST = 0.5
 """Cost of selective recompute over full recompute: every second product."""
 
-_EVENNESS = 1 << 20
+_COST_RESOLUTION = 1 << 20
 """Steps into which the largest stage's cost is divided to compare equally good cuts."""
 
 
-def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[int, ...]:
+def plan_stage_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[int, ...]:
     """Return the cuts of a model with `blocks` blocks and two end layers, balanced by FLOPs.
 
     Args:
@@ -47,21 +47,23 @@ def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[in
     Returns:
         Cuts as in `Plan.stage_cuts`; empty where there are too few layers for all stages.
     """
-    if plan.stages > blocks + 2:
+    if plan.stage_count > blocks + 2:
         return ()
     costs, first_cost, last_cost = [1.0] * blocks, 0.0, 0.0
     if workload is not None and sum(layer.count for layer in workload.layers) == blocks + 2:
         first, *middle, last = workload.layers
         # Backward is twice the forward; recompute runs blocks once more, and never the ends.
-        again = run_again(plan)
+        again = recompute_forwards(plan)
         costs = [(3.0 + again) * layer.flops_per_sample for layer in middle for _ in range(layer.count)]
         first_cost, last_cost = 3.0 * first.flops_per_sample, 3.0 * last.flops_per_sample
-    return balanced_cuts(costs, plan.stages, first_cost, last_cost)
+    return balanced_cuts(costs, plan.stage_count, first_cost, last_cost)
 
 
-def run_again(plan: Plan) -> float:
+def recompute_forwards(plan: Plan) -> float:
     """Return the forwards that recompute adds to each block, averaged over the blocks."""
-    return {"none": 0.0, "selective": SELECTIVE_COST, "full": 1.0}[plan.recompute] * plan.recompute_share
+    return {"none": 0.0, "selective": SELECTIVE_RECOMPUTE_COST, "full": 1.0}[
+        plan.recompute
+    ] * plan.recompute_share
 
 
 def balanced_cuts(
@@ -110,7 +112,7 @@ def balanced_cuts(
     @cache
     def unevenness(end: float | None) -> npt.NDArray[np.float64]:
         here = cost(end)
-        squares: npt.NDArray[np.float64] = np.round(here / (limit or 1.0) * _EVENNESS) ** 2
+        squares: npt.NDArray[np.float64] = np.round(here / (limit or 1.0) * _COST_RESOLUTION) ** 2
         return np.where(here <= limit, squares, np.inf)
 
     rest = unevenness(ends[-1])[:, blocks]
@@ -125,14 +127,16 @@ def balanced_cuts(
     return tuple(cuts)
 
 
-def wrong_cuts(cuts: Sequence[int], blocks: int, stages: int, first: bool, last: bool) -> str | None:
+def invalid_cuts_reason(
+    cuts: Sequence[int], blocks: int, stages: int, has_pre_block: bool, has_post_block: bool
+) -> str | None:
     """Return the fault of the cuts of a model of `blocks` blocks; None when they are right.
 
     Args:
-        first: the first stage holds a layer beside blocks, and so needs none.
-        last: the same for the last stage.
+        has_pre_block: the first stage holds a layer beside blocks, and so needs none.
+        has_post_block: the same for the last stage.
     """
-    if stages > blocks + first + last:
+    if stages > blocks + has_pre_block + has_post_block:
         return f"{blocks} blocks cannot be cut into {stages} stages"
     if len(cuts) != stages - 1:
         return f"{stages} stages need {stages - 1} cuts, not {len(cuts)}"
@@ -142,26 +146,30 @@ def wrong_cuts(cuts: Sequence[int], blocks: int, stages: int, first: bool, last:
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if start > stop:
             return f"cuts rise: {stop} comes after {start}"
-        if start == stop and not (first and stage == 0) and not (last and stage == stages - 1):
+        if (
+            start == stop
+            and not (has_pre_block and stage == 0)
+            and not (has_post_block and stage == stages - 1)
+        ):
             return f"stage {stage} of {stages} would hold nothing"
     return None
 
 
-def wrong_stages(schedule: Schedule, virtual_stages: int) -> str | None:
+def invalid_virtual_stages_reason(schedule: Schedule, virtual_stages: int) -> str | None:
     """Return the reason that `schedule` cannot have so many stages per rank; None when it can."""
-    needed = VIRTUAL_STAGES[schedule]
+    needed = DEFAULT_VIRTUAL_STAGES[schedule]
     if schedule in INTERLEAVED or virtual_stages == needed:
         return None
     return f"schedule '{schedule}' has {needed} stage{'s' if needed > 1 else ''} on each rank"
 
 
-def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
+def invalid_micro_batches_reason(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
     """Return the reason that `schedule` cannot run so many micro-batches on `pp` ranks; None when it can.
 
     The rules are those of torch's own classes, 2.11 to 2.13. Violations that are not refused before a run
     raise in one rank or another, or make ranks wait for each other.
     """
-    if runs_micro_batches(schedule, pp, micro_batches):
+    if accepts_micro_batches(schedule, pp, micro_batches):
         return None
     if schedule == "1f1b":
         return f"schedule '1f1b' needs at least as many as stages, {pp}"
@@ -173,7 +181,7 @@ def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str 
     )
 
 
-def runs_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+def accepts_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     """Return whether `schedule` can run so many micro-batches on `pp` ranks."""
     if schedule == "1f1b":
         return micro_batches >= pp
@@ -182,7 +190,7 @@ def runs_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     return schedule not in INTERLEAVED or micro_batches % max(micro_batches // pp, 1) == 0
 
 
-def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
+def bubble_fraction(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
     """Return the pipeline bubble: share of a step in which a rank waits, 0 .. 1.
 
     It counts from the first forward to the last backward, and holds for equal stages, free communication, and
@@ -203,7 +211,7 @@ def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches
     return waits / (3 * virtual_stages * micro_batches + waits)
 
 
-def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> int:
+def peak_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> int:
     """Return the most forwards whose activations one rank holds at once, in micro-batches of one stage.
 
     They are all of them under GPipe (Huang et al. 2019), as many as stages under 1F1B (Narayanan et al. 2021,
@@ -224,7 +232,7 @@ def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_bat
 
 
 @lru_cache(maxsize=65536)
-def kept_forwards(
+def in_flight_by_stage(
     schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[int, ...]:
     """Return the in-flight micro-batches of each stage of one pipeline rank, in the order of the model.
@@ -252,7 +260,7 @@ def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
     """
     if plan.stage_cuts:
         return [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
-    stages = plan.stages
+    stages = plan.stage_count
     if blocks % stages == 0:
         return [blocks // stages] * stages
     if (blocks + 2) % stages == 0 and stages > 1:
@@ -265,9 +273,12 @@ def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
     return [base + (stage in more) for stage in range(stages)]
 
 
-def fullest_share(plan: Plan, blocks: int) -> float:
+def largest_block_share(plan: Plan, blocks: int) -> float:
     """Return the share of a model's blocks on the rank with most of them, 0 .. 1."""
     if plan.pp == 1 or not plan.stage_cuts or blocks == 0:
         return 1 / plan.pp
     sizes = [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
-    return max(sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.pp)) / blocks
+    return (
+        max(sum(sizes[stage] for stage in plan.stages_of_pipeline_rank(rank)) for rank in range(plan.pp))
+        / blocks
+    )

@@ -1,7 +1,7 @@
 """Time of a pipeline: simulation of its schedule, operation by operation, with the cost of each stage.
 
-Stages may cost differently and sending takes time; the published bubbles (`schedules.bubble_share`) are the
-special case of equal stages and free links. Pure functions, without torch.
+Stages may cost differently and sending takes time; the published bubbles (`schedules.bubble_fraction`) are
+the special case of equal stages and free links. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -10,53 +10,54 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from wanma.job.sections.parallel import Schedule
-from wanma.planner.pipeline.greedy_schedule import play_greedily
+from wanma.planner.pipeline.greedy_schedule import simulate_greedy_schedule
 from wanma.planner.pipeline.operation import Interval, Operation, StageCost
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
-from wanma.planner.pipeline.static_schedule import Size, orders_of, play_in_order
+from wanma.planner.pipeline.static_schedule import PipelineShape, operation_orders, simulate_static_schedule
 
 __all__ = [
     "Interval",
     "Operation",
-    "Pipelined",
-    "Play",
+    "PipelineSimulator",
+    "PipelineTime",
     "StageCost",
-    "pipeline_intervals",
-    "pipeline_seconds",
+    "simulate_pipeline",
+    "simulate_pipeline_intervals",
 ]
 
 
-class Pipelined(NamedTuple):
+class PipelineTime(NamedTuple):
     """Result of simulating the pipelined part of a step."""
 
     seconds: float
-    busy: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
     """Seconds in which each rank computes."""
 
     @property
     def bubble_seconds(self) -> float:
         """Return the seconds in which the busiest rank waits."""
-        return self.seconds - max(self.busy)
+        return self.seconds - max(self.compute_seconds)
 
 
-Play = Callable[[Schedule, Sequence[StageCost], int, int, float, int | None], Pipelined]
-"""Type of `pipeline_seconds`, and of functions that cache its results."""
+PipelineSimulator = Callable[[Schedule, Sequence[StageCost], int, int, float, int | None], PipelineTime]
+"""Type of `simulate_pipeline`, and of functions that cache its results."""
 
 
-def pipeline_seconds(
+def simulate_pipeline(
     schedule: Schedule,
     costs: Sequence[StageCost],
     pp: int,
     micro_batches: int,
     send_seconds: float = 0.0,
     in_flight: int | None = None,
-) -> Pipelined:
+) -> PipelineTime:
     """Return the simulated time of `schedule`.
 
     After a few rounds of micro-batches a schedule repeats itself; further rounds are not simulated but added.
 
     Args:
-        costs: costs of every stage in the order of the model; `pp` ranks hold them as `Plan.stages_of` says.
+        costs: costs of every stage in the order of the model; `pp` ranks hold them as
+            `Plan.stages_of_pipeline_rank` says.
         send_seconds: seconds from the end of a stage to the start of the next one on another rank.
         in_flight: largest number of stages' activations on a rank, for a schedule with split backward.
 
@@ -66,21 +67,23 @@ def pipeline_seconds(
     if micro_batches < 1 or pp < 1 or len(costs) % pp:
         raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
     played = micro_batches
-    if micro_batches > _ROUNDS * pp + 2 * pp:
-        played -= (micro_batches - _ROUNDS * pp) // pp * pp
-    result = _play(schedule, costs, pp, played, send_seconds, in_flight)
+    if micro_batches > _SIMULATED_ROUNDS * pp + 2 * pp:
+        played -= (micro_batches - _SIMULATED_ROUNDS * pp) // pp * pp
+    result = _simulate(schedule, costs, pp, played, send_seconds, in_flight)
     rest = (micro_batches - played) // pp
     if rest == 0:
         return result
-    more = _play(schedule, costs, pp, played + pp, send_seconds, in_flight)
-    rounds = [later - sooner for later, sooner in zip(more.busy, result.busy, strict=True)]
+    more = _simulate(schedule, costs, pp, played + pp, send_seconds, in_flight)
+    rounds = [
+        later - sooner for later, sooner in zip(more.compute_seconds, result.compute_seconds, strict=True)
+    ]
     # With nearly equal stages, more rounds may pass before the slowest one sets the pace.
     grown = max(more.seconds - result.seconds, *rounds)
-    busy = tuple(sooner + rest * each for sooner, each in zip(result.busy, rounds, strict=True))
-    return Pipelined(result.seconds + rest * grown, busy)
+    busy = tuple(sooner + rest * each for sooner, each in zip(result.compute_seconds, rounds, strict=True))
+    return PipelineTime(result.seconds + rest * grown, busy)
 
 
-def pipeline_intervals(
+def simulate_pipeline_intervals(
     schedule: Schedule,
     costs: Sequence[StageCost],
     pp: int,
@@ -88,30 +91,30 @@ def pipeline_intervals(
     send_seconds: float = 0.0,
     in_flight: int | None = None,
 ) -> list[Interval]:
-    """Return every operation of `pipeline_seconds`, with all micro-batches simulated; each rank's in order.
+    """Return every operation of `simulate_pipeline`, with all micro-batches simulated; each rank's in order.
 
     Raises:
-        ValueError: as `pipeline_seconds`.
+        ValueError: as `simulate_pipeline`.
     """
     if micro_batches < 1 or pp < 1 or len(costs) % pp:
         raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
     found: list[Interval] = []
-    _play(schedule, costs, pp, micro_batches, send_seconds, in_flight, found)
+    _simulate(schedule, costs, pp, micro_batches, send_seconds, in_flight, found)
     return found
 
 
-_ROUNDS = 4
+_SIMULATED_ROUNDS = 4
 """Rounds of `pp` micro-batches that are simulated before further ones are added."""
 
 
-def stages_on(schedule: Schedule, pp: int, rank: int, stages: int) -> list[int]:
-    """Return the stages of a pipeline rank, as `Plan.stages_of` does."""
+def stages_of_rank(schedule: Schedule, pp: int, rank: int, stages: int) -> list[int]:
+    """Return the stages of a pipeline rank, as `Plan.stages_of_pipeline_rank` does."""
     if schedule in ("zbv", "dualpipev"):
         return [rank, 2 * pp - 1 - rank]
     return list(range(rank, stages, pp))
 
 
-def _play(
+def _simulate(
     schedule: Schedule,
     costs: Sequence[StageCost],
     pp: int,
@@ -119,25 +122,27 @@ def _play(
     send_seconds: float,
     in_flight: int | None,
     intervals: list[Interval] | None = None,
-) -> Pipelined:
+) -> PipelineTime:
     """Simulate a schedule; append every operation to `intervals`, if it is given."""
     if schedule in SPLIT_BACKWARD:
-        limit = in_flight or usual_in_flight(schedule, pp, len(costs) // pp)
-        held = [stages_on(schedule, pp, rank, len(costs)) for rank in range(pp)]
+        limit = in_flight or default_in_flight(schedule, pp, len(costs) // pp)
+        held = [stages_of_rank(schedule, pp, rank, len(costs)) for rank in range(pp)]
         for keeps_room in (False, True):
-            played = play_greedily(
+            played = simulate_greedy_schedule(
                 costs, held, micro_batches, send_seconds, limit, keeps_room, intervals is not None
             )
             if played is not None:
                 if intervals is not None:
                     intervals += played.intervals
-                return Pipelined(max(played.ends), tuple(played.busy))
+                return PipelineTime(max(played.end_seconds), tuple(played.compute_seconds))
         raise ValueError(f"with {limit} stages in flight on a rank, the schedule waits for itself")
-    size = Size(pp, len(costs), micro_batches)
-    ends, busy = play_in_order(orders_of(schedule, size), costs, size, send_seconds, intervals)
-    return Pipelined(max(ends), tuple(busy))
+    size = PipelineShape(pp, len(costs), micro_batches)
+    ends, busy = simulate_static_schedule(
+        operation_orders(schedule, size), costs, size, send_seconds, intervals
+    )
+    return PipelineTime(max(ends), tuple(busy))
 
 
-def usual_in_flight(schedule: Schedule, pp: int, virtual: int) -> int:
+def default_in_flight(schedule: Schedule, pp: int, virtual_stages: int) -> int:
     """Return the default number of stages' activations that a rank may hold: ZB-H1's or more."""
-    return {"zbv": 2 * pp, "dualpipev": 2 * pp + 1}.get(schedule, (virtual - 1) * pp + pp)
+    return {"zbv": 2 * pp, "dualpipev": 2 * pp + 1}.get(schedule, (virtual_stages - 1) * pp + pp)

@@ -16,7 +16,7 @@ from wanma.job.sections.parallel import Schedule
 from wanma.planner.pipeline.operation import Interval, Operation, StageCost
 
 
-class Size(NamedTuple):
+class PipelineShape(NamedTuple):
     """Size of a pipeline: ranks, stages and micro-batches."""
 
     pp: int
@@ -39,15 +39,15 @@ class Size(NamedTuple):
         return Operation("backward", stage - self.stages, index)
 
 
-def orders_of(schedule: Schedule, size: Size) -> list[list[int]]:
+def operation_orders(schedule: Schedule, size: PipelineShape) -> list[list[int]]:
     """Return the operations of each rank, in its order."""
     return [_ORDERS[schedule](rank, size) for rank in range(size.pp)]
 
 
-def play_in_order(
+def simulate_static_schedule(
     orders: Sequence[Sequence[int]],
     costs: Sequence[StageCost],
-    size: Size,
+    size: PipelineShape,
     send_seconds: float,
     intervals: list[Interval] | None = None,
 ) -> tuple[list[float], list[float]]:
@@ -100,7 +100,7 @@ def play_in_order(
     return clocks, busy
 
 
-def _gpipe(rank: int, size: Size) -> list[int]:
+def _gpipe(rank: int, size: PipelineShape) -> list[int]:
     """Return the order of GPipe on one rank (Huang et al. 2019)."""
     every = range(size.micro_batches)
     forwards = [
@@ -109,15 +109,15 @@ def _gpipe(rank: int, size: Size) -> list[int]:
     return forwards + [number + size.stages * size.micro_batches for number in reversed(forwards)]
 
 
-def _one_forward_one_backward(rank: int, size: Size) -> list[int]:
+def _one_forward_one_backward(rank: int, size: PipelineShape) -> list[int]:
     """Return the order of 1F1B on one rank (Narayanan et al. 2021, section 2.2.1)."""
     every = range(size.micro_batches)
-    return _alternating(
+    return _alternate_forward_backward(
         list(size.forwards(rank, every)), list(size.backwards(rank, every)), size.pp - 1 - rank
     )
 
 
-def _interleaved(rank: int, size: Size) -> list[int]:
+def _interleaved(rank: int, size: PipelineShape) -> list[int]:
     """Return the order of interleaved 1F1B on one rank (Narayanan et al. 2021, section 2.2.2).
 
     Rounds of micro-batches pass each of a rank's stages in turn. As in torch, there are as many rounds as
@@ -133,10 +133,10 @@ def _interleaved(rank: int, size: Size) -> list[int]:
             forwards += size.forwards(turn * pp + rank, group)
             backwards += size.backwards((virtual - 1 - turn) * pp + rank, group)
     warm_up = 2 * (pp - 1 - rank) + (virtual - 1) * math.ceil(micro_batches / rounds)
-    return _alternating(forwards, backwards, warm_up)
+    return _alternate_forward_backward(forwards, backwards, warm_up)
 
 
-def _alternating(forwards: list[int], backwards: list[int], warm_up: int) -> list[int]:
+def _alternate_forward_backward(forwards: list[int], backwards: list[int], warm_up: int) -> list[int]:
     """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     order = [0] * (len(forwards) + len(backwards))
@@ -148,7 +148,7 @@ def _alternating(forwards: list[int], backwards: list[int], warm_up: int) -> lis
     return order
 
 
-_ORDERS: Mapping[Schedule, Callable[[int, Size], list[int]]] = {
+_ORDERS: Mapping[Schedule, Callable[[int, PipelineShape], list[int]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved_1f1b": _interleaved,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 from wanma.hardware.catalogue.device_kind import DeviceKind
-from wanma.hardware.catalogue.lookup import find_named, named
-from wanma.hardware.cluster_file.node_builder import machines, usual_cards
+from wanma.hardware.catalogue.lookup import find_by_name, require_device_kind
+from wanma.hardware.cluster_file.node_builder import build_node_group, default_nics
 from wanma.hardware.cluster_file.reader import read_cluster
-from wanma.hardware.cluster_file.shorthand import is_text, parse_cluster
-from wanma.hardware.discovery.first_use_measurement import with_measured_processor
-from wanma.hardware.discovery.node import discover
-from wanma.job.cluster import Cluster, Node
+from wanma.hardware.cluster_file.shorthand import is_shorthand, parse_shorthand
+from wanma.hardware.discovery.first_use_measurement import with_measured_cpu_peak
+from wanma.hardware.discovery.node import discover_node
+from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
-from wanma.job.plan.plan import AXES, Plan
+from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
 
 
-def here(job: Job) -> Cluster:
+def run_cluster(job: Job) -> Cluster:
     """Return the nodes of a job that is to run: `cluster.file`, which must describe this node, or discovery.
 
     A CPU of unknown rates is measured, once for each node.
@@ -25,9 +25,9 @@ def here(job: Job) -> Cluster:
     Raises:
         JobError: the file is wrong, or does not describe this node.
     """
-    found = discover()
+    found = discover_node()
     if job.cluster.file is None:
-        return with_measured_processor(found)
+        return with_measured_cpu_peak(found)
     described = read_cluster(job.cluster.file)
     if described.node_count != job.cluster.nodes:
         raise JobError(
@@ -35,7 +35,7 @@ def here(job: Job) -> Cluster:
             f"set cluster.nodes = {described.node_count}; `wanma plan` needs no machines",
         )
     (this,) = found.nodes
-    if not any(_is_like(this, node) for node in described.nodes):
+    if not any(_has_same_devices(this, node) for node in described.nodes):
         raise JobError(
             f"cluster.file describes {described}, and this machine ({found}) is none of them",
             "correct the file, or leave cluster.file out to plan for what is here",
@@ -43,7 +43,7 @@ def here(job: Job) -> Cluster:
     return described
 
 
-def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
+def check_node_kind(job: Job, plan: Plan, cluster: Cluster) -> None:
     """Check that this node is the one that a heterogeneous plan assigns its work to.
 
     Raises:
@@ -60,15 +60,17 @@ def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"the plan gives the machines of {cluster} unlike work, and nobody said which of them this is",
             f"give each machine its number in that order, from 0 to {len(order) - 1}: cluster.node_rank",
         )
-    (this,) = discover().nodes
-    if not _is_like(this, order[rank]):
+    (this,) = discover_node().nodes
+    if not _has_same_devices(this, order[rank]):
         raise JobError(
             f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this machine is {this}",
             "give it the number of a machine of its kind",
         )
 
 
-def imagined(job: Job, *, device: str | None = None, cluster: str | None = None) -> tuple[Job, Cluster]:
+def job_on_hypothetical_cluster(
+    job: Job, *, device: str | None = None, cluster: str | None = None
+) -> tuple[Job, Cluster]:
     """Return the job and a hypothetical cluster, which need not be here, for planning.
 
     Args:
@@ -83,23 +85,23 @@ def imagined(job: Job, *, device: str | None = None, cluster: str | None = None)
         raise JobError("--device and --cluster both say for which machines", "give one of them")
     if cluster is not None:
         described = read_cluster(cluster)
-    elif device is not None and is_text(device):
-        described = parse_cluster(device)
+    elif device is not None and is_shorthand(device):
+        described = parse_shorthand(device)
     elif device is not None:
-        described = _enough(job, named(device))
+        described = _cluster_for_job(job, require_device_kind(device))
     else:
         raise ValueError("neither device nor cluster is given")
-    return run_on(job, described), described
+    return job_on_cluster(job, described), described
 
 
-def run_on(job: Job, cluster: Cluster) -> Job:
+def job_on_cluster(job: Job, cluster: Cluster) -> Job:
     """Return the job as it would run on a cluster that need not be here."""
     accelerated = all(node.devices for node in cluster.nodes)
     nodes = cluster.node_count
     if accelerated and not job.parallel.auto:
         # A fixed layout smaller than the cluster runs on a part of it.
         most = max(len(node.devices) for node in cluster.nodes)
-        nodes = min(nodes, math.ceil(_ranks(job) / most))
+        nodes = min(nodes, math.ceil(_world_size(job) / most))
     section = job.cluster.model_copy(
         update={
             "nodes": nodes,
@@ -111,22 +113,22 @@ def run_on(job: Job, cluster: Cluster) -> Job:
     return job.model_copy(update={"cluster": section})
 
 
-def _enough(job: Job, kind: DeviceKind) -> Cluster:
+def _cluster_for_job(job: Job, kind: DeviceKind) -> Cluster:
     """Return as many devices of `kind` as the job's ranks fill, in their usual servers."""
-    world = _ranks(job)
+    world = _world_size(job)
     on_each = math.gcd(world, kind.server.devices if kind.server else 1)
-    return Cluster((machines(kind, world // on_each, on_each, cards=usual_cards(kind)),))
+    return Cluster((build_node_group(kind, world // on_each, on_each, nics=default_nics(kind)),))
 
 
-def _ranks(job: Job) -> int:
-    return math.prod(getattr(job.parallel, axis) for axis in AXES)
+def _world_size(job: Job) -> int:
+    return math.prod(getattr(job.parallel, axis) for axis in MESH_DIMS)
 
 
-def _is_like(this: Node, node: Node) -> bool:
+def _has_same_devices(local_node: NodeGroup, node: NodeGroup) -> bool:
     """Return whether a described node may be this one: as many devices, of the same kinds."""
-    return _kinds(this) == _kinds(node)
+    return _device_names(local_node) == _device_names(node)
 
 
-def _kinds(node: Node) -> list[str]:
-    known = [(find_named(device.name), device.name) for device in node.devices]
+def _device_names(node: NodeGroup) -> list[str]:
+    known = [(find_by_name(device.name), device.name) for device in node.devices]
     return sorted(kind.name if kind else name for kind, name in known)

@@ -11,16 +11,16 @@ from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.forecast import Workload
 from wanma.job.sections.job import Job
-from wanma.models.config.resolution import model_kind
-from wanma.models.workload.model_workload import module_workload, section_workload
+from wanma.models.config.resolution import input_kind
+from wanma.models.workload.model_workload import build_section_workload, trace_module_workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from wanma.data.datasets.dataset import Data
+    from wanma.data.datasets.dataset import BatchedDataset
 
 
-class ModelRead(NamedTuple):
+class WorkloadResult(NamedTuple):
     """Workload of a model, or the reason why there is none."""
 
     workload: Workload | None
@@ -28,7 +28,7 @@ class ModelRead(NamedTuple):
     """Reason why there is no workload; None where there is one."""
 
 
-def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
+def read_model(job: Job, objects: dict[str, Any] | None = None) -> WorkloadResult:
     """Return the workload of a job's model; trace a user's own module on tensors without storage.
 
     The inputs of such a module are those that its data give: tokens, images, or a sample of the dataset.
@@ -42,66 +42,68 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
     """
     objects = objects or {}
     length, precision = job.data.sequence_length, job.train.precision
-    kind = "custom" if "model" in objects else model_kind(job.model)
+    kind = "custom" if "model" in objects else input_kind(job.model)
     if kind == "tokens" and "data" not in objects:
-        vocabulary = load_tokenizer(job.data.tokenizer).vocabulary
-        found = section_workload(
+        vocabulary = load_tokenizer(job.data.tokenizer).vocabulary_size
+        found = build_section_workload(
             job.model,
-            vocabulary=vocabulary,
+            vocabulary_size=vocabulary,
             sequence_length=length,
             image_shape=None,
             classes=None,
             precision=precision,
-            groups=job.train.parameter_groups,
+            parameter_groups=job.train.parameter_groups,
         )
-        return ModelRead(found, None)
+        return WorkloadResult(found, None)
     if kind == "custom":
-        return _read_own(job, objects)
+        return _trace_custom_model(job, objects)
     data = _open(job, objects)
-    found = section_workload(
+    found = build_section_workload(
         job.model,
-        vocabulary=data.vocabulary,
+        vocabulary_size=data.vocabulary_size,
         sequence_length=length,
         image_shape=data.image_shape,
         classes=data.classes,
         precision=precision,
-        groups=job.train.parameter_groups,
+        parameter_groups=job.train.parameter_groups,
     )
-    return ModelRead(found, None)
+    return WorkloadResult(found, None)
 
 
-def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
+def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:
     """Trace a user's own module, given or made by a factory; failure to trace does not prevent training."""
     from wanma.models.structure.parameter_roles import is_frozen
 
     inputs, keywords, targets = _inputs(job, objects)
-    model = objects["model"] if "model" in objects else _maker(job)
+    model = objects["model"] if "model" in objects else _model_factory(job)
     try:
-        workload = module_workload(
+        workload = trace_module_workload(
             model,
             inputs,
             targets,
             keywords=keywords,
             precision=job.train.precision,
             autocast=True,
-            frozen=partial(is_frozen, groups=job.train.parameter_groups),
+            is_frozen=partial(is_frozen, groups=job.train.parameter_groups),
         )
     except WanmaError as error:
-        return ModelRead(None, f"the model has no forecast: {error.message}")
+        return WorkloadResult(None, f"the model has no forecast: {error.message}")
     if "model" in objects:  # training converts its batch normalisation at the start
-        from wanma.models.layers.batch_norm import couples_samples
+        from wanma.models.layers.batch_norm import find_sample_coupling_modules
 
-        if couples_samples(objects["model"]):
-            workload = replace(workload, samples_together=job.model.batch_norm_group)
-    return ModelRead(workload, None)
+        if find_sample_coupling_modules(objects["model"]):
+            workload = replace(workload, coupled_samples=job.model.batch_norm_group)
+    return WorkloadResult(workload, None)
 
 
-def _maker(job: Job) -> Callable[[], nn.Module]:
+def _model_factory(job: Job) -> Callable[[], nn.Module]:
     """Return the function that makes the factory's module, with all of the runtime's changes to it."""
-    from wanma.models.model_spec import model_spec
+    from wanma.models.model_spec import resolve_model_spec
 
-    spec = model_spec(job.model, vocabulary=None, sequence_length=None, image_shape=None, classes=None)
-    return spec.make
+    spec = resolve_model_spec(
+        job.model, vocabulary_size=None, sequence_length=None, image_shape=None, classes=None
+    )
+    return spec.build_module
 
 
 def _inputs(job: Job, objects: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], int]:
@@ -119,7 +121,7 @@ def _inputs(job: Job, objects: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict
     return batch.inputs, batch.keywords, data.targets_per_sample
 
 
-def _open(job: Job, objects: dict[str, Any]) -> Data:
-    from wanma.data.opening import open_data
+def _open(job: Job, objects: dict[str, Any]) -> BatchedDataset:
+    from wanma.data.opening import open_dataset
 
-    return open_data(job.data, job.train, dataset=objects.get("data"))
+    return open_dataset(job.data, job.train, dataset=objects.get("data"))

@@ -9,46 +9,56 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from wanma.job.file.serialization import to_toml
+from wanma.job.file.serialization import job_to_toml
 from wanma.job.forecast.forecast import Forecast, Workload
-from wanma.job.plan.plan import AXES, Plan
+from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text
-from wanma.planner.preparation.job_planning import Prepared, notes
-from wanma.planner.presentation.formatting import copies_words, gradients_words, memory_parts, pipeline_words
+from wanma.planner.preparation.job_planning import PreparedJob, plan_notes
+from wanma.planner.presentation.formatting import (
+    gradient_reduction_text,
+    in_memory_checkpoint_text,
+    memory_parts,
+    pipeline_memory_text,
+)
 from wanma.planner.presentation.step_breakdown import step_table
 
 
-def describe(job: Job, prepared: Prepared, told: Sequence[str] = ()) -> RenderableType:
+def render_dry_run(job: Job, prepared: PreparedJob, notes: Sequence[str] = ()) -> RenderableType:
     """Render the validated job, the plan, the memory of the largest rank and the model's sizes.
 
     Args:
         job: the validated job.
         prepared: its cluster, plan and workload.
-        told: notes of the checks before the start.
+        notes: notes of the checks before the start.
     """
     parts = [
         _head("Job"),
-        Syntax(to_toml(job).rstrip(), "toml", background_color="default"),
-        describe_plan(job, prepared),
+        Syntax(job_to_toml(job).rstrip(), "toml", background_color="default"),
+        render_plan_summary(job, prepared),
     ]
-    return Group(*parts, *(Text(f"· {note}", style="dim") for note in told))
+    return Group(*parts, *(Text(f"· {note}", style="dim") for note in notes))
 
 
-def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
+def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
     """Render the summary without the job."""
     parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared)]
-    forecast, workload = prepared.planned.forecast, prepared.workload
+    forecast, workload = prepared.plan_result.forecast, prepared.workload
     if workload is None or forecast is None:
-        parts += [Text(f"· {note}", style="dim") for note in notes(job, prepared.planned)]
+        parts += [Text(f"· {note}", style="dim") for note in plan_notes(job, prepared.plan_result)]
         own = "The sizes of a module of one's own are known only once it runs."
-        parts.append(Text(f"· {prepared.unknown}" if prepared.unknown else own, style="dim"))
+        parts.append(
+            Text(
+                f"· {prepared.workload_unavailable_reason}" if prepared.workload_unavailable_reason else own,
+                style="dim",
+            )
+        )
         return Group(*parts)
     if forecast.step is not None:
         parts += [_head("A step, forecast"), step_table(forecast, workload)]
     parts += [_head("Memory of a rank, forecast"), _memory_table(forecast, prepared)]
     parts += [_head("Model"), _size_table(workload)]
-    told = dict.fromkeys([*forecast.reasons, *notes(job, prepared.planned)])
+    told = dict.fromkeys([*forecast.reasons, *plan_notes(job, prepared.plan_result)])
     parts += [Text(f"· {note}", style="dim") for note in told]
     return Group(*parts)
 
@@ -57,10 +67,10 @@ def _head(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def _plan_table(job: Job, prepared: Prepared) -> Table:
+def _plan_table(job: Job, prepared: PreparedJob) -> Table:
     plan = prepared.plan
     table = Table.grid(padding=(0, 2))
-    sizes = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+    sizes = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in MESH_DIMS if getattr(plan, axis) > 1)
     batch = job.train.global_batch
     rows = [
         ("ranks", f"{plan.world_size} ({sizes or 'one process'}), {plan.threads_per_rank} threads each"),
@@ -69,14 +79,15 @@ def _plan_table(job: Job, prepared: Prepared) -> Table:
         ("global batch", f"{batch} samples"),
         (
             "micro-batches",
-            f"{plan.accumulation(batch)} per step, of at most {plan.micro_batch} samples per rank",
+            f"{plan.gradient_accumulation_steps(batch)} per step, of at most {plan.micro_batch} samples per "
+            "rank",
         ),
         ("recompute", _recompute(plan)),
         ("compile", "each block" if plan.compile else "no"),
     ]
     if offloaded := _offloaded(plan):
         rows.append(("offloaded", offloaded))
-    if gradients := gradients_words(plan):
+    if gradients := gradient_reduction_text(plan):
         rows.append(("gradients", gradients))
     if plan.approximate:
         rows.append(("approximate", ", ".join(plan.approximate)))
@@ -87,13 +98,13 @@ def _plan_table(job: Job, prepared: Prepared) -> Table:
         if plan.stage_cuts:
             blocks = "blocks" if len(plan.stage_cuts) > 1 else "block"
             cuts = f"before {blocks} {', '.join(map(str, plan.stage_cuts))}"
-        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stages} stages, cut {cuts}"))
+        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stage_count} stages, cut {cuts}"))
     for name, value in rows:
         table.add_row(name, value)
     return table
 
 
-def _device(prepared: Prepared) -> str:
+def _device(prepared: PreparedJob) -> str:
     """Return the device's name in torch, or its own where torch has none."""
     devices = prepared.cluster.nodes[0].devices
     is_foreign = prepared.plan.device == "cuda" and bool(devices) and devices[0].kind == "other"
@@ -111,7 +122,7 @@ def _offloaded(plan: Plan) -> str:
     return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "none")
 
 
-def _memory_table(forecast: Forecast, prepared: Prepared) -> RenderableType:
+def _memory_table(forecast: Forecast, prepared: PreparedJob) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -122,9 +133,9 @@ def _memory_table(forecast: Forecast, prepared: Prepared) -> RenderableType:
     for place in ("host", "disk"):
         if size := getattr(forecast, f"{place}_bytes"):
             table.add_row(f"waiting on {place}", bytes_text(size))
-    if copies := copies_words(forecast, prepared.plan, prepared.cluster):
+    if copies := in_memory_checkpoint_text(forecast, prepared.plan, prepared.cluster):
         table.add_row("copies for recovery", bytes_text(forecast.snapshots_bytes), copies)
-    if told := pipeline_words(forecast):
+    if told := pipeline_memory_text(forecast):
         return Group(table, Text(f"pipeline ranks in their order: {told}"))
     return table
 

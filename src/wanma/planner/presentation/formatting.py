@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
-from wanma.job.plan.plan import AXES, Plan
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
-from wanma.planner.rules.compression import compression_words
+from wanma.job.plan.plan import MESH_DIMS, Plan
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
+from wanma.planner.rules.compression import compression_text
 
 
 class TimeKind(NamedTuple):
@@ -20,7 +20,7 @@ class TimeKind(NamedTuple):
     field: str
     """Field of `StepTime`."""
     name: str
-    axis: str
+    mesh_dimension: str
     """Mesh dimension that causes the time; empty for kinds that every plan has."""
     colour: int
     """Number of a colour, 1 to 8, as in page.css."""
@@ -46,7 +46,7 @@ TIME_KINDS = (
 MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))
 """Number of a colour in page.css by field of a forecast."""
 
-COPIES_TOLD = 0.05
+MIN_SHOWN_CHECKPOINT_SHARE = 0.05
 """Share of a node's host memory below which in-memory checkpoints are not mentioned."""
 
 
@@ -64,21 +64,21 @@ def memory_parts(forecast: Forecast) -> list[tuple[str, str, int]]:
     return [(field, name, size) for field, name in MEMORY_KINDS.items() if (size := getattr(forecast, field))]
 
 
-def axes_words(plan: Plan) -> str:
+def mesh_text(plan: Plan) -> str:
     """Return the mesh dimensions in words: 'pp 4 × dp_shard 16 × tp 8'.
 
     For a replica placement, the number of replicas with the `tp` of their stages: '4 × (3 × 8, 4) + 2 × (4)'.
     """
     if plan.placement:
         return " + ".join(
-            f"{one.count} × ({_runs_words([place.tp for place in one.places], ', ')})"
+            f"{one.count} × ({_runs_text([place.tp for place in one.places], ', ')})"
             for one in plan.placement
         )
-    sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*AXES, "ep") if getattr(plan, axis) > 1]
+    sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*MESH_DIMS, "ep") if getattr(plan, axis) > 1]
     return " × ".join(sizes) or "one rank"
 
 
-def settings_words(plan: Plan) -> str:
+def settings_text(plan: Plan) -> str:
     """Return the settings of a plan in words.
 
     Example: 'parameters sharded, micro-batch 2, interleaved_1f1b × 4, selective recompute of 50%'.
@@ -86,12 +86,12 @@ def settings_words(plan: Plan) -> str:
     return ", ".join(_settings(plan))
 
 
-def gradients_words(plan: Plan) -> str:
+def gradient_reduction_text(plan: Plan) -> str:
     """Return the gradient reduction in words; empty where FSDP2 reduces them, or nothing is reduced.
 
     Example: 'summed 8.0 MiB at a time, within machines first, while backward goes on'.
     """
-    if not plan.computes_with_state or plan.replicas == 1:
+    if not plan.computes_on_master_weights or plan.replicate_group_size == 1:
         return ""
     parts = [f"summed {bytes_text(plan.bucket_bytes)} at a time"]
     parts += ["within machines first"] if plan.hierarchical else []
@@ -123,7 +123,7 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield "bf16"
     if plan.fp8:
         yield "fp8"
-    if words := compression_words(plan):
+    if words := compression_text(plan):
         yield f"gradients {words}"
     for kind in ("parameters", "optimizer", "activations"):
         if (place := getattr(plan, f"offload_{kind}")) != "none":
@@ -151,7 +151,7 @@ def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
         first_rank += replicas.count
         alike = groupby(replicas.places, lambda place: (place.node, place.tp))
         places = [
-            f"{_stages_words([place.blocks for place in stages])} on {tp} × "
+            f"{_stages_text([place.blocks for place in stages])} on {tp} × "
             f"{cluster.nodes[node].devices[0].name}"
             for (node, tp), stages in ((key, list(places)) for key, places in alike)
         ]
@@ -161,23 +161,23 @@ def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _stages_words(stages: Sequence[int]) -> str:
+def _stages_text(stages: Sequence[int]) -> str:
     """Return the blocks of neighbouring stages on devices of one kind in words.
 
     Examples: '22 blocks', '4 stages of 5 blocks', '4 stages of 3 + 2 × 4 + 1 blocks'.
     """
-    blocks = _runs_words(stages, " + ") if len(set(stages)) > 1 else f"{stages[0]}"
+    blocks = _runs_text(stages, " + ") if len(set(stages)) > 1 else f"{stages[0]}"
     unit = "block" if blocks == "1" else "blocks"
     return f"{len(stages)} stages of {blocks} {unit}" if len(stages) > 1 else f"{blocks} {unit}"
 
 
-def _runs_words(numbers: Sequence[int], between: str) -> str:
+def _runs_text(numbers: Sequence[int], between: str) -> str:
     """Join numbers, with runs of equal ones as length × number: '3 × 4, 2'."""
     runs = [(number, len(list(equal))) for number, equal in groupby(numbers)]
     return between.join(f"{count} × {number}" if count > 1 else f"{number}" for number, count in runs)
 
 
-def step_words(step: StepTime | None) -> str:
+def step_seconds_text(step: StepTime | None) -> str:
     """Return the step time with its uncertainty: '1.01 s ± 12%'."""
     if step is None:
         return "–"
@@ -185,18 +185,18 @@ def step_words(step: StepTime | None) -> str:
     return f"{duration_text(step.seconds)}{doubt}"
 
 
-def rate(forecast: Forecast, workload: Workload | None) -> float | None:
+def throughput(forecast: Forecast, workload: Workload | None) -> float | None:
     """Return the throughput in tokens/s, or in samples/s where a sample has one target."""
     if forecast.samples_per_second is None:
         return None
     return forecast.samples_per_second * (workload.tokens_per_sample if workload else 1)
 
 
-def rate_unit(workload: Workload | None) -> str:
+def throughput_unit(workload: Workload | None) -> str:
     return "tokens/s" if workload is not None and workload.tokens_per_sample > 1 else "samples/s"
 
 
-def rate_words(value: float | None) -> str:
+def throughput_text(value: float | None) -> str:
     """Return a throughput with three digits, the accuracy of a forecast: '1.23 M'."""
     if value is None:
         return "–"
@@ -206,7 +206,7 @@ def rate_words(value: float | None) -> str:
     return number_text(value)
 
 
-def energy_words(joules: float | None) -> str:
+def energy_text(joules: float | None) -> str:
     """Return an energy with three digits and the unit that needs no exponent: '415 kWh', '1.29 GWh'."""
     if joules is None:
         return "–"
@@ -217,7 +217,7 @@ def energy_words(joules: float | None) -> str:
     return f"{digits} {units[0]}"
 
 
-def run_words(forecast: Forecast) -> str:
+def run_cost_text(forecast: Forecast) -> str:
     """Return duration, energy and price of the whole run; empty without a forecast of it.
 
     Example: '3 d 04 h, 415 kWh at the wall, 1,200'.
@@ -227,58 +227,58 @@ def run_words(forecast: Forecast) -> str:
         return ""
     parts = [duration_text(run.seconds)]
     if run.energy_joules is not None:
-        parts.append(f"{energy_words(run.energy_joules)} at the wall")
+        parts.append(f"{energy_text(run.energy_joules)} at the wall")
     if run.price is not None:
         parts.append(f"price {number_text(run.price)}")
     return ", ".join(parts)
 
 
-def useful_words(forecast: Forecast) -> str:
+def goodput_text(forecast: Forecast) -> str:
     """Return the goodput with the causes of its loss; empty where it is 100 %.
 
     Causes of less than a tenth of the loss are left out. Example: 'useful 98.7 %: a failure every 5 h 12 min,
     4 min 04 s each'.
     """
     found = forecast.run.useful if forecast.run is not None else None
-    if found is None or share_text(found.share) == share_text(1.0):
+    if found is None or percent_text(found.share) == percent_text(1.0):
         return ""
     causes, least = [], 0.1 * (1 - found.share)
-    if found.failing_share >= least:
+    if found.failure_share >= least:
         every, each = map(duration_text, (found.seconds_between_failures, found.seconds_per_failure))
         causes.append(f"a failure every {every}, {each} each")
     if found.copying_share >= least:
-        causes.append(f"copies of its state take {share_text(found.copying_share)}")
-    return f"useful {share_text(found.share)}: {', '.join(causes)}"
+        causes.append(f"copies of its state take {percent_text(found.copying_share)}")
+    return f"useful {percent_text(found.share)}: {', '.join(causes)}"
 
 
-def memory_words(forecast: Forecast) -> str:
+def memory_text(forecast: Forecast) -> str:
     return bytes_text(forecast.memory_bytes)
 
 
-def copies_words(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
-    """Return the host memory of in-memory checkpoints; empty below `COPIES_TOLD`.
+def in_memory_checkpoint_text(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
+    """Return the host memory of in-memory checkpoints; empty below `MIN_SHOWN_CHECKPOINT_SHARE`.
 
     Example: 'in all 72.0 GiB of a machine's 512 GiB'.
     """
     on_each = max(len(node.devices) for node in cluster.nodes)
     ranks = min(on_each or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
     taken, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
-    if taken < COPIES_TOLD * memory:
+    if taken < MIN_SHOWN_CHECKPOINT_SHARE * memory:
         return ""
     return f"in all {bytes_text(taken)} of a machine's {bytes_text(memory)}"
 
 
-def pipeline_words(forecast: Forecast, most: int = 8) -> str:
+def pipeline_memory_text(forecast: Forecast, max_ranks: int = 8) -> str:
     """Return the memory of the ranks of a pipeline, in their order; empty without a pipeline.
 
     Example: '3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB'.
     """
     ranks = forecast.pipeline_ranks
-    told = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:most])
-    return f"{told} and {len(ranks) - most} more" if len(ranks) > most else told
+    told = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:max_ranks])
+    return f"{told} and {len(ranks) - max_ranks} more" if len(ranks) > max_ranks else told
 
 
-def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of `count` indices, evenly spread, with both ends."""
-    shown = min(count, most)
+def evenly_spread_indices(count: int, max_count: int) -> list[int]:
+    """Return at most `max_count` of `count` indices, evenly spread, with both ends."""
+    shown = min(count, max_count)
     return [round(place * (count - 1) / max(shown - 1, 1)) for place in range(shown)]

@@ -7,13 +7,20 @@ from rich.table import Table
 from rich.text import Text
 
 from wanma.job.plan.plan import Plan
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.planner.explain.rank_layout import Axis, Holding, Stage, axes, holding, stages
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.planner.explain.rank_layout import (
+    MeshDimension,
+    RankContents,
+    StageLayout,
+    mesh_dimensions,
+    rank_contents,
+    stage_layouts,
+)
 
-SHOWN_STAGES = 16
-SHOWN_COPIES = 8
+MAX_SHOWN_STAGES = 16
+MAX_SHOWN_DATA_RANKS = 8
 """Number of columns in the picture; stages and columns beyond the limits are left out with a note."""
-PICTURE_WIDTH = 96
+MAX_PICTURE_WIDTH = 96
 """Width of the picture, in characters, up to which every rank is drawn.
 
 Wider layouts show each box's first and last rank.
@@ -21,9 +28,9 @@ Wider layouts show each box's first and last rank.
 STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-def explain(
+def render_rank_layout(
     plan: Plan,
-    dimensions: DecoderDimensions | None,
+    dimensions: DecoderConfig | None,
     rank: int | None = None,
     sequence_length: int | None = None,
 ) -> RenderableType:
@@ -36,9 +43,9 @@ def explain(
         sequence_length: tokens of a sequence.
     """
     parts: list[RenderableType] = [Text(str(plan), style="bold"), Text()]
-    split = axes(plan)
-    parts.append(_axes_table(split) if split else Text("one rank holds the whole model"))
-    found = stages(plan, dimensions.layers) if dimensions is not None else []
+    split = mesh_dimensions(plan)
+    parts.append(_mesh_table(split) if split else Text("one rank holds the whole model"))
+    found = stage_layouts(plan, dimensions.layers) if dimensions is not None else []
     if plan.pp > 1 and found:
         parts += [Text(), _stage_table(found)]
     parts += [Text(), _picture(plan)]
@@ -46,35 +53,37 @@ def explain(
         for each in [0] if rank is None else [rank]:
             parts += [
                 Text(),
-                _holding_table(holding(plan, dimensions, each, sequence_length), plan, dimensions),
+                _rank_contents_table(
+                    rank_contents(plan, dimensions, each, sequence_length), plan, dimensions
+                ),
             ]
     return Group(*parts)
 
 
-def _axes_table(split: list[Axis]) -> Table:
+def _mesh_table(mesh_dimensions: list[MeshDimension]) -> Table:
     table = Table(
         "axis", "size", "its ranks share", "with rank 0", box=None, pad_edge=False, header_style="dim"
     )
-    for axis in split:
-        table.add_row(axis.name, str(axis.size), axis.splits, ranks_text(axis.ranks))
+    for axis in mesh_dimensions:
+        table.add_row(axis.name, str(axis.size), axis.split_text, ranks_text(axis.ranks))
     return table
 
 
-def _stage_table(found: list[Stage]) -> Table:
+def _stage_table(stages: list[StageLayout]) -> Table:
     table = Table("stage", "holds", "on ranks", box=None, pad_edge=False, header_style="dim")
-    for stage in found[:SHOWN_STAGES]:
+    for stage in stages[:MAX_SHOWN_STAGES]:
         table.add_row(str(stage.number), _blocks_text(stage), ranks_text(stage.ranks))
-    if len(found) > SHOWN_STAGES:
-        table.add_row("…", f"and {len(found) - SHOWN_STAGES} more", "")
+    if len(stages) > MAX_SHOWN_STAGES:
+        table.add_row("…", f"and {len(stages) - MAX_SHOWN_STAGES} more", "")
     return table
 
 
 def _picture(plan: Plan) -> RenderableType:
     """Render a row for each pipeline rank, a column for each data rank, a colour for each shard."""
-    columns = plan.data_ranks
-    shown = min(columns, SHOWN_COPIES)
+    columns = plan.data_parallel_size
+    shown = min(columns, MAX_SHOWN_DATA_RANKS)
     width = plan.cp * plan.tp
-    boxed = plan.cp <= 4 and plan.pp <= 8 and shown * (4 * plan.tp + 6) <= PICTURE_WIDTH
+    boxed = plan.cp <= 4 and plan.pp <= 8 and shown * (4 * plan.tp + 6) <= MAX_PICTURE_WIDTH
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
     table.add_column("", no_wrap=True)
     for column in range(shown):
@@ -82,8 +91,8 @@ def _picture(plan: Plan) -> RenderableType:
         names = [f"replica {replica}"] if plan.dp_replicate > 1 else []
         names += [f"shard {shard}"] if plan.dp_shard > 1 else []
         table.add_column("\n".join(names), justify="center", no_wrap=True)
-    for at in range(min(plan.pp, SHOWN_STAGES)):
-        numbers = plan.stages_of(at)
+    for at in range(min(plan.pp, MAX_SHOWN_STAGES)):
+        numbers = plan.stages_of_pipeline_rank(at)
         name = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         if boxed:
             name = "\n" * ((plan.cp + 1) // 2) + name  # beside the middle of the boxes
@@ -97,8 +106,8 @@ def _picture(plan: Plan) -> RenderableType:
     notes = []
     if shown < columns:
         notes.append(f"{columns - shown} more columns like these")
-    if plan.pp > SHOWN_STAGES:
-        notes.append(f"{plan.pp - SHOWN_STAGES} more rows")
+    if plan.pp > MAX_SHOWN_STAGES:
+        notes.append(f"{plan.pp - MAX_SHOWN_STAGES} more rows")
     inside = [text for size, text in ((plan.cp, "cp downwards"), (plan.tp, "tp to the right")) if size > 1]
     if inside and boxed:
         notes.append("in a box: " + ", ".join(inside))
@@ -119,23 +128,25 @@ def _run_text(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first}–{first + count - 1}"
 
 
-def _holding_table(held: Holding, plan: Plan, dimensions: DecoderDimensions) -> Table:
-    table = Table(f"rank {held.rank}", "holds", "of", box=None, pad_edge=False, header_style="dim")
-    table.add_row("layers", "; ".join(_blocks_text(stage) for stage in held.stages), str(dimensions.layers))
-    table.add_row("heads", _range_text(held.heads), str(dimensions.heads))
-    table.add_row("key/value heads", _range_text(held.kv_heads), str(dimensions.kv_heads))
-    table.add_row("feed-forward columns", _range_text(held.feed_forward), str(dimensions.feed_forward))
-    table.add_row("vocabulary", _range_text(held.vocabulary), str(dimensions.vocabulary))
-    if held.experts is not None:
-        table.add_row("experts", _range_text(held.experts), str(getattr(dimensions, "experts", "")))
-    if held.positions:
-        table.add_row("positions", ", ".join(map(_range_text, held.positions)), "each sequence")
-    if held.state_share > 1:
-        table.add_row("of all that", f"1/{held.state_share} ({plan.shard})", "between steps")
+def _rank_contents_table(contents: RankContents, plan: Plan, dimensions: DecoderConfig) -> Table:
+    table = Table(f"rank {contents.rank}", "holds", "of", box=None, pad_edge=False, header_style="dim")
+    table.add_row(
+        "layers", "; ".join(_blocks_text(stage) for stage in contents.stages), str(dimensions.layers)
+    )
+    table.add_row("heads", _range_text(contents.heads), str(dimensions.heads))
+    table.add_row("key/value heads", _range_text(contents.kv_heads), str(dimensions.kv_heads))
+    table.add_row("feed-forward columns", _range_text(contents.feed_forward), str(dimensions.feed_forward))
+    table.add_row("vocabulary", _range_text(contents.vocabulary), str(dimensions.vocabulary))
+    if contents.experts is not None:
+        table.add_row("experts", _range_text(contents.experts), str(getattr(dimensions, "experts", "")))
+    if contents.positions:
+        table.add_row("positions", ", ".join(map(_range_text, contents.positions)), "each sequence")
+    if contents.state_shards > 1:
+        table.add_row("of all that", f"1/{contents.state_shards} ({plan.shard})", "between steps")
     return table
 
 
-def _blocks_text(stage: Stage) -> str:
+def _blocks_text(stage: StageLayout) -> str:
     parts = ["embedding"] if stage.has_embedding else []
     if len(stage.blocks):
         noun = "layer" if len(stage.blocks) == 1 else "layers"
@@ -145,13 +156,13 @@ def _blocks_text(stage: Stage) -> str:
     return ", ".join(parts)
 
 
-def _range_text(held: range) -> str:
-    return str(held.start) if len(held) == 1 else f"{held.start}–{held.stop - 1}"
+def _range_text(indices: range) -> str:
+    return str(indices.start) if len(indices) == 1 else f"{indices.start}–{indices.stop - 1}"
 
 
-def ranks_text(ranks: tuple[int, ...], shown: int = 6) -> str:
+def ranks_text(ranks: tuple[int, ...], max_ranks: int = 6) -> str:
     """Return consecutive ranks as a range, others by their first few."""
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
-    text = ", ".join(map(str, ranks[:shown]))
-    return text if len(ranks) <= shown else f"{text}, … {ranks[-1]}"
+    text = ", ".join(map(str, ranks[:max_ranks]))
+    return text if len(ranks) <= max_ranks else f"{text}, … {ranks[-1]}"

@@ -9,16 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from wanma.job.forecast.forecast import Forecast, StepTime, Workload
-from wanma.observe.units import duration_text, share_text
+from wanma.observe.units import duration_text, percent_text
 from wanma.planner.presentation.formatting import (
     TIME_KINDS,
-    rate,
-    rate_unit,
-    rate_words,
-    run_words,
-    step_words,
+    goodput_text,
+    run_cost_text,
+    step_seconds_text,
+    throughput,
+    throughput_text,
+    throughput_unit,
     time_shares,
-    useful_words,
 )
 
 BAR_WIDTH = 24
@@ -29,9 +29,9 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
     step = forecast.step
     assert step is not None, "only for forecasts of time"
     facts = [
-        step_words(step),
-        f"{rate_words(rate(forecast, workload))} {rate_unit(workload)}",
-        f"MFU {share_text(forecast.model_flops_utilisation)}",
+        step_seconds_text(step),
+        f"{throughput_text(throughput(forecast, workload))} {throughput_unit(workload)}",
+        f"MFU {percent_text(forecast.model_flops_utilisation)}",
     ]
     table = Table.grid(padding=(0, 2))
     table.add_column()
@@ -39,13 +39,13 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
     table.add_column(justify="right")
     table.add_column()
     for kind, seconds, share in time_shares(step):
-        name = f"{kind.name} ({kind.axis})" if kind.axis else kind.name
+        name = f"{kind.name} ({kind.mesh_dimension})" if kind.mesh_dimension else kind.name
         bar = Text(kind.glyph * max(round(BAR_WIDTH * share), 1), style=kind.style)
-        table.add_row(name, duration_text(seconds), share_text(share), bar)
+        table.add_row(name, duration_text(seconds), percent_text(share), bar)
     parts: list[RenderableType] = [Text(", ".join(facts)), table]
-    if run := run_words(forecast):
+    if run := run_cost_text(forecast):
         parts.append(Text(f"the whole run: {run}"))
-    if useful := useful_words(forecast):
+    if useful := goodput_text(forecast):
         parts.append(Text(useful))
     return Group(*parts)
 

@@ -11,55 +11,62 @@ from rich.text import Text
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
-from wanma.observe.units import count_text, duration_text, share_text
-from wanma.planner.explain.comparison import Comparison
-from wanma.planner.explain.scaling import ScalePoint
-from wanma.planner.preparation.job_planning import Prepared
-from wanma.planner.presentation.dry_run_summary import describe_plan
+from wanma.observe.units import count_text, duration_text, percent_text
+from wanma.planner.explain.comparison import PlanComparison
+from wanma.planner.explain.scaling import ScalingPoint
+from wanma.planner.preparation.job_planning import PreparedJob
+from wanma.planner.presentation.dry_run_summary import render_plan_summary
 from wanma.planner.presentation.formatting import (
-    axes_words,
-    memory_words,
-    rate,
-    rate_unit,
-    rate_words,
-    settings_words,
+    evenly_spread_indices,
+    memory_text,
+    mesh_text,
+    settings_text,
     share_lines,
-    spread,
-    step_words,
+    step_seconds_text,
+    throughput,
+    throughput_text,
+    throughput_unit,
 )
-from wanma.planner.presentation.plan_analysis import Answers, Study, WhatIf, Why
+from wanma.planner.presentation.plan_analysis import PlanAnalysis, Study, WhatIfAnswer, WhyAnswer
 from wanma.planner.presentation.step_breakdown import time_bar, time_legend
-from wanma.planner.presentation.what_if_table import side_by_side
-from wanma.planner.search.result import Candidate, Found
+from wanma.planner.presentation.what_if_table import what_if_rows
+from wanma.planner.search.result import Candidate, SearchResult
 
-SHOWN_PLANS = 8
-FORECASTS_ONLY = "Forecasts only: wanma does not run these plans"
-SHOWN_FRONT = 8
-NARROW, NARROWER, NARROWEST = 104, 80, 60
+MAX_SHOWN_PLANS = 8
+UNSUPPORTED_PLANS_TITLE = "Forecasts only: wanma does not run these plans"
+MAX_SHOWN_FRONT = 8
+MIN_WIDTH_FOR_BARS, MIN_WIDTH_FOR_RATES, MIN_WIDTH_FOR_MEMORY = 104, 80, 60
 """Widths of a window, in columns, below which a table omits bars, rates, and all but step and plan."""
 
 
-def answers_text(answers: Answers) -> RenderableType:
+def render_analysis(analysis: PlanAnalysis) -> RenderableType:
     """Render the whole analysis, the chosen plan first."""
-    study = answers.study
+    study = analysis.study
     parts: list[RenderableType] = [Text(f"\n{study.cluster}", style="bold")]
-    if study.forecast_only is not None:
-        parts.append(Text(f"· a forecast only: {study.forecast_only}", style="dim"))
-    prepared = Prepared(study.cluster, study.planned, study.workload, None, study.unread)
-    parts.append(describe_plan(study.job, prepared))
-    if shares := share_lines(study.planned.plan, study.cluster):
+    if study.unsupported_reason is not None:
+        parts.append(Text(f"· a forecast only: {study.unsupported_reason}", style="dim"))
+    prepared = PreparedJob(
+        study.cluster, study.plan_result, study.workload, None, study.workload_unavailable_reason
+    )
+    parts.append(render_plan_summary(study.job, prepared))
+    if shares := share_lines(study.plan_result.plan, study.cluster):
         parts += [_head("Who computes what"), *map(Text, shares)]
-    forecast = study.planned.forecast
-    if study.untimed is not None and (forecast is None or study.untimed not in forecast.reasons):
-        parts.append(Text(f"· {study.untimed}", style="dim"))
-    if study.found is not None:
-        parts += _found(study, study.found)
-    for why in answers.whys:
-        parts += _why(why)
-    if answers.what_ifs:
-        parts += [_head("What if"), _side_by_side(study, answers.what_ifs)]
-    if answers.scale:
-        parts += [_head("Over numbers of devices"), _Wide(_scale_rows(answers.scale, study.workload))]
+    forecast = study.plan_result.forecast
+    if study.time_unavailable_reason is not None and (
+        forecast is None or study.time_unavailable_reason not in forecast.reasons
+    ):
+        parts.append(Text(f"· {study.time_unavailable_reason}", style="dim"))
+    if study.search_result is not None:
+        parts += _search_tables(study, study.search_result)
+    for why in analysis.why_answers:
+        parts += _why_answer(why)
+    if analysis.what_if_answers:
+        parts += [_head("What if"), _what_if_table(study, analysis.what_if_answers)]
+    if analysis.scaling_points:
+        parts += [
+            _head("Over numbers of devices"),
+            _ResponsiveTable(_scale_rows(analysis.scaling_points, study.workload)),
+        ]
     return Group(*parts)
 
 
@@ -70,19 +77,19 @@ def _head(text: str) -> Text:
 # ---------------------------------------------------------------- tables that fit
 
 
-class _Wide:
+class _ResponsiveTable:
     """Table that omits columns where the window is narrow.
 
     Args:
         rows: rows of cells; the first one holds the heads.
-        widths: width of a window, in columns, from which each column is shown; default: always.
+        min_widths: width of a window, in columns, from which each column is shown; default: always.
     """
 
-    def __init__(self, rows: Sequence[Sequence[RenderableType]], widths: Sequence[int] = ()) -> None:
-        self.rows, self.widths = rows, widths or (0,) * len(rows[0])
+    def __init__(self, rows: Sequence[Sequence[RenderableType]], min_widths: Sequence[int] = ()) -> None:
+        self.rows, self.min_widths = rows, min_widths or (0,) * len(rows[0])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = [number for number, least in enumerate(self.widths) if options.max_width >= least]
+        shown = [number for number, least in enumerate(self.min_widths) if options.max_width >= least]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         heads, *rows = self.rows
         for number in shown:
@@ -102,8 +109,8 @@ def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = No
         note: reason why it is forecast-only.
         cluster: cluster on which to describe the parts of unequal ranks.
     """
-    cell = Text(axes_words(plan), overflow="fold")
-    cell.append(f"\n{settings_words(plan)}", style="dim")
+    cell = Text(mesh_text(plan), overflow="fold")
+    cell.append(f"\n{settings_text(plan)}", style="dim")
     for line in share_lines(plan, cluster) if cluster is not None else ():
         cell.append(f"\n{line}", style="dim")
     if note is not None:
@@ -114,90 +121,98 @@ def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = No
 # ---------------------------------------------------------------- the best plans
 
 
-def _found(study: Study, found: Found) -> Iterable[RenderableType]:
-    searched = f"{count_text(found.considered, 'plan')} in {duration_text(found.seconds)}"
+def _search_tables(study: Study, search_result: SearchResult) -> Iterable[RenderableType]:
+    searched = f"{count_text(search_result.plan_count, 'plan')} in {duration_text(search_result.seconds)}"
     yield _head(f"Best plans, of {searched}")
-    shown, others = shown_plans(found, SHOWN_PLANS)
+    shown, others = split_by_support(search_result, MAX_SHOWN_PLANS)
     yield _plans_table(shown, study)
     if others:
-        yield _head(FORECASTS_ONLY)
+        yield _head(UNSUPPORTED_PLANS_TITLE)
         yield _plans_table(others, study, len(shown) + 1)
     steps = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
     if steps:
         yield time_legend(steps)
-    if study.beside_best is not None:
+    if study.best_comparison is not None:
         yield _head("The job's own plan")
-        yield from _comparison(study.beside_best)
-    if len(found.pareto) > 1:
+        yield from _comparison(study.best_comparison)
+    if len(search_result.pareto_front) > 1:
         yield _head("Memory against time: no plan is both faster and smaller than one of these")
-        yield _front_table(found.pareto)
+        yield _front_table(search_result.pareto_front)
 
 
-def shown_plans(found: Found, most: int) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
+def split_by_support(
+    search_result: SearchResult, max_plans: int
+) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
     """Return the runnable plans, and faster forecast-only ones.
 
     Without a runnable plan, only forecast-only ones.
     """
-    best = found.best
+    best = search_result.best
     if best is None:
-        return found.candidates[:most], ()
-    return found.runnable[:most], [one for one in found.forecasts_only if one.seconds < best.seconds]
+        return search_result.candidates[:max_plans], ()
+    return search_result.supported[:max_plans], [
+        one for one in search_result.unsupported if one.seconds < best.seconds
+    ]
 
 
 def _plans_table(candidates: Sequence[Candidate], study: Study, first: int = 1) -> RenderableType:
     rows: list[list[RenderableType]] = [
-        ["", "plan", "step", rate_unit(study.workload), "MFU", "memory", "where a step's time goes"]
+        ["", "plan", "step", throughput_unit(study.workload), "MFU", "memory", "where a step's time goes"]
     ]
     for number, one in enumerate(candidates, first):
-        is_ours = one.plan == study.planned.plan
+        is_ours = one.plan == study.plan_result.plan
         bar = time_bar(one.forecast.step) if one.forecast.step is not None else Text("–")
         rows.append(
             [
                 f"→{number}" if is_ours else str(number),
-                _plan_cell(one.plan, one.forecast_only, study.cluster),
-                step_words(one.forecast.step),
-                rate_words(rate(one.forecast, study.workload)),
-                share_text(one.forecast.model_flops_utilisation),
-                memory_words(one.forecast),
+                _plan_cell(one.plan, one.unsupported_reason, study.cluster),
+                step_seconds_text(one.forecast.step),
+                throughput_text(throughput(one.forecast, study.workload)),
+                percent_text(one.forecast.model_flops_utilisation),
+                memory_text(one.forecast),
                 bar,
             ]
         )
-    return _Wide(rows, (0, 0, 0, NARROWER, NARROWEST, NARROWEST, NARROW))
+    return _ResponsiveTable(
+        rows, (0, 0, 0, MIN_WIDTH_FOR_RATES, MIN_WIDTH_FOR_MEMORY, MIN_WIDTH_FOR_MEMORY, MIN_WIDTH_FOR_BARS)
+    )
 
 
 def _front_table(front: Sequence[Candidate]) -> RenderableType:
     rows: list[list[RenderableType]] = [["memory", "step", "", "plan"]]
     fastest = front[0].seconds
-    for one in (front[place] for place in spread(len(front), SHOWN_FRONT)):
+    for one in (front[place] for place in evenly_spread_indices(len(front), MAX_SHOWN_FRONT)):
         slower = f"{one.seconds / fastest - 1:+.0%}" if one is not front[0] else ""
-        rows.append([memory_words(one.forecast), step_words(one.forecast.step), slower, _plan_cell(one.plan)])
-    return _Wide(rows, (0, 0, NARROWEST, 0))
+        rows.append(
+            [memory_text(one.forecast), step_seconds_text(one.forecast.step), slower, _plan_cell(one.plan)]
+        )
+    return _ResponsiveTable(rows, (0, 0, MIN_WIDTH_FOR_MEMORY, 0))
 
 
 # ---------------------------------------------------------------- answers
 
 
-def _why(why: Why) -> Iterable[RenderableType]:
-    yield _head(f"Why not {why.asked}?")
-    answer = why.answer
+def _why_answer(why_answer: WhyAnswer) -> Iterable[RenderableType]:
+    yield _head(f"Why not {why_answer.question}?")
+    answer = why_answer.comparison
     if answer is None:
-        yield Text(why.sentence)
+        yield Text(why_answer.sentence)
         return
     yield _plan_cell(answer.plan)
     yield from _comparison(answer)
 
 
-def _comparison(answer: Comparison) -> Iterable[RenderableType]:
+def _comparison(answer: PlanComparison) -> Iterable[RenderableType]:
     yield Text(answer.headline)
     for difference in answer.differences:
         yield Text(f"  {difference}", style="red" if difference.seconds > 0 else "green")
-    for way in answer.ways:
+    for way in answer.remedies:
         slowdown = "its time is not known" if way.slowdown is None else f"{way.slowdown:+.0%} time"
-        yield Text(f"  {way}: {memory_words(way.forecast)}, {slowdown}")
+        yield Text(f"  {way}: {memory_text(way.forecast)}, {slowdown}")
 
 
-def _side_by_side(study: Study, what_ifs: Sequence[WhatIf]) -> RenderableType:
-    heads, *rows = side_by_side(study, what_ifs)
+def _what_if_table(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> RenderableType:
+    heads, *rows = what_if_rows(study, what_ifs)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for head in heads:
         table.add_column(head, overflow="fold")
@@ -206,19 +221,19 @@ def _side_by_side(study: Study, what_ifs: Sequence[WhatIf]) -> RenderableType:
     return table
 
 
-def _scale_rows(points: Sequence[ScalePoint], workload: Workload | None) -> list[list[RenderableType]]:
-    rows: list[list[RenderableType]] = [["devices", rate_unit(workload), "efficiency", "step", "plan"]]
+def _scale_rows(points: Sequence[ScalingPoint], workload: Workload | None) -> list[list[RenderableType]]:
+    rows: list[list[RenderableType]] = [["devices", throughput_unit(workload), "efficiency", "step", "plan"]]
     for point in points:
         if point.best is None:
-            rows.append([f"{point.devices:,}", "–", "–", "–", Text(point.reason, style="dim")])
+            rows.append([f"{point.device_count:,}", "–", "–", "–", Text(point.reason, style="dim")])
             continue
         forecast = point.best.forecast
         rows.append(
             [
-                f"{point.devices:,}",
-                rate_words(rate(forecast, workload)),
-                share_text(point.efficiency),
-                step_words(forecast.step),
+                f"{point.device_count:,}",
+                throughput_text(throughput(forecast, workload)),
+                percent_text(point.efficiency),
+                step_seconds_text(forecast.step),
                 _plan_cell(point.best.plan),
             ]
         )

@@ -1,9 +1,9 @@
 """Runtime support matrix by device, model and torch version, and permitted approximations.
 
 Search and refusal share it. Other rooms take their limits from here where they have the same
-(`FP8_LEAST_CAPABILITY`), and tests/parallel checks the rest against the runtime. A plan with a reason against
-it is forecast-only: `auto` never chooses it, `train` refuses it, `wanma plan` shows it with the reason. Sizes
-that do not divide are checked by `rules.mesh`. Pure functions, without torch.
+(`FP8_MIN_COMPUTE_CAPABILITY`), and tests/parallel checks the rest against the runtime. A plan with a reason
+against it is forecast-only: `auto` never chooses it, `train` refuses it, `wanma plan` shows it with the
+reason. Sizes that do not divide are checked by `rules.mesh`. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from importlib.metadata import version
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.job.plan.rank_timing import why_not_timed
+from wanma.job.plan.rank_timing import rank_timing_obstacle
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import Schedule
-from wanma.models.config.resolution import model_kind
+from wanma.models.config.resolution import input_kind
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
-from wanma.planner.rules.compression import compresses, not_compressible
+from wanma.planner.rules.compression import requests_compression, unsupported_compression_error
 
 SCHEDULES: tuple[Schedule, ...] = (
     "gpipe",
@@ -33,7 +33,7 @@ SCHEDULES: tuple[Schedule, ...] = (
 )
 """Pipeline schedules that the runtime supports; torch has each of them from 2.11 on."""
 
-FP8_LEAST_CAPABILITY = (8, 9)
+FP8_MIN_COMPUTE_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with matrix products in fp8."""
 
 APPROXIMATIONS = {
@@ -46,7 +46,7 @@ APPROXIMATIONS = {
 A plan uses one only if the job allows it (`parallel.allow`) or asks for it.
 """
 
-BETWEEN_SITES = {
+SYNCHRONIZATION_APPROXIMATIONS = {
     "local_sgd": "lets sites go on by themselves and averages their weights now and then",
     "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
     "delayed": "applies gradients some steps late",
@@ -57,44 +57,46 @@ Version = tuple[int, int]
 """Version of torch, (major, minor): (2, 13)."""
 
 
-def not_runnable(job: Job, plan: Plan, cluster: Cluster, torch: Version | None = None) -> str | None:
+def unsupported_reason(
+    job: Job, plan: Plan, cluster: Cluster, torch_version: Version | None = None
+) -> str | None:
     """Return the reason why the runtime cannot run `plan`, or None.
 
     Args:
-        torch: version to run with; default: the installed one.
+        torch_version: version to run with; default: the installed one.
     """
-    reason = _first(_Asked(job, plan, cluster, torch or installed_torch()))
+    reason = _first_unsupported(_SupportQuery(job, plan, cluster, torch_version or installed_torch_version()))
     return reason.text if reason is not None else None
 
 
-def check_runnable(job: Job, plan: Plan, cluster: Cluster, torch: Version | None = None) -> None:
+def check_supported(job: Job, plan: Plan, cluster: Cluster, torch_version: Version | None = None) -> None:
     """Refuse to train a forecast-only plan.
 
     Raises:
         JobError: with the reason, and the keys of another plan.
     """
-    reason = _first(_Asked(job, plan, cluster, torch or installed_torch()))
+    reason = _first_unsupported(_SupportQuery(job, plan, cluster, torch_version or installed_torch_version()))
     if reason is not None:
-        raise JobError(f"wanma cannot train this plan: {reason.text}", reason.way_out)
+        raise JobError(f"wanma cannot train this plan: {reason.text}", reason.remedy)
 
 
-def can_compile_again(plan: Plan, torch: Version) -> bool:
+def supports_compiled_recompute(plan: Plan, torch_version: Version) -> bool:
     """Return whether torch compiles blocks under the plan's recompute policy.
 
     The compiler of torch 2.13 puts the mesh of split parameters among the tensors that a block saves for its
     recompute, and stops at that; 2.11's does not. Torch 2.12 is untested and counts as 2.13.
     """
-    return torch < (2, 12) or not (plan.compile and plan.recompute == "full" and plan.tp > 1)
+    return torch_version < (2, 12) or not (plan.compile and plan.recompute == "full" and plan.tp > 1)
 
 
-def split_factors(optimizer: str, plan: Plan) -> JobError | None:
+def factored_optimizer_error(optimizer: str, plan: Plan) -> JobError | None:
     """Return the error for an optimizer with factored statistics on parameters that `plan` splits, or None.
 
     Adafactor keeps sums over whole rows and columns, which a split matrix does not have on one rank.
     """
-    if optimizer != "adafactor" or plan.shard_ranks == plan.tp == plan.ep == 1:
+    if optimizer != "adafactor" or plan.shard_group_size == plan.tp == plan.ep == 1:
         return None
-    axes = ("dp_shard", "cp", "tp", "ep") if plan.shard_ranks > 1 else ("tp", "ep")
+    axes = ("dp_shard", "cp", "tp", "ep") if plan.shard_group_size > 1 else ("tp", "ep")
     split = " and ".join(
         f"parallel.{axis} = {getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1
     )
@@ -107,7 +109,7 @@ def split_factors(optimizer: str, plan: Plan) -> JobError | None:
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Return the approximations that the job allows (`parallel.allow`) or asks for itself."""
     asked = {"fp8"} if job.train.fp8 else set()
-    if compresses(job):
+    if requests_compression(job):
         asked.add("compression")
     if job.parallel.synchronize != "every_step":
         asked.add(job.parallel.synchronize)
@@ -115,7 +117,7 @@ def allowed_approximations(job: Job) -> frozenset[str]:
 
 
 @cache
-def installed_torch() -> Version:
+def installed_torch_version() -> Version:
     """Return the version of the installed torch, without importing it."""
     found = re.match(r"(\d+)\.(\d+)", version("torch"))
     assert found is not None, "torch has a version"
@@ -123,107 +125,108 @@ def installed_torch() -> Version:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SupportQuery:
     job: Job
     plan: Plan
     cluster: Cluster
-    torch: Version
+    torch_version: Version
 
 
 @dataclass(frozen=True)
-class _Reason:
+class _Unsupported:
     text: str
-    way_out: str
+    remedy: str
 
 
-def _first(asked: _Asked) -> _Reason | None:
-    return next((reason for limit in _LIMITS if (reason := limit(asked)) is not None), None)
+def _first_unsupported(query: _SupportQuery) -> _Unsupported | None:
+    return next((reason for limit in _SUPPORT_CHECKS if (reason := limit(query)) is not None), None)
 
 
-def _foreign_device(asked: _Asked) -> _Reason | None:
-    devices = {one.name for node in asked.cluster.nodes for one in node.devices if one.kind == "other"}
-    if asked.plan.device == "cpu" or not devices:
+def _unsupported_device(query: _SupportQuery) -> _Unsupported | None:
+    devices = {one.name for node in query.cluster.nodes for one in node.devices if one.kind == "other"}
+    if query.plan.device == "cpu" or not devices:
         return None
-    return _Reason(
+    return _Unsupported(
         f"wanma does not run on {', '.join(sorted(devices))}",
         "train on CPUs or on GPUs that torch calls cuda (NVIDIA, AMD)",
     )
 
 
-def _placed(asked: _Asked) -> _Reason | None:
-    if not asked.plan.placement:
+def _placed_replicas(query: _SupportQuery) -> _Unsupported | None:
+    if not query.plan.placement:
         return None
-    return _Reason(
+    return _Unsupported(
         "replicas that differ by their devices (other stages, other tp) are planned for and not run yet",
         "give unlike devices unlike shares of the batch (parallel.batch_shares), or train on one kind",
     )
 
 
-def _untimed(asked: _Asked) -> _Reason | None:
+def _balance_without_timing(query: _SupportQuery) -> _Unsupported | None:
     """Refuse load balancing where the plan's ranks cannot be timed."""
-    reason = why_not_timed(asked.plan) if asked.job.parallel.load_balancing == "on" else None
-    if reason is None or asked.plan.data_ranks == 1:
+    reason = rank_timing_obstacle(query.plan) if query.job.parallel.load_balancing == "on" else None
+    if reason is None or query.plan.data_parallel_size == 1:
         return None
-    return _Reason(
+    return _Unsupported(
         f"parallel.load_balancing = 'on': {reason}",
         "set parallel.load_balancing = 'off' and parallel.batch_shares by hand, or parallel.shard to 'none' "
         "or 'optimizer'",
     )
 
 
-def _approximate(asked: _Asked) -> _Reason | None:
-    allowed = allowed_approximations(asked.job)
-    for name in asked.plan.approximate:
-        if name in BETWEEN_SITES and name not in allowed:
-            return _Reason(
-                f"{name} {BETWEEN_SITES[name]}, and the job does not ask for it",
+def _disallowed_approximation(query: _SupportQuery) -> _Unsupported | None:
+    allowed = allowed_approximations(query.job)
+    for name in query.plan.approximate:
+        if name in SYNCHRONIZATION_APPROXIMATIONS and name not in allowed:
+            return _Unsupported(
+                f"{name} {SYNCHRONIZATION_APPROXIMATIONS[name]}, and the job does not ask for it",
                 f"set parallel.synchronize = '{name}'",
             )
         if name not in allowed:
             changed = APPROXIMATIONS.get(name, "changes the numbers")
-            return _Reason(
+            return _Unsupported(
                 f"{name} {changed}, and the job does not allow it", f"set parallel.allow = ['{name}']"
             )
     return None
 
 
-def _compressed(asked: _Asked) -> _Reason | None:
-    error = not_compressible(asked.plan, asked.cluster)
-    return None if error is None else _Reason(error.message, error.hint)
+def _compressed(query: _SupportQuery) -> _Unsupported | None:
+    error = unsupported_compression_error(query.plan, query.cluster)
+    return None if error is None else _Unsupported(error.message, error.hint)
 
 
-def _fp8(asked: _Asked) -> _Reason | None:
-    if not asked.plan.fp8:
+def _fp8(query: _SupportQuery) -> _Unsupported | None:
+    if not query.plan.fp8:
         return None
     way_out = "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)"
-    if asked.plan.device == "cpu":
-        return _Reason("there are no matrix products in fp8 on CPUs", way_out)
-    for node in asked.cluster.nodes:
+    if query.plan.device == "cpu":
+        return _Unsupported("there are no matrix products in fp8 on CPUs", way_out)
+    for node in query.cluster.nodes:
         for device in node.devices:
             # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
             if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
-                return _Reason(f"{device.name} computes no matrix products in fp8", way_out)
-    if asked.plan.precision != "bf16":
-        return _Reason(
-            f"between products in fp8 is bf16, and the plan's precision is {asked.plan.precision}",
+                return _Unsupported(f"{device.name} computes no matrix products in fp8", way_out)
+    if query.plan.precision != "bf16":
+        return _Unsupported(
+            f"between products in fp8 is bf16, and the plan's precision is {query.plan.precision}",
             "set train.precision = 'bf16'",
         )
     return None
 
 
-def _compiled_again(asked: _Asked) -> _Reason | None:
-    if can_compile_again(asked.plan, asked.torch):
+def _compiled_recompute(query: _SupportQuery) -> _Unsupported | None:
+    if supports_compiled_recompute(query.plan, query.torch_version):
         return None
-    return _Reason(
-        f"torch {'.'.join(map(str, asked.torch))} does not compile blocks that recompute in full where tp "
+    return _Unsupported(
+        f"torch {'.'.join(map(str, query.torch_version))} does not compile blocks that recompute in full "
+        "where tp "
         "splits their matrices",
         "set parallel.recompute = 'selective', parallel.compile = false, or parallel.tp = 1",
     )
 
 
-def _unsplit_model(asked: _Asked) -> _Reason | None:
+def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
     """Refuse mesh dimensions that split a model without a declaration of how to split it."""
-    kind, plan = model_kind(asked.job.model), asked.plan
+    kind, plan = input_kind(query.job.model), query.plan
     if kind == "tokens":
         return None
     axes = [axis for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
@@ -231,41 +234,42 @@ def _unsplit_model(asked: _Asked) -> _Reason | None:
         axes.insert(0, "pp")
     if not axes:
         return None
-    model = asked.job.model
+    model = query.job.model
     name = model.factory or model.preset or model.family
-    return _Reason(
+    return _Unsupported(
         f"{name} does not declare what {' and '.join(axes)} would split",
         f"set {' = '.join(f'parallel.{axis}' for axis in axes)} = 1; data-parallel axes (dp_replicate, "
         "dp_shard) work with any module",
     )
 
 
-def _split_factors(asked: _Asked) -> _Reason | None:
-    error = split_factors(asked.job.train.optimizer, asked.plan)
-    return None if error is None else _Reason(error.message, error.hint)
+def _split_factors(query: _SupportQuery) -> _Unsupported | None:
+    error = factored_optimizer_error(query.job.train.optimizer, query.plan)
+    return None if error is None else _Unsupported(error.message, error.hint)
 
 
-def _split_backward(asked: _Asked) -> _Reason | None:
-    plan = asked.plan
+def _split_backward(query: _SupportQuery) -> _Unsupported | None:
+    plan = query.plan
     apart = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
-    if not apart or asked.torch >= (2, 13) or model_kind(asked.job.model) != "custom":
+    if not apart or query.torch_version >= (2, 13) or input_kind(query.job.model) != "custom":
         return None
-    return _Reason(
-        f"under schedule '{plan.schedule}' torch {'.'.join(map(str, asked.torch))} computes wrong gradients "
+    return _Unsupported(
+        f"under schedule '{plan.schedule}' torch {'.'.join(map(str, query.torch_version))} computes wrong "
+        "gradients "
         "for parameters that a forward uses several times, as one's own module may",
         "set parallel.schedule = 'interleaved_1f1b', or install torch 2.13",
     )
 
 
-_LIMITS = (
-    _foreign_device,
-    _placed,
-    _untimed,
-    _unsplit_model,
-    _approximate,
+_SUPPORT_CHECKS = (
+    _unsupported_device,
+    _placed_replicas,
+    _balance_without_timing,
+    _undeclared_model_layout,
+    _disallowed_approximation,
     _compressed,
     _fp8,
-    _compiled_again,
+    _compiled_recompute,
     _split_factors,
     _split_backward,
 )

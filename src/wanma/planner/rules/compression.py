@@ -12,22 +12,26 @@ from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text
-from wanma.planner.cost.gradient_collectives import LOOKED_AT, error_bytes, sent_bytes
+from wanma.planner.cost.gradient_collectives import (
+    SEARCHED_COMPRESSIONS,
+    error_feedback_bytes,
+    reduction_sent_bytes,
+)
 
 
-def compresses(job: Job) -> bool:
+def requests_compression(job: Job) -> bool:
     """Return whether the job itself asks for gradient compression."""
     parallel = job.parallel
     groups = (group.compression for group in parallel.compression_groups)
     return any(method != "none" for method in (parallel.compression, *groups))
 
 
-def plan_fields(job: Job) -> dict[str, Any]:
+def compression_plan_fields(job: Job) -> dict[str, Any]:
     """Return the plan fields of a job's gradient compression, and the approximations that it asks for."""
     parallel = job.parallel
     asked = {
         "fp8": job.train.fp8,
-        "compression": compresses(job),
+        "compression": requests_compression(job),
         parallel.synchronize: parallel.synchronize != "every_step",
     }
     return {
@@ -42,12 +46,13 @@ def plan_fields(job: Job) -> dict[str, Any]:
     }
 
 
-def not_compressible(plan: Plan, cluster: Cluster) -> JobError | None:
+def unsupported_compression_error(plan: Plan, cluster: Cluster) -> JobError | None:
     """Return the error for a plan whose gradients cannot be compressed as it says, or None."""
-    methods = plan.compressions
+    methods = plan.compression_methods
     if methods and plan.precision == "fp64":
         return JobError(
-            f"parallel.compression = '{_first(plan)}' with train.precision = 'fp64', which is for proofs: "
+            f"parallel.compression = '{_first_method(plan)}' with train.precision = 'fp64', which is for "
+            "proofs: "
             "compressed sums are made in fp32",
             "leave parallel.compression out, or set train.precision = 'fp32'",
         )
@@ -61,12 +66,12 @@ def not_compressible(plan: Plan, cluster: Cluster) -> JobError | None:
     return None
 
 
-def unused_key(job: Job) -> JobError | None:
+def unused_compression_key_error(job: Job) -> JobError | None:
     """Return the error for a compression setting that no compression method of the job uses, or None."""
     parallel = job.parallel
     methods = {parallel.compression, *(group.compression for group in parallel.compression_groups)}
     if parallel.auto and "compression" in parallel.allow:
-        methods |= set(LOOKED_AT)
+        methods |= set(SEARCHED_COMPRESSIONS)
     for key, method in {"share": "topk", "rank": "powersgd", "from_step": None}.items():
         name = f"compression_{key}"
         value, default = getattr(parallel, name), type(parallel).model_fields[name].default
@@ -81,12 +86,12 @@ def unused_key(job: Job) -> JobError | None:
     return None
 
 
-def compression_words(plan: Plan) -> str:
+def compression_text(plan: Plan) -> str:
     """Return the plan's gradient compression in words; empty where there is none.
 
     Examples: 'in int8', 'by the largest 1 % of their elements, embedding.* whole'.
     """
-    if not plan.compressions:
+    if not plan.compression_methods:
         return ""
     words = {
         "none": "whole",
@@ -107,21 +112,21 @@ def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
         plan: the plan.
         parameters: trained parameters of the whole model.
     """
-    if not plan.compressions or max(plan.replicas, plan.shard_ranks) == 1:
+    if not plan.compression_methods or max(plan.replicate_group_size, plan.shard_group_size) == 1:
         return ()
     whole = parameters / plan.tp / plan.pp
-    kept = error_bytes(plan, whole, whole / plan.shard_ranks)
-    where = "replicas" if plan.replicas > 1 else "shards"
-    text = f"gradients {compression_words(plan)}: "
+    kept = error_feedback_bytes(plan, whole, whole / plan.shard_group_size)
+    where = "replicas" if plan.replicate_group_size > 1 else "shards"
+    text = f"gradients {compression_text(plan)}: "
     if plan.hierarchical:
         text += "machines sum theirs whole, and send each other what one rank of each would"
     else:
-        sent, plain = sent_bytes(plan, whole)
+        sent, plain = reduction_sent_bytes(plan, whole)
         text += (
             f"to sum them over {where} a rank sends about {bytes_text(sent)} instead of {bytes_text(plain)}"
         )
     return (text + (f", and keeps {bytes_text(kept)} of what is left out" if kept else ""),)
 
 
-def _first(plan: Plan) -> str:
-    return plan.compression if plan.compression != "none" else min(plan.compressions)
+def _first_method(plan: Plan) -> str:
+    return plan.compression if plan.compression != "none" else min(plan.compression_methods)

@@ -8,25 +8,30 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from wanma.data.sampling.batch_size_schedule import global_batch
+from wanma.data.sampling.batch_size_schedule import global_batch_size
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.config.dimensions import DecoderDimensions
-from wanma.models.config.resolution import model_kind
+from wanma.models.config.dimensions import DecoderConfig
+from wanma.models.config.resolution import input_kind
 from wanma.observe.units import count_text
 from wanma.planner.pipeline.schedules import (
     INTERLEAVED,
-    wrong_cuts,
-    wrong_micro_batches,
-    wrong_stages,
+    invalid_cuts_reason,
+    invalid_micro_batches_reason,
+    invalid_virtual_stages_reason,
 )
-from wanma.planner.rules.compression import not_compressible, unused_key
-from wanma.planner.rules.predicates import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
+from wanma.planner.rules.compression import unsupported_compression_error, unused_compression_key_error
+from wanma.planner.rules.predicates import (
+    cp_divides_heads,
+    mesh_divides_sequence,
+    split_backward_conflict,
+    tensor_parallel_sizes,
+)
 
 
-def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
+def check_mesh(job: Job, plan: Plan, cluster: Cluster) -> None:
     """Check the sizes of the mesh dimensions against each other, the nodes and the batch.
 
     Raises:
@@ -64,21 +69,23 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
     if plan.pp > 1:
         check_schedule(plan)
     else:
-        _check_no_stages(job, plan)
+        _check_unused_stage_keys(job, plan)
     if plan.cp > 1:
         _check_context(job, plan)
     if plan.ep > 1:
         _check_expert_ranks(job, plan)
     _check_sequence(job, plan)
-    _check_memory(job, plan)
+    _check_offload_and_recompute(job, plan)
     _check_fp8(plan, cluster)
-    if (error := unused_key(job) or not_compressible(plan, cluster)) is not None:
+    if (
+        error := unused_compression_key_error(job) or unsupported_compression_error(plan, cluster)
+    ) is not None:
         raise error
-    if min(global_batches(job)) < plan.data_ranks:
+    if min(global_batches(job)) < plan.data_parallel_size:
         raise JobError(
-            f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
+            f"train.global_batch = {min(global_batches(job))} gives {plan.data_parallel_size} data ranks "
             f"(dp_replicate × dp_shard) less than one sample each",
-            f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
+            f"raise train.global_batch to at least {plan.data_parallel_size}, or use fewer ranks",
         )
 
 
@@ -95,7 +102,7 @@ def check_shards(plan: Plan) -> None:
         )
 
 
-def check_dimensions(plan: Plan, dimensions: DecoderDimensions) -> None:
+def check_model_dimensions(plan: Plan, dimensions: DecoderConfig) -> None:
     """Check the sizes of the mesh dimensions against a decoder's dimensions.
 
     Raises:
@@ -113,12 +120,12 @@ def check_schedule(plan: Plan) -> None:
         JobError: names the keys.
     """
     key = f"parallel.schedule = '{plan.schedule}'"
-    if reason := wrong_stages(plan.schedule, plan.virtual_stages):
+    if reason := invalid_virtual_stages_reason(plan.schedule, plan.virtual_stages):
         raise JobError(
             f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
             f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
         )
-    excluded = takes_backward_apart(plan)
+    excluded = split_backward_conflict(plan)
     if excluded == "compile":
         raise JobError(
             f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
@@ -142,7 +149,7 @@ def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
     if plan.pp == 1:
         return
     cuts = job.parallel.stage_cuts or plan.stage_cuts
-    if reason := wrong_cuts(cuts, blocks, plan.stages, first=True, last=True):
+    if reason := invalid_cuts_reason(cuts, blocks, plan.stage_count, has_pre_block=True, has_post_block=True):
         given = f", parallel.stage_cuts = {list(cuts)}" if job.parallel.stage_cuts else ""
         raise JobError(
             f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
@@ -159,23 +166,25 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
     if plan.pp == 1:
         return
     for batch in global_batches(job):
-        wrong = _wrong_count(plan, batch)
+        wrong = _first_invalid_count(plan, batch)
         if wrong is None:
             continue
         rank, count, reason = wrong
-        sizes = admitted_micro_batches(job, plan, max(plan.most_rows(batch), plan.micro_batch))
+        sizes = valid_micro_batch_sizes(job, plan, max(plan.max_rows_per_data_rank(batch), plan.micro_batch))
         if sizes:
             nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
             way_out = f"use parallel.micro_batch = {nearest}"
         else:
             single = replace(plan, micro_batch=1)
-            enough = next(more for more in itertools.count(batch) if _wrong_count(single, more) is None)
+            enough = next(
+                more for more in itertools.count(batch) if _first_invalid_count(single, more) is None
+            )
             way_out = (
                 f"raise train.global_batch to at least {enough} (in every step of train.batch_ramp), "
                 "lower parallel.pp"
             )
-        rows = plan.sizes(batch)[rank]
-        whose = f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_ranks} data ranks"
+        rows = plan.rows_per_data_rank(batch)[rank]
+        whose = f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_parallel_size} data ranks"
         raise JobError(
             f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {whose} {rows} samples, and "
             f"parallel.micro_batch = {plan.micro_batch} makes them {count} micro-batches: {reason}",
@@ -183,20 +192,20 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
         )
 
 
-def _wrong_count(plan: Plan, batch: int) -> tuple[int, int, str] | None:
+def _first_invalid_count(plan: Plan, batch: int) -> tuple[int, int, str] | None:
     """Return the first data rank whose number of micro-batches the schedule cannot run, or None.
 
     Returns:
         (data rank, number of micro-batches, reason).
     """
-    counts = plan.counts(batch)
+    counts = plan.micro_batch_counts(batch)
     for count in dict.fromkeys(counts):
-        if reason := wrong_micro_batches(plan.schedule, plan.pp, count):
+        if reason := invalid_micro_batches_reason(plan.schedule, plan.pp, count):
             return counts.index(count), count, reason
     return None
 
 
-def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
+def valid_micro_batch_sizes(job: Job, plan: Plan, largest: int) -> list[int]:
     """List the micro-batch sizes, in samples, with which the schedule can run every step of the job.
 
     Returns:
@@ -206,9 +215,9 @@ def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
 
     def is_admitted(size: int) -> bool:
         sized = replace(plan, micro_batch=size)
-        return plan.pp == 1 or all(_wrong_count(sized, batch) is None for batch in batches)
+        return plan.pp == 1 or all(_first_invalid_count(sized, batch) is None for batch in batches)
 
-    rows = plan.most_rows(max(batches))
+    rows = plan.max_rows_per_data_rank(max(batches))
     smaller = [size for size in range(largest, 0, -1) if is_admitted(size)]
     return smaller or [size for size in range(largest + 1, rows + 1) if is_admitted(size)][:1]
 
@@ -216,10 +225,10 @@ def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
 def global_batches(job: Job) -> list[int]:
     """Return the global batch sizes of the job's steps, in samples, in the order of the steps."""
     starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
-    return [global_batch(job.train, step) for step in sorted(starts)]
+    return [global_batch_size(job.train, step) for step in sorted(starts)]
 
 
-def _check_no_stages(job: Job, plan: Plan) -> None:
+def _check_unused_stage_keys(job: Job, plan: Plan) -> None:
     """Refuse stage settings of a job without a pipeline, which would have no effect."""
     virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else it is the schedule's default
     given = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
@@ -235,7 +244,7 @@ def _check_context(job: Job, plan: Plan) -> None:
     """Check that the sequences can be cut among the ranks of `cp`."""
     key = f"parallel.cp = {plan.cp}"
     named = job.model.huggingface is None and job.model.factory is None
-    if job.data.images is not None or (named and model_kind(job.model) == "images"):
+    if job.data.images is not None or (named and input_kind(job.model) == "images"):
         raise JobError(
             f"{key} cuts sequences, and images have none",
             "set parallel.cp = 1 and use the ranks as dp_replicate or dp_shard",
@@ -246,8 +255,8 @@ def _check_context(job: Job, plan: Plan) -> None:
             "hold of a sequence",
             "set parallel.cp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
         )
-    length, unit = job.data.sequence_length, plan.sequence_unit
-    if (job.data.text or job.data.sources) and not sequence_fits(plan, length):
+    length, unit = job.data.sequence_length, plan.sequence_length_multiple
+    if (job.data.text or job.data.sources) and not mesh_divides_sequence(plan, length):
         pieces = "twice as many pieces as ranks" if plan.cp_method == "ring" else "as many pieces as ranks"
         shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence_parallel else ""
         raise JobError(
@@ -257,9 +266,9 @@ def _check_context(job: Job, plan: Plan) -> None:
         )
 
 
-def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
+def _check_context_heads(plan: Plan, dimensions: DecoderConfig) -> None:
     """Check that all-to-all gives each context rank an equal share of the heads that `tp` leaves."""
-    if not heads_fit(dimensions, plan):
+    if not cp_divides_heads(dimensions, plan):
         raise JobError(
             f"parallel.cp = {plan.cp} with parallel.cp_method = 'all_to_all' cannot share model.heads = "
             f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
@@ -268,12 +277,12 @@ def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
         )
 
 
-def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
+def _check_tensor(plan: Plan, dimensions: DecoderConfig) -> None:
     """Check that `tp` divides heads, inner width and vocabulary evenly.
 
     Key and value heads need not divide: where they do not, each rank computes those that its heads attend to.
     """
-    sizes = split_by_tensor(dimensions)
+    sizes = tensor_parallel_sizes(dimensions)
     for key, size in sizes.items():
         if size % plan.tp:
             smaller = [str(tp) for tp in range(1, plan.tp) if all(n % tp == 0 for n in sizes.values())]
@@ -287,24 +296,26 @@ def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
 def _check_expert_ranks(job: Job, plan: Plan) -> None:
     """Check that the model has experts and `ep` can be cut out of the data and context ranks."""
     named = job.model.huggingface is None and job.model.factory is None
-    if job.model.factory is not None or (named and model_kind(job.model) == "images"):
+    if job.model.factory is not None or (named and input_kind(job.model) == "images"):
         raise JobError(
             f"parallel.ep = {plan.ep}: {job.model.factory or job.model.preset or job.model.family} has no "
             "experts that could be spread",
             "set parallel.ep = 1",
         )
-    sizes = plan.allowed_ep()
+    sizes = plan.valid_ep_sizes()
     if plan.ep not in sizes:
-        ranks = plan.data_ranks * plan.cp
+        ranks = plan.data_parallel_size * plan.cp
         raise JobError(
             f"parallel.ep = {plan.ep} cannot be cut out of {ranks} data and context ranks "
             "(dp_replicate × dp_shard × cp)"
-            + (f", of which {plan.shard_ranks} share the state" if plan.shard_ranks < ranks else ""),
+            + (
+                f", of which {plan.shard_group_size} share the state" if plan.shard_group_size < ranks else ""
+            ),
             f"set parallel.ep to {' or '.join(map(str, sizes))}, or change those axes",
         )
 
 
-def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
+def _check_experts(plan: Plan, dimensions: DecoderConfig) -> None:
     """Check that `ep` divides the experts."""
     experts = dimensions.experts
     if plan.ep > 1 and experts == 0:
@@ -313,7 +324,7 @@ def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
             "set parallel.ep = 1, or model.experts",
         )
     if experts % plan.ep:
-        sizes = [str(size) for size in plan.allowed_ep() if experts % size == 0]
+        sizes = [str(size) for size in plan.valid_ep_sizes() if experts % size == 0]
         raise JobError(
             f"parallel.ep = {plan.ep} does not divide model.experts = {experts}",
             f"set parallel.ep to {' or '.join(sizes)}, or make model.experts a multiple of {plan.ep}",
@@ -330,7 +341,7 @@ def _check_sequence(job: Job, plan: Plan) -> None:
         )
 
 
-def _check_memory(job: Job, plan: Plan) -> None:
+def _check_offload_and_recompute(job: Job, plan: Plan) -> None:
     parallel = job.parallel
     kinds = ("parameters", "optimizer", "activations")
     at_host = [f"parallel.offload_{kind}" for kind in kinds if getattr(plan, f"offload_{kind}") == "host"]

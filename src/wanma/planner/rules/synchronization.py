@@ -13,31 +13,37 @@ from wanma.job.plan.synchronization import Synchronization
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
 
-EVERY, OUTER_RATE, OUTER_MOMENTUM, OVERLAP_MIX, STALENESS = 100, 0.7, 0.9, 0.5, 1
+(
+    DEFAULT_SYNCHRONIZE_EVERY,
+    DEFAULT_OUTER_LEARNING_RATE,
+    DEFAULT_OUTER_MOMENTUM,
+    DEFAULT_OVERLAP_MIX,
+    DEFAULT_STALENESS,
+) = 100, 0.7, 0.9, 0.5, 1
 """Defaults of the synchronization settings: interval in steps, outer rate and momentum, mix, staleness.
 
 Outer rate and momentum are those of Douillard et al. 2023, section 3, the mixing factor that of Douillard et
 al. 2025, section 3; the interval is the shortest that these papers have for models of any size.
 """
 
-_LOCAL = ("local_sgd", "diloco")
-_KINDS_OF_KEYS: dict[str, tuple[str, ...]] = {
-    "sites": (*_LOCAL, "delayed"),
-    "synchronize_every": _LOCAL,
-    "synchronous_steps": _LOCAL,
+_LOCAL_STEP_METHODS = ("local_sgd", "diloco")
+_SYNCHRONIZATION_KINDS_BY_KEY: dict[str, tuple[str, ...]] = {
+    "sites": (*_LOCAL_STEP_METHODS, "delayed"),
+    "synchronize_every": _LOCAL_STEP_METHODS,
+    "synchronous_steps": _LOCAL_STEP_METHODS,
     "outer_learning_rate": ("diloco",),
     "outer_momentum": ("diloco",),
-    "fragments": _LOCAL,
-    "overlap_steps": _LOCAL,
-    "overlap_mixing_factor": _LOCAL,
-    "outer_compression": _LOCAL,
-    "outer_offload": _LOCAL,
+    "fragments": _LOCAL_STEP_METHODS,
+    "overlap_steps": _LOCAL_STEP_METHODS,
+    "overlap_mixing_factor": _LOCAL_STEP_METHODS,
+    "outer_compression": _LOCAL_STEP_METHODS,
+    "outer_offload": _LOCAL_STEP_METHODS,
     "staleness": ("delayed",),
 }
 """Synchronization methods to which each key of [parallel] applies."""
 
 
-def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
+def build_synchronization(parallel: ParallelSection) -> Synchronization | None:
     """Return the synchronization between sites of a job; None where all ranks synchronize at every step.
 
     Raises:
@@ -55,9 +61,9 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
             f"leave parallel.sites out, or make parallel.dp_replicate a multiple of {sites}",
         )
     if kind == "delayed":
-        staleness = STALENESS if parallel.staleness is None else parallel.staleness
+        staleness = DEFAULT_STALENESS if parallel.staleness is None else parallel.staleness
         return Synchronization(kind, sites, staleness=staleness)
-    every = parallel.synchronize_every or EVERY
+    every = parallel.synchronize_every or DEFAULT_SYNCHRONIZE_EVERY
     if parallel.fragments > every:
         raise JobError(
             f"parallel.fragments = {parallel.fragments} are exchanged in turn, one after a step at most, and "
@@ -70,13 +76,13 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
             f"fragment's next one begins, after parallel.synchronize_every = {every} steps",
             f"set parallel.overlap_steps below {every}, or raise parallel.synchronize_every",
         )
-    mix = OVERLAP_MIX if parallel.overlap_mixing_factor is None else parallel.overlap_mixing_factor
+    mix = DEFAULT_OVERLAP_MIX if parallel.overlap_mixing_factor is None else parallel.overlap_mixing_factor
     outer: dict[str, Any] = {}
     if kind == "diloco":
         momentum = parallel.outer_momentum
         outer = {
-            "outer_learning_rate": parallel.outer_learning_rate or OUTER_RATE,
-            "momentum": OUTER_MOMENTUM if momentum is None else momentum,
+            "outer_learning_rate": parallel.outer_learning_rate or DEFAULT_OUTER_LEARNING_RATE,
+            "momentum": DEFAULT_OUTER_MOMENTUM if momentum is None else momentum,
         }
     return Synchronization(
         kind,
@@ -92,7 +98,7 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
     )
 
 
-def check_sites(job: Job, plan: Plan) -> None:
+def check_synchronization(job: Job, plan: Plan) -> None:
     """Check the synchronization between sites against the plan's other settings and the nodes.
 
     Raises:
@@ -102,7 +108,7 @@ def check_sites(job: Job, plan: Plan) -> None:
     if seldom is None:
         return
     key = f"parallel.synchronize = '{seldom.kind}'"
-    if plan.compressions:
+    if plan.compression_methods:
         raise JobError(
             f"{key} with parallel.compression: what is left out of gradients has no place in a "
             "checkpoint of sites yet",
@@ -114,13 +120,13 @@ def check_sites(job: Job, plan: Plan) -> None:
             "made from weights and gradients that are on the device",
             "leave parallel.offload_parameters out, or share them within each site (parallel.dp_shard)",
         )
-    if seldom.is_local and plan.offload_optimizer == "disk":
+    if seldom.has_local_weights and plan.offload_optimizer == "disk":
         raise JobError(
             f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum would "
             "take the memory that this is to save",
             "leave parallel.offload_optimizer out, or share the state within each site (parallel.dp_shard)",
         )
-    if seldom.is_local and job.train.weight_average > 0:
+    if seldom.has_local_weights and job.train.weight_average > 0:
         raise JobError(
             f"{key} with train.weight_average = {job.train.weight_average:g}: what is evaluated and saved is "
             "the average of the sites already",
@@ -143,7 +149,7 @@ def check_sites(job: Job, plan: Plan) -> None:
 def _check_keys(parallel: ParallelSection) -> None:
     """Refuse synchronization keys that would have no effect."""
     kind = parallel.synchronize
-    for key, kinds in _KINDS_OF_KEYS.items():
+    for key, kinds in _SYNCHRONIZATION_KINDS_BY_KEY.items():
         default = ParallelSection.model_fields[key].default
         if getattr(parallel, key) != default and kind not in kinds:
             means = " or ".join(f"'{one}'" for one in kinds)

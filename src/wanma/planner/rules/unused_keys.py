@@ -9,33 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from wanma.job.file.schema import keys
+from wanma.job.file.schema import schema_keys
 from wanma.job.file.serialization import toml_value
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 
-_ADAMS = ("adamw", "muon")
+_ADAM_OPTIMIZERS = ("adamw", "muon")
 
 
-def without_effect(job: Job, plan: Plan) -> list[str]:
+def unused_key_notes(job: Job, plan: Plan) -> list[str]:
     """Return one sentence for each job key without effect.
 
     Example: 'train.warmup_steps = 500 is not reached: the run has 300 steps'.
     """
     told = []
-    for path, reason in _idle(job, plan):
+    for path, reason in _unused_keys(job, plan):
         section, name = path.split(".")
         value = getattr(getattr(job, section), name)
         if not _is_default(path, value):
             told.append(f"{path} = {toml_value(value)} has no effect: {reason}")
-    return told + list(_in_part(job, plan))
+    return told + list(_partial_effect_notes(job, plan))
 
 
-def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
+def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the keys that have no effect whatever their value, each with the reason."""
-    yield from _idle_of_layout(job, plan)
-    yield from _idle_of_training(job)
-    yield from _idle_of_machines(job)
+    yield from _unused_layout_keys(job, plan)
+    yield from _unused_training_keys(job)
+    yield from _unused_cluster_keys(job)
     if job.model.lora_rank == 0:
         for name in ("lora_alpha", "lora_targets"):
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
@@ -46,9 +46,9 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"data.{name}", f"it is for text, and the data are {kind}'s"
 
 
-def _idle_of_layout(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
+def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     parallel = job.parallel
-    ranks = plan.dp_replicate * plan.shard_ranks
+    ranks = plan.dp_replicate * plan.shard_group_size
     if plan.pp == 1:
         for name in ("schedule", "virtual_stages", "stage_cuts"):
             yield f"parallel.{name}", "there is no pipeline (parallel.pp = 1)"
@@ -56,7 +56,7 @@ def _idle_of_layout(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "parallel.cp_method", "sequences are not split (parallel.cp = 1)"
     if plan.tp == 1:
         yield "parallel.sequence_parallel", "matrices are not split (parallel.tp = 1)"
-    if plan.shard_ranks == 1 and not parallel.auto:
+    if plan.shard_group_size == 1 and not parallel.auto:
         yield "parallel.shard", "there is one rank to hold it all (parallel.dp_shard = 1)"
     if plan.dp_replicate == 1:
         for name in ("bucket_bytes", "hierarchical"):
@@ -73,11 +73,11 @@ def _idle_of_layout(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "parallel.recompute_share", "nothing is recomputed (parallel.recompute = 'none')"
 
 
-def _idle_of_training(job: Job) -> Iterator[tuple[str, str]]:
+def _unused_training_keys(job: Job) -> Iterator[tuple[str, str]]:
     train, checkpoint = job.train, job.checkpoint
     if train.optimizer not in ("sgd", "muon"):
         yield "train.momentum", f"train.optimizer = '{train.optimizer}' has none"
-    if train.optimizer not in _ADAMS:
+    if train.optimizer not in _ADAM_OPTIMIZERS:
         for name in ("betas", "epsilon"):
             yield f"train.{name}", f"it is AdamW's, and train.optimizer = '{train.optimizer}'"
     if train.precision != "fp16":
@@ -96,7 +96,7 @@ def _idle_of_training(job: Job) -> Iterator[tuple[str, str]]:
         yield "checkpoint.upload_keep", "nothing is uploaded (checkpoint.upload)"
 
 
-def _idle_of_machines(job: Job) -> Iterator[tuple[str, str]]:
+def _unused_cluster_keys(job: Job) -> Iterator[tuple[str, str]]:
     parallel, cluster = job.parallel, job.cluster
     if cluster.nodes == 1:
         for name in ("node_rank", "rendezvous", "topology_address"):
@@ -111,7 +111,7 @@ def _idle_of_machines(job: Job) -> Iterator[tuple[str, str]]:
         yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*)"
 
 
-def _in_part(job: Job, plan: Plan) -> Iterator[str]:
+def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:
     """Yield sentences on keys with less effect than they say, such as a start after the last step."""
     if plan.synchronization is not None and plan.sites == 1:
         kind = plan.synchronization.kind
@@ -142,4 +142,4 @@ def _in_part(job: Job, plan: Plan) -> Iterator[str]:
 
 
 def _is_default(path: str, value: Any) -> bool:
-    return bool(value == keys()[path].default)
+    return bool(value == schema_keys()[path].default)

@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float64]
 Plan = TypeVar("Plan")
 
 
-class Front(Generic[Plan]):
+class ParetoFront(Generic[Plan]):
     """Pareto front, sorted by rising time and so by falling memory.
 
     Args:
@@ -25,12 +25,12 @@ class Front(Generic[Plan]):
         self._memory: list[float] = []
         self.plans: list[Plan] = []
 
-    def covers(self, seconds: float, memory: float) -> bool:
+    def dominates(self, seconds: float, memory: float) -> bool:
         """Return whether a point of the front is as good, to within the tolerance."""
         after = bisect_right(self._seconds, seconds * self._more)
         return after > 0 and self._memory[after - 1] <= memory * self._more
 
-    def uncovered(self, seconds: Array, memory: Array) -> npt.NDArray[np.bool_]:
+    def undominated(self, seconds: Array, memory: Array) -> npt.NDArray[np.bool_]:
         """Return a mask of the points that the front does not cover."""
         smallest = np.array([np.inf, *self._memory])
         after = np.searchsorted(np.array(self._seconds), seconds * self._more, side="right")
@@ -39,7 +39,7 @@ class Front(Generic[Plan]):
 
     def add(self, seconds: float, memory: float, plan: Plan) -> None:
         """Add a point unless the front covers it, and remove the points that it beats."""
-        if self.covers(seconds, memory):
+        if self.dominates(seconds, memory):
             return
         at = bisect_right(self._seconds, seconds)
         if at and self._seconds[at - 1] == seconds:  # replaces that point, which is larger

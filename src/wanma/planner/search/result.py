@@ -18,7 +18,7 @@ class Candidate:
 
     plan: Plan
     forecast: Forecast
-    forecast_only: str | None = None
+    unsupported_reason: str | None = None
     """Reason why the plan is forecast-only; None for a runnable plan."""
 
     @property
@@ -32,19 +32,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search."""
 
     candidates: tuple[Candidate, ...]
     """Plans that fit: runnable ones first, then forecast-only ones; each by rising step time."""
-    pareto: tuple[Candidate, ...]
+    pareto_front: tuple[Candidate, ...]
     """Pareto front of step time and memory, fastest first.
 
     It has only runnable plans, if there are any.
     """
-    nearest: Candidate | None
+    smallest: Candidate | None
     """Plan that needs the least memory, where nothing fits."""
-    considered: int
+    plan_count: int
     """Number of plans of the space, pruned ones included."""
     pruned: Mapping[str, int] = field(default_factory=dict)
     """Number of plans that were not forecast, by the cause.
@@ -57,25 +57,25 @@ class Found:
     @property
     def best(self) -> Candidate | None:
         """Return the fastest runnable plan."""
-        return next(iter(self.runnable), None)
+        return next(iter(self.supported), None)
 
     @property
-    def runnable(self) -> tuple[Candidate, ...]:
+    def supported(self) -> tuple[Candidate, ...]:
         """Return the runnable plans."""
-        return tuple(one for one in self.candidates if one.forecast_only is None)
+        return tuple(one for one in self.candidates if one.unsupported_reason is None)
 
     @property
-    def forecasts_only(self) -> tuple[Candidate, ...]:
+    def unsupported(self) -> tuple[Candidate, ...]:
         """Return the forecast-only plans."""
-        return tuple(one for one in self.candidates if one.forecast_only is not None)
+        return tuple(one for one in self.candidates if one.unsupported_reason is not None)
 
     @property
-    def shown(self) -> Candidate | None:
+    def best_or_unsupported(self) -> Candidate | None:
         """Return `best`; without a runnable plan, the fastest forecast-only one."""
         return self.best or next(iter(self.candidates), None)
 
 
-def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def build_pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Return the candidates that no other beats in both step time and memory, fastest first."""
     front: list[Candidate] = []
     for one in sorted(candidates, key=lambda one: (one.seconds, one.memory_bytes)):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-STEPS = (1, 2, 2.5, 5, 10)
-MOST_TICKS = 6
-MOST_LOG_TICKS = 8
-NARROWEST = 1e-6
+TICK_MULTIPLES = (1, 2, 2.5, 5, 10)
+MAX_TICKS = 6
+MAX_LOG_TICKS = 8
+MIN_RELATIVE_RANGE = 1e-6
 """Range of a linear axis, as a share of its values, below which they count as one value."""
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """Mapping of [low, high] to [start, end], linear or logarithmic."""
 
     low: float
@@ -36,9 +36,9 @@ class Scale:
 
 
 def _linear_ticks(low: float, high: float) -> list[float]:
-    rough = (high - low) / (MOST_TICKS - 1)
+    rough = (high - low) / (MAX_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in STEPS if factor * power >= rough * (1 - 1e-9))
+    step = next(factor * power for factor in TICK_MULTIPLES if factor * power >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
@@ -48,25 +48,25 @@ def _log_ticks(low: float, high: float) -> list[float]:
     for factors in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
         ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
         ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
-        if len(ticks) <= MOST_LOG_TICKS:
+        if len(ticks) <= MAX_LOG_TICKS:
             return ticks if len(ticks) >= 2 else _linear_ticks(low, high)
-    stride = math.ceil(len(ticks) / MOST_LOG_TICKS)
+    stride = math.ceil(len(ticks) / MAX_LOG_TICKS)
     return ticks[::stride]
 
 
-def span(values: list[float], from_zero: bool) -> tuple[float, float]:
+def linear_range(values: list[float], from_zero: bool) -> tuple[float, float]:
     """Return the range of a linear axis that holds `values` with a margin; never empty."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if from_zero:
         low = min(low, 0.0)
     air = (high - low) * 0.06
     # A range this narrow counts as one value: its ticks would differ only in rounded digits.
-    if high - low <= NARROWEST * max(abs(low), abs(high)):
+    if high - low <= MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
         air = abs(high) * 0.5 or 1.0
     return (low if from_zero and low == 0 else low - air), high + air
 
 
-def log_span(values: list[float]) -> tuple[float, float]:
+def log_range(values: list[float]) -> tuple[float, float]:
     """Return the range of a logarithmic axis that holds `values`, all positive; never empty."""
     low, high = min(values), max(values)
     air = max((high / low) ** 0.06, 1.05)

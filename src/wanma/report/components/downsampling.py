@@ -9,7 +9,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SeriesPoint:
     """Mean, minimum and maximum of neighbouring points; NaN where no value is finite."""
 
     first: float
@@ -20,22 +20,22 @@ class Bucket:
     high: float
 
     @property
-    def middle(self) -> float:
+    def center(self) -> float:
         return (self.first + self.last) / 2
 
 
-def to_buckets(xs: Sequence[float], ys: Sequence[float], limit: int) -> list[Bucket]:
+def downsample(xs: Sequence[float], ys: Sequence[float], limit: int) -> list[SeriesPoint]:
     """Downsample a series to at most `limit` buckets of equally many points; one per point if there are few.
 
     Non-finite values are left out of a bucket's numbers.
     """
     count = min(limit, len(xs))
     edges = [index * len(xs) // count for index in range(count + 1)] if count else []
-    return [_bucket(xs[start], xs[stop - 1], ys[start:stop]) for start, stop in pairwise(edges)]
+    return [_series_point(xs[start], xs[stop - 1], ys[start:stop]) for start, stop in pairwise(edges)]
 
 
-def _bucket(first: float, last: float, values: Sequence[float]) -> Bucket:
+def _series_point(first: float, last: float, values: Sequence[float]) -> SeriesPoint:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        return Bucket(first, last, math.nan, math.nan, math.nan)
-    return Bucket(first, last, math.fsum(finite) / len(finite), min(finite), max(finite))
+        return SeriesPoint(first, last, math.nan, math.nan, math.nan)
+    return SeriesPoint(first, last, math.fsum(finite) / len(finite), min(finite), max(finite))

@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from wanma.observe.units import duration_text
-from wanma.report.components.axis import Scale
+from wanma.report.components.axis import AxisScale
 from wanma.report.components.line_chart import FULL_WIDTH, RIGHT
 
 LEFT = 92
 TOP, BOTTOM, GAP = 4, 26, 3
-TALL, THIN = 20, 7
-NARROWEST = 0.7
+ROW_HEIGHT, SECONDARY_ROW_HEIGHT = 20, 7
+MIN_WIDTH_PIXELS = 0.7
 """Width, in pixels, below which neighbours with the same appearance become one."""
-MOST_TEXTS = 5000
+MAX_TOOLTIPS = 5000
 """Number of intervals up to which each is named when the pointer is over it."""
 
 
 @dataclass(frozen=True)
-class Interval:
+class GanttInterval:
     """Interval of a row that begins at `start` and lasts `seconds`."""
 
     start: float
@@ -31,29 +31,29 @@ class Interval:
     colour: int
     """Number of a colour in page.css, 1 to 8."""
     text: str
-    is_part: bool = False
+    is_nested: bool = False
     """True if the interval is drawn lower, over another one of its row."""
 
 
 @dataclass(frozen=True)
-class Row:
+class GanttRow:
     """Row of a Gantt chart: a name and its intervals."""
 
     name: str
-    intervals: Sequence[Interval]
-    is_thin: bool = False
+    intervals: Sequence[GanttInterval]
+    is_secondary: bool = False
     """True if the row belongs to the row above it, and needs no name."""
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    interval: Interval
+class _DrawnInterval:
+    interval: GanttInterval
     left: float
     right: float
 
 
-def rows_figure(
-    title: str, rows: Sequence[Row], seconds: float, legend: Sequence[tuple[str, int]], note: str = ""
+def gantt_figure(
+    title: str, rows: Sequence[GanttRow], seconds: float, legend: Sequence[tuple[str, int]], note: str = ""
 ) -> str:
     """Render the rows as an HTML `<figure>`.
 
@@ -64,10 +64,12 @@ def rows_figure(
         legend: pairs of a name and the number of its colour.
         note: a sentence below the chart.
     """
-    across = Scale(0.0, seconds, LEFT, FULL_WIDTH - RIGHT)
-    height = TOP + sum((THIN if row.is_thin else TALL) + GAP for row in rows) + BOTTOM
+    across = AxisScale(0.0, seconds, LEFT, FULL_WIDTH - RIGHT)
+    height = (
+        TOP + sum((SECONDARY_ROW_HEIGHT if row.is_secondary else ROW_HEIGHT) + GAP for row in rows) + BOTTOM
+    )
     drawn = [list(_merged(row.intervals, across)) for row in rows]
-    named = sum(map(len, drawn)) <= MOST_TEXTS
+    named = sum(map(len, drawn)) <= MAX_TOOLTIPS
     parts = [f'<svg viewBox="0 0 {FULL_WIDTH} {height}" role="img" aria-label="{escape(title)}">']
     for tick in across.ticks():
         x = across(tick)
@@ -75,8 +77,8 @@ def rows_figure(
         parts.append(f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle">{duration_text(tick)}</text>')
     y = float(TOP)
     for row, pieces in zip(rows, drawn, strict=True):
-        tall = THIN if row.is_thin else TALL
-        if not row.is_thin:
+        tall = SECONDARY_ROW_HEIGHT if row.is_secondary else ROW_HEIGHT
+        if not row.is_secondary:
             label = f'<text x="{LEFT - 8}" y="{y + 14:.1f}" text-anchor="end">{escape(row.name)}</text>'
             parts.append(label)
         parts += [_rectangle(piece, y, tall, named) for piece in pieces]
@@ -91,33 +93,33 @@ def rows_figure(
     )
 
 
-def _rectangle(piece: _Drawn, y: float, tall: float, named: bool) -> str:
+def _rectangle(piece: _DrawnInterval, y: float, tall: float, has_tooltip: bool) -> str:
     interval = piece.interval
-    top, height = (y + tall * 0.6, tall * 0.4) if interval.is_part else (y, tall)
+    top, height = (y + tall * 0.6, tall * 0.4) if interval.is_nested else (y, tall)
     place = f'x="{piece.left:.2f}" y="{top:.1f}" width="{piece.right - piece.left:.2f}" height="{height:.1f}"'
-    css = f"piece{' part' if interval.is_part else ''} c{interval.colour}"
-    if not named:
+    css = f"piece{' part' if interval.is_nested else ''} c{interval.colour}"
+    if not has_tooltip:
         return f'<rect class="{css}" {place}/>'
     return f'<rect class="{css}" {place}><title>{escape(interval.text)}</title></rect>'
 
 
-def _merged(intervals: Iterable[Interval], across: Scale) -> Iterable[_Drawn]:
+def _merged(intervals: Iterable[GanttInterval], x_scale: AxisScale) -> Iterable[_DrawnInterval]:
     """Yield intervals in pixels, too narrow ones merged with neighbours of the same colour."""
-    open_piece: _Drawn | None = None
+    open_piece: _DrawnInterval | None = None
     for interval in intervals:
-        left, right = across(interval.start), across(interval.start + interval.seconds)
+        left, right = x_scale(interval.start), x_scale(interval.start + interval.seconds)
         if (
             open_piece is not None
-            and (open_piece.interval.colour, open_piece.interval.is_part)
-            == (interval.colour, interval.is_part)
-            and min(right - left, open_piece.right - open_piece.left) < NARROWEST
-            and left - open_piece.right < NARROWEST
+            and (open_piece.interval.colour, open_piece.interval.is_nested)
+            == (interval.colour, interval.is_nested)
+            and min(right - left, open_piece.right - open_piece.left) < MIN_WIDTH_PIXELS
+            and left - open_piece.right < MIN_WIDTH_PIXELS
         ):
             together = replace(open_piece.interval, text=f"{open_piece.interval.text.rstrip('…')}…")
-            open_piece = _Drawn(together, open_piece.left, max(right, open_piece.right))
+            open_piece = _DrawnInterval(together, open_piece.left, max(right, open_piece.right))
             continue
         if open_piece is not None:
             yield open_piece
-        open_piece = _Drawn(interval, left, right)
+        open_piece = _DrawnInterval(interval, left, right)
     if open_piece is not None:
         yield open_piece

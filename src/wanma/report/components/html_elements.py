@@ -12,12 +12,12 @@ from importlib.resources import files
 
 
 @dataclass(frozen=True)
-class Tile:
+class KeyFigure:
     """Key figure with its label."""
 
     label: str
     value: str
-    aside: str = ""
+    note: str = ""
 
 
 def document(title: str, parts: Iterable[str]) -> str:
@@ -36,13 +36,13 @@ def document(title: str, parts: Iterable[str]) -> str:
     )
 
 
-def tiles(numbers: Iterable[Tile]) -> str:
+def key_figure_tiles(figures: Iterable[KeyFigure]) -> str:
     """Render key figures side by side."""
     each = (
         f'<div class="tile"><span class="label">{escape(tile.label)}</span>'
         f'<span class="value">{escape(tile.value)}</span>'
-        f'<span class="aside">{escape(tile.aside)}</span></div>'
-        for tile in numbers
+        f'<span class="aside">{escape(tile.note)}</span></div>'
+        for tile in figures
     )
     return f'<section class="tiles">{"".join(each)}</section>'
 
@@ -60,28 +60,28 @@ def bar(segments: Iterable[tuple[str, float]]) -> str:
     return f'<div class="bar">{inside}</div>'
 
 
-def under_bar(label: str, number: str) -> str:
+def bar_caption(label: str, number: str) -> str:
     return f'<p class="under"><span>{escape(label)}</span><b>{escape(number)}</b></p>'
 
 
-def key(name: str, colour: int) -> str:
+def legend_entry(name: str, colour: int) -> str:
     """Render a name with its colour beside it."""
     return f'<span class="key c{colour}">{escape(name)}</span>'
 
 
-def row(first: str, *numbers: str) -> str:
+def table_row(first: str, *numbers: str) -> str:
     """Render a row of a table; `first` is HTML."""
     cells = "".join(f'<td class="n">{escape(number)}</td>' for number in numbers)
     return f"<tr><td>{first}</td>{cells}</tr>"
 
 
-def heads(names: Iterable[str], numbers: Collection[str] = ()) -> str:
+def table_header(names: Iterable[str], numbers: Collection[str] = ()) -> str:
     """Render the first row of a table; the columns in `numbers` are right-aligned."""
     cells = (f"<th{' class=n' if name in numbers else ''}>{escape(name)}</th>" for name in names)
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def reasons(texts: Iterable[str]) -> str:
+def reason_list(texts: Iterable[str]) -> str:
     """Render sentences to be folded out; empty where there are none."""
     items = "".join(f"<li>{escape(str(text))}</li>" for text in texts)
     return f"<details><summary>Reasons</summary><ul>{items}</ul></details>" if items else ""

@@ -1,7 +1,7 @@
 """Line charts and stacked charts as SVG, readable without scripts, with hover text by script.
 
-A `Chart` has the content; `figure` draws it. Colours are classes of page.css (`c1` to `c6`), so one drawing
-serves light and dark. The hover text is JSON beside the drawing.
+A `Chart` has the content; `chart_figure` draws it. Colours are classes of page.css (`c1` to `c6`), so one
+drawing serves light and dark. The hover text is JSON beside the drawing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from html import escape
 from itertools import groupby
 
 from wanma.observe.units import number_text
-from wanma.report.components.axis import Scale, log_span, span, tick_text
-from wanma.report.components.downsampling import Bucket, to_buckets
+from wanma.report.components.axis import AxisScale, linear_range, log_range, tick_text
+from wanma.report.components.downsampling import SeriesPoint, downsample
 
 HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 250, 10, 28, 62, 14
 FULL_WIDTH, HALF_WIDTH = 1120, 548
-MOST_BUCKETS = 500
-FEW = 40
+MAX_CHART_POINTS = 500
+MAX_MARKERS = 40
 """Number of points up to which each is drawn as a dot, or as a bar in a stacked chart."""
-OUTLIER = 3.0
+OUTLIER_FACTOR = 3.0
 """Multiple of the 95th percentile above which a stacked chart leaves a value out.
 
 A slow first step must not flatten the rest.
@@ -30,16 +30,16 @@ A slow first step must not flatten the rest.
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """Series of a chart, with a colour from 1 to 6."""
 
     name: str
     colour: int
     xs: Sequence[float]
     ys: Sequence[float]
-    dots: bool = False
+    marks_all_points: bool = False
     """True if every point is drawn, also where there are many: for rare values."""
-    is_joined: bool = True
+    draws_line: bool = True
     """True if a line joins the points."""
 
 
@@ -48,7 +48,7 @@ class Chart:
     """Content and options of one figure."""
 
     title: str
-    lines: Sequence[Line]
+    series: Sequence[Series]
     unit: str = ""
     value_text: Callable[[float], str] = number_text
     axis_text: Callable[[float], str] = tick_text
@@ -57,18 +57,18 @@ class Chart:
     wide: bool = False
     stacked: bool = False
     from_zero: bool = True
-    log_choice: bool = False
+    offers_log_scale: bool = False
     """True if a logarithmic axis is offered beside the linear one."""
-    limits: Sequence[tuple[str, float]] = ()
+    horizontal_lines: Sequence[tuple[str, float]] = ()
     """Horizontal lines: pairs of name and value."""
-    marks: Sequence[tuple[str, float]] = ()
+    vertical_lines: Sequence[tuple[str, float]] = ()
     """Vertical lines: pairs of CSS class and step."""
     note: str = ""
-    across_ticks: Sequence[float] | None = None
+    x_ticks: Sequence[float] | None = None
     """Ticks of the horizontal axis; None: round whole numbers, which are steps."""
-    across_text: Callable[[float], str] = tick_text
-    across_is_log: bool = False
-    point_text: Callable[[Bucket], str] | None = None
+    x_text: Callable[[float], str] = tick_text
+    x_is_log: bool = False
+    tooltip_text: Callable[[SeriesPoint], str] | None = None
     """Function from a bucket to its hover text; None: its step."""
 
     @property
@@ -77,31 +77,31 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _DrawnSeries:
     """Line reduced to the buckets that are drawn."""
 
-    line: Line
-    buckets: list[Bucket]
+    series: Series
+    points: list[SeriesPoint]
     base: list[float] = field(default_factory=list)
     """Lower ends of the buckets in a stacked chart."""
 
 
-def figure(chart: Chart) -> str:
+def chart_figure(chart: Chart) -> str:
     """Render a chart as an HTML `<figure>`."""
-    drawn = [_Drawn(line, to_buckets(line.xs, line.ys, MOST_BUCKETS)) for line in chart.lines]
+    drawn = [_DrawnSeries(line, downsample(line.xs, line.ys, MAX_CHART_POINTS)) for line in chart.series]
     if chart.stacked:
         drawn = _stack(drawn)
-    xs = [bucket.middle for one in drawn for bucket in one.buckets]
+    xs = [bucket.center for one in drawn for bucket in one.points]
     low, high = min(xs), max(xs)
-    few = max(len(one.buckets) for one in drawn) <= FEW
+    few = max(len(one.points) for one in drawn) <= MAX_MARKERS
     # Margin of half a bar at both ends; a single step gets an axis by it too.
-    air = 0.5 * ((high - low) / max(len(drawn[0].buckets) - 1, 1) or 1.0) if few else 0.0
-    across = Scale(low - air, high + air, LEFT, chart.width - RIGHT)
-    if chart.across_is_log:
-        across = Scale(*log_span(xs), LEFT, chart.width - RIGHT, logarithmic=True)
+    air = 0.5 * ((high - low) / max(len(drawn[0].points) - 1, 1) or 1.0) if few else 0.0
+    across = AxisScale(low - air, high + air, LEFT, chart.width - RIGHT)
+    if chart.x_is_log:
+        across = AxisScale(*log_range(xs), LEFT, chart.width - RIGHT, logarithmic=True)
 
-    positive = [v for one in drawn for b in one.buckets for v in (b.low, b.high) if v > 0]
-    log = chart.log_choice and len(positive) > 0 and max(positive) > 1.5 * min(positive)
+    positive = [v for one in drawn for b in one.points for v in (b.low, b.high) if v > 0]
+    log = chart.offers_log_scale and len(positive) > 0 and max(positive) > 1.5 * min(positive)
     note = chart.note
     axis, outside = _linear_axis(chart, drawn)
     if outside:
@@ -112,7 +112,7 @@ def figure(chart: Chart) -> str:
             chart,
             drawn,
             across,
-            Scale(*log_span(positive), HEIGHT - BOTTOM, TOP, logarithmic=True),
+            AxisScale(*log_range(positive), HEIGHT - BOTTOM, TOP, logarithmic=True),
             few,
             "log",
         )
@@ -122,72 +122,79 @@ def figure(chart: Chart) -> str:
         f'<figure class="chart{" wide" if chart.wide else ""}">'
         f"<figcaption><b>{escape(chart.title)}</b>{unit}{_legend(chart)}{switch}</figcaption>"
         f"{drawings}"
-        f'<script type="application/json">{_hover(chart, drawn, across)}</script>'
+        f'<script type="application/json">{_tooltips_json(chart, drawn, across)}</script>'
         + (f'<p class="note">{escape(note)}</p>' if note else "")
         + "</figure>"
     )
 
 
-def _stack(drawn: list[_Drawn]) -> list[_Drawn]:
+def _stack(drawn: list[_DrawnSeries]) -> list[_DrawnSeries]:
     """Stack the lines on top of one another, in their order; they share their steps."""
-    base = [0.0] * len(drawn[0].buckets)
+    base = [0.0] * len(drawn[0].points)
     stacked = []
     for one in drawn:
-        stacked.append(_Drawn(one.line, one.buckets, base))
+        stacked.append(_DrawnSeries(one.series, one.points, base))
         base = [
             at + (bucket.mean if math.isfinite(bucket.mean) else 0.0)
-            for at, bucket in zip(base, one.buckets, strict=True)
+            for at, bucket in zip(base, one.points, strict=True)
         ]
     return stacked
 
 
-def _linear_axis(chart: Chart, drawn: list[_Drawn]) -> tuple[Scale, str]:
+def _linear_axis(chart: Chart, drawn: list[_DrawnSeries]) -> tuple[AxisScale, str]:
     """Return the vertical scale, and a sentence about values above it; empty without any."""
     if not chart.stacked:
-        values = [v for one in drawn for b in one.buckets for v in (b.low, b.high) if math.isfinite(v)]
-        low, high = span(values + [value for _, value in chart.limits], chart.from_zero)
-        return Scale(low, high, HEIGHT - BOTTOM, TOP), ""
+        values = [v for one in drawn for b in one.points for v in (b.low, b.high) if math.isfinite(v)]
+        low, high = linear_range(values + [value for _, value in chart.horizontal_lines], chart.from_zero)
+        return AxisScale(low, high, HEIGHT - BOTTOM, TOP), ""
     top = drawn[-1]
-    pairs = zip(top.base, top.buckets, strict=True)
+    pairs = zip(top.base, top.points, strict=True)
     totals = [at + (bucket.mean if math.isfinite(bucket.mean) else 0.0) for at, bucket in pairs]
     usual = sorted(totals)[int(0.95 * (len(totals) - 1))]
-    above = [index for index, total in enumerate(totals) if total > OUTLIER * usual > 0]
+    above = [index for index, total in enumerate(totals) if total > OUTLIER_FACTOR * usual > 0]
     kept = [total for index, total in enumerate(totals) if index not in set(above)]
     outside = ""
     if above:
         highest = max(above, key=lambda index: totals[index])
         outside = (
-            f"{len(above)} beyond the top, the highest at {_step_text(top.buckets[highest])}: "
+            f"{len(above)} beyond the top, the highest at {_step_text(top.points[highest])}: "
             f"{chart.value_text(totals[highest])}."
         )
-    return Scale(*span(kept, True), HEIGHT - BOTTOM, TOP), outside
+    return AxisScale(*linear_range(kept, True), HEIGHT - BOTTOM, TOP), outside
 
 
-def _drawing(chart: Chart, drawn: list[_Drawn], across: Scale, up: Scale, few: bool, kind: str) -> str:
+def _drawing(
+    chart: Chart,
+    drawn: list[_DrawnSeries],
+    x_scale: AxisScale,
+    y_scale: AxisScale,
+    shows_markers: bool,
+    kind: str,
+) -> str:
     parts = [
         f'<svg viewBox="0 0 {chart.width} {HEIGHT}" role="img" aria-label="{escape(chart.title)}"'
         + (f' data-kind="{kind}"' if kind else "")
         + (" hidden" if kind == "log" else "")
         + ">"
     ]
-    for tick in up.ticks(chart.axis_unit):
-        y = up(tick)
+    for tick in y_scale.ticks(chart.axis_unit):
+        y = y_scale(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
         parts.append(
             f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(chart.axis_text(tick))}</text>'
         )
-    whole = [tick for tick in across.ticks() if tick == int(tick)]
-    for tick in whole if chart.across_ticks is None else chart.across_ticks:
+    whole = [tick for tick in x_scale.ticks() if tick == int(tick)]
+    for tick in whole if chart.x_ticks is None else chart.x_ticks:
         parts.append(
-            f'<text x="{across(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
-            f"{escape(chart.across_text(tick))}</text>"
+            f'<text x="{x_scale(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
+            f"{escape(chart.x_text(tick))}</text>"
         )
-    for css, step in chart.marks:
-        if across.low <= step <= across.high:
-            parts.append(f'<path class="{escape(css)}" d="M{across(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-    for name, value in chart.limits:
-        y = up(value)
-        above = any(bucket.high >= value for one in drawn for bucket in one.buckets)
+    for css, step in chart.vertical_lines:
+        if x_scale.low <= step <= x_scale.high:
+            parts.append(f'<path class="{escape(css)}" d="M{x_scale(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+    for name, value in chart.horizontal_lines:
+        y = y_scale(value)
+        above = any(bucket.high >= value for one in drawn for bucket in one.points)
         label = y + 15 if above else y - 5  # on the side where the line is not
         parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
         parts.append(
@@ -196,86 +203,86 @@ def _drawing(chart: Chart, drawn: list[_Drawn], across: Scale, up: Scale, few: b
         )
     for one in drawn:
         if chart.stacked:
-            parts.append(_bars(one, across, up) if few else _area(one, across, up))
+            parts.append(_bars(one, x_scale, y_scale) if shows_markers else _area(one, x_scale, y_scale))
         else:
-            parts.append(_line(one, across, up, few))
+            parts.append(_line(one, x_scale, y_scale, shows_markers))
     parts.append('<path class="cursor" d=""/></svg>')
     return "".join(parts)
 
 
-def _line(one: _Drawn, across: Scale, up: Scale, few: bool) -> str:
+def _line(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale, few: bool) -> str:
     """Draw the mean as a line; where buckets hold several values, their range as a band behind it."""
-    colour = one.line.colour
+    colour = one.series.colour
     parts = []
-    for finite, run in groupby(one.buckets, key=lambda bucket: math.isfinite(bucket.mean)):
+    for finite, run in groupby(one.points, key=lambda bucket: math.isfinite(bucket.mean)):
         buckets = list(run)
         if not finite:
             continue
-        points = [(across(bucket.middle), up(bucket.mean)) for bucket in buckets]
+        points = [(x_scale(bucket.center), y_scale(bucket.mean)) for bucket in buckets]
         if any(bucket.first != bucket.last for bucket in buckets):
-            high = [f"{across(b.middle):.1f},{up(b.high):.1f}" for b in buckets]
-            low = [f"{across(b.middle):.1f},{up(b.low):.1f}" for b in reversed(buckets)]
+            high = [f"{x_scale(b.center):.1f},{y_scale(b.high):.1f}" for b in buckets]
+            low = [f"{x_scale(b.center):.1f},{y_scale(b.low):.1f}" for b in reversed(buckets)]
             parts.append(f'<polygon class="band c{colour}" points="{" ".join(high + low)}"/>')
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        if one.line.is_joined:
+        if one.series.draws_line:
             parts.append(f'<polyline class="line c{colour}" points="{path}"/>')
-        if few or one.line.dots or len(points) == 1:
+        if few or one.series.marks_all_points or len(points) == 1:
             parts.extend(
                 f'<circle class="dot c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
             )
     return "".join(parts)
 
 
-def _bars(one: _Drawn, across: Scale, up: Scale) -> str:
-    count = len(one.buckets)
-    width = min((across.end - across.start) / count * 0.7, 60)
+def _bars(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
+    count = len(one.points)
+    width = min((x_scale.end - x_scale.start) / count * 0.7, 60)
     rectangles = []
-    for bucket, base in zip(one.buckets, one.base, strict=True):
+    for bucket, base in zip(one.points, one.base, strict=True):
         if bucket.mean > 0:
-            bottom, top = max(up(base), TOP), max(up(base + bucket.mean), TOP)
-            x = across(bucket.middle) - width / 2
+            bottom, top = max(y_scale(base), TOP), max(y_scale(base + bucket.mean), TOP)
+            x = x_scale(bucket.center) - width / 2
             rectangles.append(
                 f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"/>'
             )
-    return f'<g class="area c{one.line.colour}">{"".join(rectangles)}</g>'
+    return f'<g class="area c{one.series.colour}">{"".join(rectangles)}</g>'
 
 
-def _area(one: _Drawn, across: Scale, up: Scale) -> str:
+def _area(one: _DrawnSeries, x_scale: AxisScale, y_scale: AxisScale) -> str:
     upper, lower = [], []
-    for bucket, base in zip(one.buckets, one.base, strict=True):
+    for bucket, base in zip(one.points, one.base, strict=True):
         share = bucket.mean if math.isfinite(bucket.mean) else 0.0
-        x = across(bucket.middle)
-        upper.append(f"{x:.1f},{max(up(base + share), TOP):.1f}")
-        lower.append(f"{x:.1f},{max(up(base), TOP):.1f}")
-    return f'<polygon class="area c{one.line.colour}" points="{" ".join(upper + lower[::-1])}"/>'
+        x = x_scale(bucket.center)
+        upper.append(f"{x:.1f},{max(y_scale(base + share), TOP):.1f}")
+        lower.append(f"{x:.1f},{max(y_scale(base), TOP):.1f}")
+    return f'<polygon class="area c{one.series.colour}" points="{" ".join(upper + lower[::-1])}"/>'
 
 
 def _legend(chart: Chart) -> str:
-    if len(chart.lines) < 2:
+    if len(chart.series) < 2:
         return ""
-    keys = (f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in chart.lines)
+    keys = (f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in chart.series)
     return f'<span class="legend">{"".join(keys)}</span>'
 
 
-def _hover(chart: Chart, drawn: list[_Drawn], across: Scale) -> str:
+def _tooltips_json(chart: Chart, drawn: list[_DrawnSeries], x_scale: AxisScale) -> str:
     """Return hover positions and texts as JSON, one entry per step or bucket with a value."""
-    name = chart.point_text or _step_text
+    name = chart.tooltip_text or _step_text
     entries: dict[float, tuple[str, list[str]]] = {}
     for one in drawn:
-        for bucket in one.buckets:
-            _, texts = entries.setdefault(round(across(bucket.middle), 1), (name(bucket), []))
+        for bucket in one.points:
+            _, texts = entries.setdefault(round(x_scale(bucket.center), 1), (name(bucket), []))
             if math.isfinite(bucket.mean):
-                text = f"{one.line.name} {chart.value_text(bucket.mean)}"
+                text = f"{one.series.name} {chart.value_text(bucket.mean)}"
                 if bucket.low != bucket.high:
                     text += f" ({chart.value_text(bucket.low)} to {chart.value_text(bucket.high)})"
                 texts.append(text)
             else:
-                texts.append(f"{one.line.name}: no finite number")
+                texts.append(f"{one.series.name}: no finite number")
     points = [[x, step, *texts] for x, (step, texts) in sorted(entries.items())]
     return json.dumps(points, ensure_ascii=False).replace("<", "\\u003c")
 
 
-def _step_text(bucket: Bucket) -> str:
+def _step_text(bucket: SeriesPoint) -> str:
     if bucket.first == bucket.last:
         return f"step {bucket.first:,.0f}"
     return f"steps {bucket.first:,.0f} to {bucket.last:,.0f}"

@@ -5,33 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from wanma.job.plan.plan import Plan
-from wanma.job.plan.rank_timing import why_not_timed
-from wanma.job.run.worker import Control
-from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.job.plan.rank_timing import rank_timing_obstacle
+from wanma.job.run.worker import SupervisorClient
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
 
 
-class OwnWork:
+class RankTimingReporter:
     """Reporter of a rank's data and compute seconds after every step.
 
     It writes them on the page that the supervisor reads anyway: no collective, no system call. Compute
-    seconds of forward and backward are those of `WorkClock`: on CPUs without any wait in them, in every mesh
-    dimension; on GPUs where nobody waits in a forward. Elsewhere a rank is judged by its waiting for data
-    alone.
+    seconds of forward and backward are those of `ComputeTimer`: on CPUs without any wait in them, in every
+    mesh dimension; on GPUs where nobody waits in a forward. Elsewhere a rank is judged by its waiting for
+    data alone.
     """
 
-    def __init__(self, plan: Plan, grid: Grid, control: Control) -> None:
-        self._plan, self._data_rank, self._tell = plan, grid.data_rank, control.worked
-        self._group = grid.at("pp")
-        alone = plan.tp == plan.cp == 1 and why_not_timed(plan) is None
-        self._computes_apart = plan.device == "cpu" or alone
+    def __init__(self, plan: Plan, parallel_mesh: ParallelMesh, control: SupervisorClient) -> None:
+        self._plan, self._data_rank, self._tell = plan, parallel_mesh.data_rank, control.report_work_time
+        self._pipeline_rank = parallel_mesh.coordinate("pp")
+        alone = plan.tp == plan.cp == 1 and rank_timing_obstacle(plan) is None
+        self._reports_compute = plan.device == "cpu" or alone
         self._global_batch, self._share = 0, 1.0
 
-    def step(self, phases: Mapping[str, float], seconds: float, global_batch: int, plan: Plan) -> None:
+    def report_step(
+        self, phases: Mapping[str, float], compute_seconds: float, global_batch: int, plan: Plan
+    ) -> None:
         """Report a completed step.
 
         Args:
             phases: seconds by phase, as in the step's record.
-            seconds: compute seconds of forward and backward, by `WorkClock`.
+            compute_seconds: compute seconds of forward and backward, by `ComputeTimer`.
             global_batch: samples of the step.
             plan: plan with the batch shares of the step.
         """
@@ -39,8 +41,8 @@ class OwnWork:
             self._plan, self._global_batch = plan, 0
         if global_batch != self._global_batch:
             self._global_batch, self._share = global_batch, self._share_of(global_batch)
-        compute = seconds / self._share if self._computes_apart else 0.0
-        self._tell(self._group, phases["data"], compute)
+        compute = compute_seconds / self._share if self._reports_compute else 0.0
+        self._tell(self._pipeline_rank, phases["data"], compute)
 
     def _share_of(self, global_batch: int) -> float:
         """Return this rank's samples over the mean of the data ranks, where the batch does not divide evenly.
@@ -50,5 +52,5 @@ class OwnWork:
         plan = self._plan
         if plan.batch_shares or plan.placement:
             return 1.0
-        mine = len(plan.rows(global_batch, self._data_rank))
-        return mine * plan.data_ranks / global_batch if mine else float("inf")
+        mine = len(plan.batch_rows(global_batch, self._data_rank))
+        return mine * plan.data_parallel_size / global_batch if mine else float("inf")

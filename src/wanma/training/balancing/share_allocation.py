@@ -13,55 +13,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """Least gain that new shares must promise, as a share of the slowest rank's time: less is noise."""
-IN_A_ROW = 2
+CONFIRMATION_WINDOWS = 2
 """Windows in a row that must promise the gain before shares move."""
-AT_ONCE_GAIN = 0.2
+IMMEDIATE_GAIN = 0.2
 """Gain for which one window is enough: a further one would lose more than a move that is taken back."""
-QUARTERS = 4
+WINDOW_QUARTERS = 4
 """Parts of a window; a rank's time at its end is read from all but the first."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankSpeed:
     """Speed of one data rank."""
 
-    row_seconds: float
+    seconds_per_row: float
     fixed_seconds: float = 0.0
     """Seconds of a step that do not depend on its rows."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShareGranularity:
     """Granularity of batch shares.
 
     Attributes:
-        rows: rows that stay together, because something is defined over them.
-        least: smallest number of rows of a rank.
-        filled: rows of a micro-batch that a rank's rows are padded to; 1: no padding.
+        row_multiple: rows that stay together, because something is defined over them.
+        min_rows: smallest number of rows of a rank.
+        micro_batch_rows: rows of a micro-batch that a rank's rows are padded to; 1: no padding.
     """
 
-    rows: int = 1
-    least: int = 1
-    filled: int = 1
+    row_multiple: int = 1
+    min_rows: int = 1
+    micro_batch_rows: int = 1
 
 
 @dataclass(frozen=True)
-class Decision:
+class Rebalance:
     """New batch shares and their predicted gain."""
 
     shares: tuple[int, ...]
-    before_seconds: float
-    """Own work of the slowest rank in a step now, in seconds; `after_seconds` is the prediction."""
-    after_seconds: float
+    current_seconds: float
+    """Own work of the slowest rank in a step now, in seconds; `predicted_seconds` is the prediction."""
+    predicted_seconds: float
 
     @property
     def gain(self) -> float:
-        return 1 - self.after_seconds / self.before_seconds
+        return 1 - self.predicted_seconds / self.current_seconds
 
 
-def best_shares(paces: Sequence[Pace], batch: int, unit: Unit) -> tuple[int, ...] | None:
+def minimax_shares(
+    speeds: Sequence[RankSpeed], batch_rows: int, granularity: ShareGranularity
+) -> tuple[int, ...] | None:
     """Return the rows of every rank that make the slowest one's time the shortest.
 
     Each unit in turn goes to the rank that would finish it soonest, which is best where more rows never take
@@ -70,65 +72,79 @@ def best_shares(paces: Sequence[Pace], batch: int, unit: Unit) -> tuple[int, ...
     Returns:
         None where the batch is too small, or no multiple of the unit.
     """
-    least = math.ceil(max(unit.least, 1) / unit.rows) * unit.rows
-    rest, odd = divmod(batch - least * len(paces), unit.rows)
+    least = math.ceil(max(granularity.min_rows, 1) / granularity.row_multiple) * granularity.row_multiple
+    rest, odd = divmod(batch_rows - least * len(speeds), granularity.row_multiple)
     if rest < 0 or odd:
         return None
-    rows = [least] * len(paces)
-    queue = [(_seconds(pace, least + unit.rows, unit), rank) for rank, pace in enumerate(paces)]
+    rows = [least] * len(speeds)
+    queue = [
+        (_seconds(pace, least + granularity.row_multiple, granularity), rank)
+        for rank, pace in enumerate(speeds)
+    ]
     heapq.heapify(queue)
     for _ in range(rest):
         _, rank = queue[0]
-        rows[rank] += unit.rows
-        heapq.heapreplace(queue, (_seconds(paces[rank], rows[rank] + unit.rows, unit), rank))
+        rows[rank] += granularity.row_multiple
+        heapq.heapreplace(
+            queue, (_seconds(speeds[rank], rows[rank] + granularity.row_multiple, granularity), rank)
+        )
     return tuple(rows)
 
 
-def slowest_seconds(paces: Sequence[Pace], rows: Sequence[int], unit: Unit) -> float:
+def slowest_rank_seconds(
+    speeds: Sequence[RankSpeed], rows: Sequence[int], granularity: ShareGranularity
+) -> float:
     """Return the seconds of the rank that finishes last."""
-    return max(_seconds(pace, mine, unit) for pace, mine in zip(paces, rows, strict=True))
+    return max(_seconds(pace, mine, granularity) for pace, mine in zip(speeds, rows, strict=True))
 
 
-def lately(seconds: Sequence[float]) -> float:
+def recent_step_seconds(seconds: Sequence[float]) -> float:
     """Return a rank's seconds per step at the end of a window, from those of its steps; 0 without steps.
 
     It is the median of the means of the three later quarters: a disturbed one is left out, and so are the
     steps before a change that lasts, up to the window's middle.
     """
-    size = max(len(seconds) // QUARTERS, 1)
-    later = [seconds[max(end - size, 0) : end] for end in range(len(seconds), 0, -size)][: QUARTERS - 1]
+    size = max(len(seconds) // WINDOW_QUARTERS, 1)
+    later = [seconds[max(end - size, 0) : end] for end in range(len(seconds), 0, -size)][
+        : WINDOW_QUARTERS - 1
+    ]
     return median(mean(one) for one in later) if later else 0.0
 
 
-class Balancer:
+class LoadBalancer:
     """Judge of windows of steps; the same windows give the same moves on every rank."""
 
     def __init__(self) -> None:
-        self._promising = 0
+        self._confirmed_windows = 0
         """Number of windows in a row that promised a gain."""
 
-    def hear(self, paces: Sequence[Pace], rows: Sequence[int], unit: Unit) -> Decision | None:
+    def evaluate_window(
+        self, speeds: Sequence[RankSpeed], rows: Sequence[int], granularity: ShareGranularity
+    ) -> Rebalance | None:
         """Judge a window in which every rank computed `rows`; return the decision to move, or None."""
-        shares = best_shares(paces, sum(rows), unit)
+        shares = minimax_shares(speeds, sum(rows), granularity)
         if shares is None or shares == tuple(rows):
-            self._promising = 0
+            self._confirmed_windows = 0
             return None
-        before, after = slowest_seconds(paces, rows, unit), slowest_seconds(paces, shares, unit)
-        found = Decision(shares, before, after)
-        if before <= 0 or found.gain < LEAST_GAIN:
-            self._promising = 0
+        before, after = (
+            slowest_rank_seconds(speeds, rows, granularity),
+            slowest_rank_seconds(speeds, shares, granularity),
+        )
+        found = Rebalance(shares, before, after)
+        if before <= 0 or found.gain < MIN_GAIN:
+            self._confirmed_windows = 0
             return None
-        self._promising += 1
-        if self._promising < IN_A_ROW and found.gain < AT_ONCE_GAIN:
+        self._confirmed_windows += 1
+        if self._confirmed_windows < CONFIRMATION_WINDOWS and found.gain < IMMEDIATE_GAIN:
             return None
-        self._promising = 0
+        self._confirmed_windows = 0
         return found
 
 
-def computed_rows(rows: int, unit: Unit) -> int:
+def padded_rows(rows: int, granularity: ShareGranularity) -> int:
     """Return the rows that a rank with `rows` of its own runs through the model, padding included."""
-    return math.ceil(rows / unit.filled) * unit.filled
+    return math.ceil(rows / granularity.micro_batch_rows) * granularity.micro_batch_rows
 
 
-def _seconds(pace: Pace, rows: int, unit: Unit) -> float:
-    return pace.fixed_seconds + pace.row_seconds * computed_rows(rows, unit)
+def _seconds(speed: RankSpeed, rows: int, granularity: ShareGranularity) -> float:
+    return speed.fixed_seconds + speed.seconds_per_row * padded_rows(rows, granularity)

@@ -10,80 +10,82 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from wanma.checkpoint.remote.remote_checkpoints import Remote
-from wanma.checkpoint.remote.remote_storage import Storage
-from wanma.checkpoint.remote.uploader import Upload, Uploader
-from wanma.checkpoint.store.checkpoint_folder import Keep
+from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
+from wanma.checkpoint.remote.remote_storage import RemoteStorage
+from wanma.checkpoint.remote.uploader import Uploader, UploadResult
+from wanma.checkpoint.store.checkpoint_folder import RetentionPolicy
 from wanma.job.errors import WanmaError
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.checkpoint import CheckpointSection
 from wanma.observe.units import bytes_text, duration_text
-from wanma.training.loss.best_metric import best_rule
+from wanma.training.loss.best_metric import best_metric_of
 
 Result = TypeVar("Result")
 
-KEY = "checkpoint.upload"
-TICK_SECONDS = 5.0
+UPLOAD_KEY = "checkpoint.upload"
+PROGRESS_INTERVAL_SECONDS = 5.0
 """Seconds between two signs of life during a transfer."""
-LAST_UPLOAD_SECONDS = {"finished": 3600.0, "interrupted": 60.0}
+FINAL_UPLOAD_TIMEOUT_SECONDS = {"finished": 3600.0, "interrupted": 60.0}
 """Seconds that a run waits at its end for uploads, by outcome; an interrupted one has little time."""
-LEAVE_SECONDS = 3.0
+EXIT_MARGIN_SECONDS = 3.0
 """Seconds of margin before the supervisor kills the ranks, so that they end in order."""
 
 
-class Uploads:
+class CheckpointUploads:
     """Uploads of one run's checkpoints.
 
     It does nothing where the job names no URL, and on other ranks than 0.
     """
 
-    def __init__(self, section: CheckpointSection, worker: Worker) -> None:
+    def __init__(self, section: CheckpointSection, worker: WorkerContext) -> None:
         self._uploader: Uploader | None = None
         self._worker = worker
         if section.upload is not None and worker.rank == 0:
             keep = None
             if section.upload_keep:
-                keep = Keep(
-                    section.upload_keep, section.keep_best, section.keep_every_steps, best_rule(section)
+                keep = RetentionPolicy(
+                    section.upload_keep, section.keep_best, section.keep_every_steps, best_metric_of(section)
                 )
             self._uploader = Uploader(worker.run_directory / "checkpoints", section.upload, keep)
 
-    def in_use(self) -> list[Path]:
+    def locked_paths(self) -> list[Path]:
         """Return the checkpoint that is being read, if any, in a list."""
-        return [] if self._uploader is None else self._uploader.in_use()
+        return [] if self._uploader is None else self._uploader.locked_paths()
 
-    def wake(self, step: int) -> None:
+    def request(self, step: int) -> None:
         """Start the upload of the checkpoint of `step`, which was committed or resumed from."""
         if self._uploader is not None and step > 0:
-            self._uploader.wake(step)
+            self._uploader.request(step)
 
-    def tell(self, message: Callable[[str, str], None], next_try: str = "the next checkpoint") -> None:
+    def report_results(
+        self, report: Callable[[str, str], None], next_try: str = "the next checkpoint"
+    ) -> None:
         """Report the results of uploads since the last call, as text and level."""
         if self._uploader is not None:
-            for upload in self._uploader.take():
-                message(*_text(upload, next_try))
+            for upload in self._uploader.poll():
+                report(*_text(upload, next_try))
 
-    def finish(self, step: int, outcome: str, message: Callable[[str, str], None]) -> None:
+    def wait_for_pending(self, step: int, outcome: str, report: Callable[[str, str], None]) -> None:
         """Wait for pending uploads; a failure is reported, and fails nothing."""
         if self._uploader is None:
             return
-        limit = LAST_UPLOAD_SECONDS[outcome]
-        if (killed_at := self._worker.control.stop_until()) is not None:
-            limit = max(killed_at - LEAVE_SECONDS - time.monotonic(), 0.0)
+        limit = FINAL_UPLOAD_TIMEOUT_SECONDS[outcome]
+        if (killed_at := self._worker.supervisor_client.kill_deadline()) is not None:
+            limit = max(killed_at - EXIT_MARGIN_SECONDS - time.monotonic(), 0.0)
         until = time.monotonic() + limit
         while not self._uploader.wait(_tick(until)) and time.monotonic() < until:
-            self._worker.control.progress(step, "uploading a checkpoint")
-        self.tell(message, "the same command")
+            self._worker.supervisor_client.report_progress(step, "uploading a checkpoint")
+        self.report_results(report, "the same command")
         if not self._uploader.close():
             told = f"the last upload did not end within {duration_text(limit)}; the same command tries again"
-            message(told, "warning")
+            report(told, "warning")
 
     def close(self) -> None:
         if self._uploader is not None:
             self._uploader.close()
 
 
-def fetch_newest(folder: Path, url: str, worker: Worker, messages: list[str]) -> Path | None:
+def fetch_newest(folder: Path, url: str, worker: WorkerContext, messages: list[str]) -> Path | None:
     """Fetch the newest complete checkpoint at `url` into the shared folder; every rank calls it.
 
     Raises:
@@ -92,15 +94,17 @@ def fetch_newest(folder: Path, url: str, worker: Worker, messages: list[str]) ->
 
     def fetch() -> tuple[Path | None, list[str]]:
         told: list[str] = []
-        return Remote(Storage(url, key=KEY)).newest(folder, told.append), told
+        return RemoteCheckpoints(RemoteStorage(url, key=UPLOAD_KEY)).download_newest_valid(
+            folder, told.append
+        ), told
 
     began = time.monotonic()
     try:
-        path, told = _on_rank_zero(fetch, worker, f"fetching a checkpoint from {url}")
+        path, told = _run_on_rank_zero(fetch, worker, f"fetching a checkpoint from {url}")
     except WanmaError as error:
         raise WanmaError(
-            f"no checkpoint is here, and that of {KEY} cannot be had: {error.message}",
-            f"{error.hint}; or start anew: --fresh with another {KEY}".lstrip("; "),
+            f"no checkpoint is here, and that of {UPLOAD_KEY} cannot be had: {error.message}",
+            f"{error.hint}; or start anew: --fresh with another {UPLOAD_KEY}".lstrip("; "),
         ) from error
     messages += told
     if path is not None:
@@ -108,22 +112,24 @@ def fetch_newest(folder: Path, url: str, worker: Worker, messages: list[str]) ->
     return path
 
 
-def refuse_taken(url: str, worker: Worker) -> None:
+def require_unused_url(url: str, worker: WorkerContext) -> None:
     """Refuse a new run whose checkpoints would mix with those of an earlier one; every rank calls it.
 
     Raises:
         WanmaError: `url` holds checkpoints.
     """
-    steps = _on_rank_zero(lambda: Remote(Storage(url, key=KEY)).steps(), worker, f"looking at {url}")
+    steps = _run_on_rank_zero(
+        lambda: RemoteCheckpoints(RemoteStorage(url, key=UPLOAD_KEY)).steps(), worker, f"looking at {url}"
+    )
     if steps:
         raise WanmaError(
-            f"{KEY} = '{url}' holds the checkpoints of an earlier run, up to step {steps[0]}",
+            f"{UPLOAD_KEY} = '{url}' holds the checkpoints of an earlier run, up to step {steps[0]}",
             "name another URL for the run that starts anew, or remove those",
         )
 
 
-def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Result:
-    """Return the result of `work`, which rank 0 does, on all ranks; raise its error on all of them too.
+def _run_on_rank_zero(function: Callable[[], Result], worker: WorkerContext, what: str) -> Result:
+    """Return the result of `function`, which rank 0 does, on all ranks; raise its error on all of them too.
 
     It may take longer than a collective or the supervisor waits: the ranks tell each other that it goes on.
     """
@@ -131,7 +137,7 @@ def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Resu
 
     def run() -> None:
         try:
-            outcome.append((work(), None))
+            outcome.append((function(), None))
         except Exception as error:  # raised on every rank
             outcome.append((None, error))
 
@@ -139,10 +145,10 @@ def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Resu
     if worker.rank == 0:
         thread.start()
     while True:
-        worker.control.progress(0, what)
+        worker.supervisor_client.report_progress(0, what)
         said: list[tuple[Result | None, Exception | None] | None] = [None]
         if worker.rank == 0:
-            thread.join(TICK_SECONDS)
+            thread.join(PROGRESS_INTERVAL_SECONDS)
             said = [outcome[0] if outcome else None]
         if worker.world_size > 1:
             dist.broadcast_object_list(said, src=0)
@@ -154,10 +160,10 @@ def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Resu
 
 
 def _tick(until: float) -> float:
-    return min(TICK_SECONDS, max(until - time.monotonic(), 0.0))
+    return min(PROGRESS_INTERVAL_SECONDS, max(until - time.monotonic(), 0.0))
 
 
-def _text(upload: Upload, next_try: str) -> tuple[str, str]:
+def _text(upload: UploadResult, next_try: str) -> tuple[str, str]:
     if upload.error is not None:
         told = WanmaError(f"{upload.error.message}; {next_try} tries again", upload.error.hint)
         return str(told), "warning"

@@ -17,21 +17,38 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from wanma.data.datasets.fingerprint import digest, sampled
+from wanma.data.datasets.fingerprint import describe_tensor, hash_texts
 
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 _PACKAGES = ("site-packages", "dist-packages")
-_PARTS = 100
+_MAX_ITEMS = 100
 """Largest number of items of a container that count."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_RECORDED_NAMES = {
+    "CausalTransformersModel": "HuggingFaceModel",
+    "GatheredDocumentMask": "GatheredDocuments",
+    "GeluFeedForward": "PlainFeedForward",
+    "LoRALinear": "Adapted",
+    "RouterGate": "Router",
+    "SampleDependentModule": "SampleAware",
+    "SampleReduction": "WholeSamples",
+    "ShardedSampleReduction": "SplitSamples",
+    "TokenDispatcher": "Exchange",
+    "TopKRouter": "Routing",
+    "TransformersStateDictAdapter": "HuggingFacePublished",
+    "UnfusedQKVAttention": "SplitAttention",
+    "_AbsentBlock": "_Absent",
+    "_StageEdgeBlock": "_Edge",
+}
+"""Names of wanma's own modules in fingerprints, by class, where checkpoints have recorded another one."""
 
 
 def code_fingerprint(thing: object) -> str:
     """Return a hash of a function, callable object or module, the same in other processes of one Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"{version}:{digest(*_texts(thing, set()))}"
+    return f"{version}:{hash_texts(*_texts(thing, set()))}"
 
 
 def same_code(one: str, other: str) -> bool:
@@ -43,12 +60,18 @@ def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
     """Yield the classes of a module and its children, the code of the user's own ones, and their settings."""
     for name, part in module.named_modules():
         kind = parametrize.type_before_parametrizations(part)
-        yield f"{name}: {kind.__qualname__}"
-        if not _of_library(kind):
+        yield f"{name}: {_recorded_name(kind)}"
+        if not _is_library_class(kind):
             yield from _class_texts(kind, seen)
             yield from _settings(part, seen)
         elif not kind.__module__.startswith("wanma."):
             yield _ADDRESS.sub("", part.extra_repr())
+
+
+def _recorded_name(kind: type) -> str:
+    """Return the name of a class in fingerprints."""
+    name = kind.__qualname__
+    return _RECORDED_NAMES.get(name, name) if kind.__module__.startswith("wanma.") else name
 
 
 def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
@@ -56,7 +79,7 @@ def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
         yield repr(thing)
         return
     if isinstance(thing, Tensor):
-        yield sampled(thing)
+        yield describe_tensor(thing)
         return
     if id(thing) in seen:
         return
@@ -68,24 +91,24 @@ def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(thing, FunctionType):
         yield from _function_texts(thing, seen)
     elif isinstance(thing, type):
-        yield thing.__qualname__
-        if not _of_library(thing):
+        yield _recorded_name(thing)
+        if not _is_library_class(thing):
             yield from _class_texts(thing, seen)
     elif isinstance(thing, nn.Module):
         yield from module_texts(thing, seen)
         for name, value in thing.state_dict().items():
-            yield f"{name} {sampled(value) if isinstance(value, Tensor) else type(value).__name__}"
+            yield f"{name} {describe_tensor(value) if isinstance(value, Tensor) else type(value).__name__}"
         yield from _settings(thing, seen)
     elif isinstance(thing, Mapping):
-        for key in list(thing)[:_PARTS]:
+        for key in list(thing)[:_MAX_ITEMS]:
             yield str(key)
             yield from _texts(thing[key], seen)
     elif isinstance(thing, list | tuple):
-        for part in thing[:_PARTS]:
+        for part in thing[:_MAX_ITEMS]:
             yield from _texts(part, seen)
     else:
-        yield getattr(thing, "__qualname__", type(thing).__qualname__)
-        if not isinstance(thing, type(sys)) and not _of_library(type(thing)):
+        yield getattr(thing, "__qualname__", _recorded_name(type(thing)))
+        if not isinstance(thing, type(sys)) and not _is_library_class(type(thing)):
             yield from _class_texts(type(thing), seen)
             yield from _settings(thing, seen)
 
@@ -93,7 +116,7 @@ def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
 def _function_texts(function: FunctionType, seen: set[int]) -> Iterator[str]:
     yield function.__qualname__
     code = function.__code__
-    if _is_library(code.co_filename) or function.__module__.startswith("wanma."):
+    if _is_library_file(code.co_filename) or function.__module__.startswith("wanma."):
         return
     yield from _code_texts(code, function.__doc__)
     yield from _texts(list(function.__defaults__ or ()), seen)
@@ -113,7 +136,7 @@ def _function_texts(function: FunctionType, seen: set[int]) -> Iterator[str]:
 def _class_texts(kind: type, seen: set[int]) -> Iterator[str]:
     """Yield the methods and plain attributes of a class and of those of its bases that are the user's."""
     for one in kind.__mro__:
-        if _of_library(one) or id(one) in seen:
+        if _is_library_class(one) or id(one) in seen:
             continue
         seen.add(id(one))
         for name, value in sorted(vars(one).items()):
@@ -152,7 +175,7 @@ def _settings(thing: Any, seen: set[int]) -> Iterator[str]:
             yield from _texts(value, seen)
 
 
-def _of_library(kind: type) -> bool:
+def _is_library_class(kind: type) -> bool:
     if kind.__module__ in ("builtins", "typing", "abc") or kind.__module__.startswith("wanma."):
         return True
     file: str | None = None
@@ -163,8 +186,8 @@ def _of_library(kind: type) -> bool:
             break
     if file is None:  # no method of its own: by its module
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and _is_library(file)
+    return file is not None and _is_library_file(file)
 
 
-def _is_library(file: str) -> bool:
+def _is_library_file(file: str) -> bool:
     return file.startswith(_LIBRARIES) or any(name in file for name in _PACKAGES)

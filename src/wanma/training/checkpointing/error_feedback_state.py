@@ -15,21 +15,21 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from wanma.checkpoint.format.local_shards import local_box, local_part
+from wanma.checkpoint.format.local_shards import local_box, local_tensor
 from wanma.checkpoint.format.manifest import Box, TensorEntry
-from wanma.checkpoint.load.reader import Saved, Source
+from wanma.checkpoint.load.reader import CheckpointReader, CheckpointSource
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan.plan import Plan
-from wanma.parallel.gradients.gradient_compression import ERROR
-from wanma.training.checkpointing.training_state import COMPRESSION
+from wanma.parallel.gradients.gradient_compression import ERROR_KIND
+from wanma.training.checkpointing.training_state import COMPRESSION_PREFIX
 
-_ERRORS = f"{COMPRESSION}{ERROR}."
+_ERRORS = f"{COMPRESSION_PREFIX}{ERROR_KIND}."
 _ANY_ROWS = 1 << 30
-_NAMED = 3
+_MAX_NAMES_IN_MESSAGE = 3
 """Largest number of parameters named in one message."""
 
 
-def check_compressed(names: Iterable[str], plan: Plan) -> None:
+def check_compression_patterns(names: Iterable[str], plan: Plan) -> None:
     """Refuse a pattern of `parallel.compression_groups` that matches no parameter of the full model.
 
     Raises:
@@ -45,15 +45,15 @@ def check_compressed(names: Iterable[str], plan: Plan) -> None:
             )
 
 
-def split_remainders(
-    tensors: Mapping[str, Tensor], source: Source, elsewhere: Collection[str]
+def split_compression_state(
+    tensors: Mapping[str, Tensor], source: CheckpointSource, names_on_other_ranks: Collection[str]
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Separate tensors that can be loaded as they were saved from those that cannot.
 
     Args:
         tensors: all tensors that this rank is to fill.
         source: checkpoint to load.
-        elsewhere: names that only other ranks hold.
+        names_on_other_ranks: names that only other ranks hold.
 
     Returns:
         the tensors to load; saved names that are none of these; and messages for the user.
@@ -62,10 +62,11 @@ def split_remainders(
     alike = {
         name: tensor
         for name, tensor in tensors.items()
-        if not name.startswith(COMPRESSION) or (name in saved and saved[name].shape == tuple(tensor.shape))
+        if not name.startswith(COMPRESSION_PREFIX)
+        or (name in saved and saved[name].shape == tuple(tensor.shape))
     }
-    others = [name for name in saved if name.startswith(COMPRESSION) and name not in alike]
-    errors = [name for name in others if name.startswith(_ERRORS) and name not in elsewhere]
+    others = [name for name in saved if name.startswith(COMPRESSION_PREFIX) and name not in alike]
+    errors = [name for name in others if name.startswith(_ERRORS) and name not in names_on_other_ranks]
     shared = [
         name for name in errors if name in tensors and _is_of_same_parameter(saved[name], tensors[name])
     ]
@@ -75,15 +76,20 @@ def split_remainders(
         before, now = saved[shared[0]].shape[0], tensors[shared[0]].shape[0]
         notes.append(f"what compression left out of gradients on {before} ranks is shared among {now} now")
     if dropped:
-        more = f" and {len(dropped) - _NAMED} more" if len(dropped) > _NAMED else ""
+        more = (
+            f" and {len(dropped) - _MAX_NAMES_IN_MESSAGE} more"
+            if len(dropped) > _MAX_NAMES_IN_MESSAGE
+            else ""
+        )
         notes.append(
-            f"what compression left out of the gradients of {', '.join(dropped[:_NAMED])}{more} is dropped: "
+            "what compression left out of the gradients of "
+            f"{', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{more} is dropped: "
             "they are no longer exchanged in a way that keeps it"
         )
     return alike, others, notes
 
 
-def take_over_remainders(tensors: Mapping[str, Tensor], source: Source) -> None:
+def redistribute_error_feedback(tensors: Mapping[str, Tensor], source: CheckpointSource) -> None:
     """Give each row of these tensors its share of the sum of the saved rows.
 
     Args:
@@ -93,13 +99,13 @@ def take_over_remainders(tensors: Mapping[str, Tensor], source: Source) -> None:
     Raises:
         WanmaError: the source is damaged.
     """
-    saved = Saved(source)
+    saved = CheckpointReader(source)
     for name, tensor in tensors.items():
         entry = saved.tensors[name]
         box = local_box(name, tensor)
         if not name.startswith(_ERRORS) or box is None or not _is_of_same_parameter(entry, tensor):
             continue
-        local = local_part(tensor)
+        local = local_tensor(tensor)
         with torch.no_grad():
             local.zero_()
             for row in range(entry.shape[0]):
@@ -108,7 +114,7 @@ def take_over_remainders(tensors: Mapping[str, Tensor], source: Source) -> None:
             local.div_(tensor.shape[0])
 
 
-def with_all_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_error_rows_of_all_ranks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `tensors` with errors as meta tensors of all ranks' rows, to find a rank's needs of a state."""
     return {
         name: torch.empty(_ANY_ROWS, *tensor.shape[1:], device="meta") if name.startswith(_ERRORS) else tensor

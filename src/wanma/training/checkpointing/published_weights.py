@@ -11,24 +11,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.checkpoint.conversion.huggingface_weights import PublishedWeights
-from wanma.checkpoint.format.local_shards import local_box, local_part
-from wanma.checkpoint.format.manifest import Box, overlap
+from wanma.checkpoint.conversion.huggingface_weights import HuggingFaceWeights
+from wanma.checkpoint.format.local_shards import local_box, local_tensor
+from wanma.checkpoint.format.manifest import Box, intersect_boxes
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
-from wanma.job.run.worker import Worker
-from wanma.models.config.huggingface_config import FILE, read_config_file
-from wanma.models.state_dict.module_adapter import published_of
-from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Published, choose, published_shapes
-from wanma.parallel.parallelize import Parallel
+from wanma.job.run.worker import WorkerContext
+from wanma.models.config.huggingface_config import CONFIG_FILE_NAME, read_config_file
+from wanma.models.state_dict.module_adapter import get_state_dict_adapter
+from wanma.models.state_dict.tensor_mapping import (
+    StateDictAdapter,
+    TensorMapping,
+    TensorSlice,
+    select_mapping,
+    tensor_shapes,
+)
+from wanma.parallel.parallelize import ParallelModel
 
-READ_BYTES = 64 << 20
+READ_CHUNK_BYTES = 64 << 20
 """Bytes read at once, roughly: memory that a rank needs beside its own parameters."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_SHOWN = 8
+_MAX_DIFFERENCES_IN_MESSAGE = 8
 
 
-def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> int:
-    """Fill the parameters of `parallel` from the published checkpoint in `folder`; every rank calls it.
+def load_huggingface_weights(parallel_model: ParallelModel, folder: Path, worker: WorkerContext) -> int:
+    """Fill the parameters of `parallel_model` from the published checkpoint in `folder`; every rank calls it.
 
     Parameters that no published checkpoint has, such as adapters, keep their values.
 
@@ -38,67 +44,67 @@ def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> in
     Raises:
         WanmaError: names, shapes or settings differ; one message, the same on every rank, names them.
     """
-    with PublishedWeights(folder) as weights:
-        found = [_compare(part, weights) for part in parallel.parts]
-        _require_agreement(found, weights, parallel, worker)
+    with HuggingFaceWeights(folder) as weights:
+        found = [_map_weights(part, weights) for part in parallel_model.model_parts]
+        _require_matching_weights(found, weights, parallel_model, worker)
         with torch.no_grad():
-            for part, comparison in zip(parallel.parts, found, strict=True):
+            for part, comparison in zip(parallel_model.model_parts, found, strict=True):
                 for name, parameter in part.named_parameters():
                     if pieces := comparison.pieces.get(name):
                         box = local_box(name, parameter)
                         assert box is not None  # parameters lie on this rank's own mesh
-                        fill(local_part(parameter), box, pieces, weights)
-                for name, buffer in _own_buffers(part):
+                        load_shard(local_tensor(parameter), box, pieces, weights)
+                for name, buffer in _user_buffers(part):
                     buffer.copy_(weights.read(name, (0,) * buffer.ndim, tuple(buffer.shape)))
         return weights.bytes_read
 
 
-def published_names(parallel: Parallel) -> set[str]:
+def huggingface_parameter_names(parallel_model: ParallelModel) -> set[str]:
     """Return this rank's parameters that a published checkpoint fills, and that need no initial value."""
     return {
         name
-        for part in parallel.parts
-        if hasattr(part, "published")
+        for part in parallel_model.model_parts
+        if hasattr(part, "tensor_mappings")
         for name, parameter in part.named_parameters()
-        if cast(Published, part).published(name, tuple(parameter.shape))
+        if cast(StateDictAdapter, part).tensor_mappings(name, tuple(parameter.shape))
     }
 
 
 @dataclass
-class _Comparison:
+class _WeightMapping:
     """Comparison of one stage's parameters with the tensors of the files."""
 
-    pieces: dict[str, Alternative] = field(default_factory=dict)
+    pieces: dict[str, TensorMapping] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
 
     @property
-    def known(self) -> set[str]:
+    def matched_tensors(self) -> set[str]:
         """Names of the files' tensors that the stage fills, or leaves alone knowingly."""
-        return self.ignored | {piece.tensor for pieces in self.pieces.values() for piece in pieces}
+        return self.ignored | {piece.tensor_name for pieces in self.pieces.values() for piece in pieces}
 
 
-def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
-    model = published_of(part)
-    found = _Comparison()
-    if (weights.folder / FILE).is_file():
+def _map_weights(part: nn.Module, weights: HuggingFaceWeights) -> _WeightMapping:
+    model = get_state_dict_adapter(part)
+    found = _WeightMapping()
+    if (weights.folder / CONFIG_FILE_NAME).is_file():
         config = read_config_file(weights.folder, "checkpoint.start_from")
-        found.differences += model.published_differences(config)
+        found.differences += model.config_mismatches(config)
     for name, parameter in part.named_parameters():
-        alternatives = model.published(name, tuple(parameter.shape))
-        pieces = choose(alternatives, weights.files)
+        alternatives = model.tensor_mappings(name, tuple(parameter.shape))
+        pieces = select_mapping(alternatives, weights.files)
         if pieces is not None:
             found.pieces[name] = pieces
         elif alternatives:
-            tensor = next(p.tensor for p in alternatives[0] if p.tensor not in weights.files)
+            tensor = next(p.tensor_name for p in alternatives[0] if p.tensor_name not in weights.files)
             found.differences.append(f"{tensor}: missing.{did_you_mean(tensor, weights.files)}")
-    for tensor, shape in published_shapes(found.pieces.values()).items():
+    for tensor, shape in tensor_shapes(found.pieces.values()).items():
         if weights.shape(tensor) != shape:
             found.differences.append(f"{tensor}: shape {shape} here, {weights.shape(tensor)} in the files")
         elif weights.dtype(tensor) not in _FLOATS:
             found.differences.append(f"{tensor}: dtype {weights.dtype(tensor)}, of quantized weights")
-    found.ignored = {tensor for tensor in weights.files if model.published_ignores(tensor)}
-    for name, buffer in _own_buffers(part):
+    found.ignored = {tensor for tensor in weights.files if model.is_ignored_tensor(tensor)}
+    for name, buffer in _user_buffers(part):
         if name not in weights.files:
             found.differences.append(f"{name}: missing.{did_you_mean(name, weights.files)}")
         elif weights.shape(name) != tuple(buffer.shape):
@@ -106,26 +112,28 @@ def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
                 f"{name}: shape {tuple(buffer.shape)} here, {weights.shape(name)} in the files"
             )
     if not found.differences:
-        found.differences += _untied(found, model, weights)
+        found.differences += _tie_conflicts(found, model, weights)
     return found
 
 
-def _own_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
+def _user_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers in the state dict of a user's module; other models need no files for theirs."""
-    if hasattr(part, "published"):
+    if hasattr(part, "tensor_mappings"):
         return []
     saved = part.state_dict().keys()
     return [(name, buffer) for name, buffer in part.named_buffers() if name in saved]
 
 
-def _untied(found: _Comparison, model: Published, weights: PublishedWeights) -> Iterator[str]:
+def _tie_conflicts(
+    found: _WeightMapping, model: StateDictAdapter, weights: HuggingFaceWeights
+) -> Iterator[str]:
     """Yield tensors that this model holds once, but the files hold twice and unequal."""
-    for kept, other in model.published_ties:
-        used = {piece.tensor for pieces in found.pieces.values() for piece in pieces}
+    for kept, other in model.tied_tensors:
+        used = {piece.tensor_name for pieces in found.pieces.values() for piece in pieces}
         if not {kept, other} <= weights.files.keys() or not used & {kept, other}:
             continue
         shape = weights.shape(kept)
-        rows = max(READ_BYTES // (4 * max(shape[1], 1)), 1)
+        rows = max(READ_CHUNK_BYTES // (4 * max(shape[1], 1)), 1)
         boxes = [((at, 0), (min(rows, shape[0] - at), shape[1])) for at in range(0, shape[0], rows)]
         if weights.shape(other) != shape or not all(
             torch.equal(weights.read(kept, *box), weights.read(other, *box)) for box in boxes
@@ -133,36 +141,47 @@ def _untied(found: _Comparison, model: Published, weights: PublishedWeights) -> 
             yield f"{other}: differs from {kept}, but the model ties them (tie_word_embeddings)"
 
 
-def _require_agreement(
-    found: list[_Comparison], weights: PublishedWeights, parallel: Parallel, worker: Worker
+def _require_matching_weights(
+    found: list[_WeightMapping],
+    weights: HuggingFaceWeights,
+    parallel_model: ParallelModel,
+    worker: WorkerContext,
 ) -> None:
     differences = [difference for comparison in found for difference in comparison.differences]
-    known = {tensor for comparison in found for tensor in comparison.known}
+    known = {tensor for comparison in found for tensor in comparison.matched_tensors}
     mine = (differences, known)
     everyones = [mine] * worker.world_size
     if worker.world_size > 1:
         dist.all_gather_object(everyones, mine)
     differences = list(dict.fromkeys(text for texts, _ in everyones for text in texts))
     known = {tensor for _, tensors in everyones for tensor in tensors}
-    _refuse(differences, known, weights, type(parallel.parts[0]).__name__, parallel.parameter_names)
+    _require_no_differences(
+        differences,
+        known,
+        weights,
+        type(parallel_model.model_parts[0]).__name__,
+        parallel_model.parameter_names,
+    )
 
 
-def check_published(model: nn.Module, folder: Path) -> None:
+def check_huggingface_weights(model: nn.Module, folder: Path) -> None:
     """Compare a full model, which may be on the meta device, with the published checkpoint in `folder`.
 
     Raises:
         WanmaError: names, shapes or settings differ.
     """
-    with PublishedWeights(folder) as weights:
-        found = _compare(model, weights)
+    with HuggingFaceWeights(folder) as weights:
+        found = _map_weights(model, weights)
         names = [name for name, _ in model.named_parameters()]
-        _refuse(found.differences, found.known, weights, type(model).__name__, names)
+        _require_no_differences(
+            found.differences, found.matched_tensors, weights, type(model).__name__, names
+        )
 
 
-def _refuse(
+def _require_no_differences(
     differences: Sequence[str],
-    known: Collection[str],
-    weights: PublishedWeights,
+    matched_tensors: Collection[str],
+    weights: HuggingFaceWeights,
     model: str,
     parameter_names: Collection[str],
 ) -> None:
@@ -170,16 +189,20 @@ def _refuse(
 
     Args:
         differences: differences between the model's parameters and the files.
-        known: tensors of the files that the model has a place for.
+        matched_tensors: tensors of the files that the model has a place for.
         weights: the files.
         model: name of the model's class.
         parameter_names: names of the model's parameters.
     """
     folder = weights.folder
-    extra = sorted(weights.files.keys() - set(known))
+    extra = sorted(weights.files.keys() - set(matched_tensors))
     differences = [*differences, *(f"{tensor}: only in the files" for tensor in extra)]
     if differences:
-        more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        more = (
+            [f"and {len(differences) - _MAX_DIFFERENCES_IN_MESSAGE} more"]
+            if len(differences) > _MAX_DIFFERENCES_IN_MESSAGE
+            else []
+        )
         way_out = f"describe the model that was published: model.huggingface = '{folder}'"
         if weights.files.keys() >= set(parameter_names):
             way_out = (
@@ -188,39 +211,41 @@ def _refuse(
             )
         raise WanmaError(
             f"checkpoint.start_from = '{folder}' holds another model than {model} as the job describes "
-            "it:\n    " + "\n    ".join(differences[:_SHOWN] + more),
+            "it:\n    " + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + more),
             way_out,
             EXIT_USAGE,
         )
 
 
-def fill(local: Tensor, box: Box, pieces: Alternative, weights: PublishedWeights) -> None:
+def load_shard(local: Tensor, box: Box, alternative: TensorMapping, weights: HuggingFaceWeights) -> None:
     """Copy the file's content into `local`, which is `box` of one parameter, some rows at a time."""
-    if not pieces[0].shape:  # a parameter that is one number
-        local.copy_(weights.read(pieces[0].tensor, (), ()))
+    if not alternative[0].shape:  # a parameter that is one number
+        local.copy_(weights.read(alternative[0].tensor_name, (), ()))
         return
-    for piece in pieces:
-        begin = (piece.first, *(0 for _ in piece.shape[1:]))
-        common = overlap(box, Box(begin, piece.shape))
+    for piece in alternative:
+        begin = (piece.first_row, *(0 for _ in piece.shape[1:]))
+        common = intersect_boxes(box, Box(begin, piece.shape))
         if common is None:
             continue
         into, inside = common
-        for rows in _runs(inside[0], piece):
+        for rows in _row_chunks(inside[0], piece):
             offset = (rows.start, *(cut.start for cut in inside[1:]))
             shape = (len(rows), *(cut.stop - cut.start for cut in inside[1:]))
             start = into[0].start + rows.start - inside[0].start
             target = local[(slice(start, start + len(rows)), *into[1:])]
             # Not kept under a name, which would hold it while the next is read.
             target.copy_(
-                piece.to_parameter(offset, shape, weights.read(piece.tensor, *piece.region(offset, shape)))
+                piece.from_huggingface(
+                    offset, shape, weights.read(piece.tensor_name, *piece.locate_box(offset, shape))
+                )
             )
 
 
-def _runs(rows: slice, piece: Piece) -> Iterator[range]:
-    """Yield ranges of rows of about `READ_BYTES` each; complete heads where heads are permuted."""
+def _row_chunks(rows: slice, piece: TensorSlice) -> Iterator[range]:
+    """Yield ranges of rows of about `READ_CHUNK_BYTES` each; complete heads where heads are permuted."""
     row_bytes = 4 * max(torch.Size(piece.shape[1:]).numel(), 1)
-    step = max(READ_BYTES // row_bytes, 1)
-    if piece.head_width is not None:
-        step = max(step // piece.head_width, 1) * piece.head_width
+    step = max(READ_CHUNK_BYTES // row_bytes, 1)
+    if piece.head_dim is not None:
+        step = max(step // piece.head_dim, 1) * piece.head_dim
     for start in range(rows.start, rows.stop, step):
         yield range(start, min(start + step, rows.stop))

@@ -13,46 +13,49 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.conversion.huggingface_weights import INDEX, SINGLE, is_published
-from wanma.checkpoint.in_memory.in_memory_checkpointer import look
-from wanma.checkpoint.in_memory.reshard import gather, laid_out_otherwise
-from wanma.checkpoint.in_memory.restore import fetch
-from wanma.checkpoint.load.reader import Source, load, on_disk, verify
-from wanma.checkpoint.store.checkpoint_folder import committed, read_manifest, set_aside
-from wanma.checkpoint.store.fallback_folder import bring_home, rescued, set_aside_rescued
-from wanma.data.sampling.batch_size_schedule import samples_before
+from wanma.checkpoint.conversion.huggingface_weights import INDEX_FILE, WEIGHTS_FILE, has_huggingface_weights
+from wanma.checkpoint.in_memory.in_memory_checkpointer import find_local_checkpoint
+from wanma.checkpoint.in_memory.reshard import gather_for_reshard, needs_reshard
+from wanma.checkpoint.in_memory.restore import restore_lost_files
+from wanma.checkpoint.load.reader import CheckpointSource, find_defects, load_tensors, open_disk_source
+from wanma.checkpoint.store.checkpoint_folder import archive_run_checkpoints, list_committed, read_manifest
+from wanma.checkpoint.store.fallback_folder import archive_flushed, list_flushed, move_back_flushed
+from wanma.data.sampling.batch_size_schedule import samples_consumed_before
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job, TrainSection
 from wanma.models.architectures.decoder import Decoder
-from wanma.models.layers.lora import is_adapter
+from wanma.models.layers.lora import is_lora_parameter
 from wanma.observe.sinks.jsonl import last_record
-from wanma.parallel.parameters.freezing import LOW
-from wanma.training.checkpointing.checkpoint_uploads import fetch_newest, refuse_taken
+from wanma.parallel.parameters.freezing import LOW_PRECISION_DTYPES
+from wanma.training.checkpointing.checkpoint_uploads import fetch_newest, require_unused_url
 from wanma.training.checkpointing.error_feedback_state import (
-    split_remainders,
-    take_over_remainders,
-    with_all_rows,
+    redistribute_error_feedback,
+    split_compression_state,
+    with_error_rows_of_all_ranks,
 )
-from wanma.training.checkpointing.in_memory_checkpoints import EVERY, layout_of
-from wanma.training.checkpointing.partial_checkpoints import bring_parts_home
-from wanma.training.checkpointing.published_weights import published_names, start_from_published
-from wanma.training.checkpointing.run_identity import CHANGED, Identity, check_identity
+from wanma.training.checkpointing.in_memory_checkpoints import INTERVAL_KEY, layout_key
+from wanma.training.checkpointing.partial_checkpoints import assemble_flushed_parts
+from wanma.training.checkpointing.published_weights import (
+    huggingface_parameter_names,
+    load_huggingface_weights,
+)
+from wanma.training.checkpointing.run_identity import ACCEPT_CHANGES, Identity, check_identity
 from wanma.training.checkpointing.training_state import TrainingState, restore_random_state
-from wanma.training.sites.site_synchronizer import left_out
+from wanma.training.sites.site_synchronizer import ignored_site_tensors
 from wanma.training.step.early_stopping import EarlyStopping
 
-_ADAPTERS = "adapter_config.json"
+_PEFT_CONFIG_FILE = "adapter_config.json"
 """File by which a folder of peft is recognised; its weights are in adapter_model.safetensors."""
-_LOW = ("BF16", "F16")
-_NAMED = 5
+_LOW_PRECISION_DTYPES = ("BF16", "F16")
+_MAX_NAMES_IN_MESSAGE = 5
 """Largest number of tensors named in one message."""
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeResult:
     """Source and identity of the state that a run has begun with."""
 
     source: Literal["memory", "partner", "checkpoint", "beginning"]
@@ -65,13 +68,15 @@ class Resumed:
     """Messages for the user, on rank 0."""
     identity: Identity
     """Identity that the run's next checkpoints keep."""
-    label: str = ""
+    checkpoint_name: str = ""
     """Name of the checkpoint or in-memory checkpoint; empty at the beginning."""
-    snapshots_every: int | None = None
+    in_memory_interval_steps: int | None = None
     """Interval of in-memory checkpoints that the ranks before had found, in steps; reported already."""
 
 
-def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity: Identity) -> Resumed:
+def resume(
+    state: TrainingState, job: Job, plan: Plan, worker: WorkerContext, identity: Identity
+) -> ResumeResult:
     """Restore the newest state: the in-memory checkpoint that the supervisor has chosen, or one on disk.
 
     The one of the later step is taken; without either, the weights that the job starts from. Every rank calls
@@ -89,17 +94,20 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
         WanmaError: the checkpoint is of another job, all checkpoints are damaged, or the weights to start
             from are incomplete.
     """
-    state.parallel.settle()  # a user's own loop may have computed with the weights before
+    # A user's own loop may have computed with the weights before.
+    state.parallel_model.wait_until_weights_unused()
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     carries_on = choice.resume or worker.restart is not None
-    snapshot, helped = _snapshot(state, plan, worker, messages) if carries_on else (None, False)
+    snapshot, helped = (
+        _load_in_memory_checkpoint(state, plan, worker, messages) if carries_on else (None, False)
+    )
     after = snapshot.manifest.step if snapshot is not None else -1
     if worker.rank == 0 and carries_on and worker.restart is None:
-        messages += bring_home(folder)
+        messages += move_back_flushed(folder)
     if carries_on and worker.restart is None:
-        messages += bring_parts_home(folder, worker, after)
-    path, skipped = _newest(folder, worker, after) if carries_on else (None, [])
+        messages += assemble_flushed_parts(folder, worker, after)
+    path, skipped = _newest_complete_checkpoint(folder, worker, after) if carries_on else (None, [])
     messages += skipped
     if path is not None and skipped:
         messages.append(f"going back to checkpoint {path.name}")
@@ -107,67 +115,77 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
         if carries_on:
             path = fetch_newest(folder, choice.upload, worker, messages)
         else:
-            refuse_taken(choice.upload, worker)
+            require_unused_url(choice.upload, worker)
     if path is None and snapshot is None and skipped and worker.restart is None:
-        raise _nothing_whole(folder, skipped)
+        raise _no_complete_checkpoint(folder, skipped)
     if path is not None or snapshot is not None:
-        source, label = (on_disk(path), path.name) if path is not None else (snapshot, "its snapshot")
+        source, label = (
+            (open_disk_source(path), path.name) if path is not None else (snapshot, "its snapshot")
+        )
         assert source is not None
-        identity, notes = _carry_on(state, source, label, job, plan, worker, identity)
+        identity, notes = _restore_checkpoint(state, source, label, job, plan, worker, identity)
         messages += notes
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
         if path is not None:
-            return Resumed("checkpoint", messages, identity, label)
-        return Resumed(memory, messages, identity, label, source.manifest.state.get(EVERY))
+            return ResumeResult("checkpoint", messages, identity, label)
+        return ResumeResult(memory, messages, identity, label, source.manifest.state.get(INTERVAL_KEY))
 
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
-    state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())
+    state.initialize(
+        huggingface_parameter_names(state.parallel_model)
+        if start is not None and has_huggingface_weights(start)
+        else ()
+    )
     if start is not None:
-        notes = _start_from(state, start, plan, worker)
+        notes = _load_initial_weights(state, start, plan, worker)
         messages += [f"weights from {choice.start_from}", *notes]
     if not carries_on:
-        _set_aside(folder, worker, messages)
+        _archive_old_checkpoints(folder, worker, messages)
     elif worker.restart is None and worker.rank == 0:
         recorded = last_record(RunDirectory(worker.run_directory).metrics)
         if recorded is not None:
             text = f"this run has recorded {recorded['step']} steps, and {folder} has no checkpoint"
             messages.append(f"{text}: it begins anew")
-    return Resumed("beginning", messages, identity)
+    return ResumeResult("beginning", messages, identity)
 
 
-def _snapshot(
-    state: TrainingState, plan: Plan, worker: Worker, messages: list[str]
-) -> tuple[Source | None, bool]:
+def _load_in_memory_checkpoint(
+    state: TrainingState, plan: Plan, worker: WorkerContext, messages: list[str]
+) -> tuple[CheckpointSource | None, bool]:
     """Return the in-memory checkpoint to restore, if each rank finds its share of it complete.
 
     Returns:
         also whether some of it came from a partner node.
     """
-    if worker.images is None or (step := worker.images.restore_step) is None:
+    if worker.memory_files is None or (step := worker.memory_files.restore_step) is None:
         return None, False
-    worker.control.progress(0, "fetching a snapshot")
-    layout = layout_of(plan, worker)
-    if len(worker.ranks_by_node) > 1 and laid_out_otherwise(worker.images, step, worker, layout):
+    worker.supervisor_client.report_progress(0, "fetching a snapshot")
+    layout = layout_key(plan, worker)
+    if len(worker.local_world_sizes) > 1 and needs_reshard(worker.memory_files, step, worker, layout):
 
         def tensors_for(saved: Iterable[str]) -> dict[str, Tensor]:
-            _allocate(state, saved)
-            return with_all_rows(state.tensors())
+            _allocate_for_checkpoint(state, saved)
+            return with_error_rows_of_all_ranks(state.checkpoint_tensors())
 
-        source, problems, _ = gather(worker.images, step, worker, tensors_for)
+        source, problems, _ = gather_for_reshard(worker.memory_files, step, worker, tensors_for)
         if source is None:
             messages.append(f"the snapshot of step {step} is not used: {'; '.join(problems)}")
         return source, False
-    images, missing, fetched = fetch(worker.images, step, worker)
-    worker.control.progress(0, "verifying a snapshot")
-    found, problems = look(images, step, worker.rank, worker.world_size, worker.node_ranks, layout)
-    everyones = _everyones(missing or problems, worker)
+    images, missing, fetched = restore_lost_files(worker.memory_files, step, worker)
+    worker.supervisor_client.report_progress(0, "verifying a snapshot")
+    found, problems = find_local_checkpoint(
+        images, step, worker.rank, worker.world_size, worker.node_ranks, layout
+    )
+    everyones = _gather_problems(missing or problems, worker)
     if everyones:
         messages.append(f"the snapshot of step {step} is not used: {'; '.join(everyones)}")
         return None, False
-    return found.source(), fetched > 0
+    return found.open_source(), fetched > 0
 
 
-def _newest(folder: Path, worker: Worker, after: int = -1) -> tuple[Path | None, list[str]]:
+def _newest_complete_checkpoint(
+    folder: Path, worker: WorkerContext, min_step: int = -1
+) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint; all ranks look, each checks its share of the files.
 
     What rank 0 sees in the folder counts: other nodes may see a shared one a moment later.
@@ -175,46 +193,53 @@ def _newest(folder: Path, worker: Worker, after: int = -1) -> tuple[Path | None,
     Args:
         folder: folder of the checkpoints.
         worker: context of this rank.
-        after: step up to which checkpoints are of no use.
+        min_step: step up to which checkpoints are of no use.
 
     Returns:
         the newest complete one, and for each later one the reason why it is not taken.
     """
     seen: list[list[Path]] = [[]]
     if worker.rank == 0:
-        all_of_them = sorted([*committed(folder), *rescued(folder)], reverse=True)
-        seen = [[path for step, path in all_of_them if step > after]]
+        all_of_them = sorted([*list_committed(folder), *list_flushed(folder)], reverse=True)
+        seen = [[path for step, path in all_of_them if step > min_step]]
     if worker.world_size > 1:
         dist.broadcast_object_list(seen, src=0)
 
     skipped: list[str] = []
     for path in seen[0]:
-        problems = _problems(path, worker)
+        problems = _verify_on_all_ranks(path, worker)
         if not problems:
             return path, skipped
         skipped.append(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
     return None, skipped
 
 
-def _nothing_whole(folder: Path, skipped: list[str]) -> WanmaError:
+def _no_complete_checkpoint(folder: Path, skipped: list[str]) -> WanmaError:
     """Return the refusal to begin anew where all checkpoints are damaged.
 
     A run that has come far does not begin anew unasked, and write over files that may still be saved.
     """
-    shown = [*skipped[:_NAMED], *([f"and {len(skipped) - _NAMED} more"] if len(skipped) > _NAMED else [])]
+    shown = [
+        *skipped[:_MAX_NAMES_IN_MESSAGE],
+        *(
+            [f"and {len(skipped) - _MAX_NAMES_IN_MESSAGE} more"]
+            if len(skipped) > _MAX_NAMES_IN_MESSAGE
+            else []
+        ),
+    ]
     return WanmaError(
         f"no checkpoint in {folder} is whole:\n    " + "\n    ".join(shown),
         "put a copy of one there, or begin anew with --fresh, which keeps these beside the new ones",
     )
 
 
-def _problems(path: Path, worker: Worker) -> list[str]:
+def _verify_on_all_ranks(path: Path, worker: WorkerContext) -> list[str]:
     """Return the problems of a checkpoint, of which each rank reads a part; the same on all ranks."""
-    worker.control.progress(0, "verifying a checkpoint")
-    return _everyones(verify(path, worker.rank, worker.world_size), worker)
+    worker.supervisor_client.report_progress(0, "verifying a checkpoint")
+    return _gather_problems(find_defects(path, worker.rank, worker.world_size), worker)
 
 
-def _everyones(mine: list[str], worker: Worker) -> list[str]:
+def _gather_problems(mine: list[str], worker: WorkerContext) -> list[str]:
     """Return the problems of all ranks, each once."""
     everyones = [mine] * worker.world_size
     if worker.world_size > 1:
@@ -222,13 +247,13 @@ def _everyones(mine: list[str], worker: Worker) -> list[str]:
     return list(dict.fromkeys(problem for problems in everyones for problem in problems))
 
 
-def _carry_on(
+def _restore_checkpoint(
     state: TrainingState,
-    source: Source,
-    label: str,
+    source: CheckpointSource,
+    checkpoint_name: str,
     job: Job,
     plan: Plan,
-    worker: Worker,
+    worker: WorkerContext,
     identity: Identity,
 ) -> tuple[Identity, list[str]]:
     """Restore a state.
@@ -237,33 +262,35 @@ def _carry_on(
         the identity that the next checkpoints keep, and messages for the user.
     """
     train, values, saved = job.train, source.manifest.state, source.manifest.tensors
-    _check_position(values, source.name, train)
-    _allocate(state, saved)
-    tensors = state.tensors()
-    elsewhere = _names_elsewhere(tensors, plan)
+    _check_data_position(values, source.name, train)
+    _allocate_for_checkpoint(state, saved)
+    tensors = state.checkpoint_tensors()
+    elsewhere = _names_on_other_ranks(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
-    frozen = set(state.parallel.parameter_names).difference(state.parallel.trainable_names)
+    frozen = set(state.parallel_model.parameter_names).difference(state.parallel_model.trainable_names)
     seldom = plan.synchronization
-    sites = plan.sites if seldom is not None and seldom.is_local else None
-    of_sites, note = left_out(saved, tensors, sites)
+    sites = plan.sites if seldom is not None and seldom.has_local_weights else None
+    of_sites, note = ignored_site_tensors(saved, tensors, sites)
     elsewhere += of_sites
-    notes = [f"{label}: {note}"] if note else []
-    if averages and state.average is None:
+    notes = [f"{checkpoint_name}: {note}"] if note else []
+    if averages and state.weight_average is None:
         elsewhere += averages
-        notes.append(f"the averaged weights of {label} are left out: train.weight_average is 0")
+        notes.append(f"the averaged weights of {checkpoint_name} are left out: train.weight_average is 0")
     elif averages:  # older ones also average weights that do not change
         elsewhere += [f"average.{name}" for name in frozen]
-    if state.average is not None and not averages:
+    if state.weight_average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
-        notes.append(f"{label} was saved without averaged weights: the average begins at its weights")
-    alike, of_others, told = split_remainders(tensors, source, elsewhere)
+        notes.append(
+            f"{checkpoint_name} was saved without averaged weights: the average begins at its weights"
+        )
+    alike, of_others, told = split_compression_state(tensors, source, elsewhere)
     elsewhere += of_others
     notes += told
-    _, rank_state = load(
+    _, rank_state = load_tensors(
         source,
         alike,
-        rounds=_kept_rounded(tensors),
-        elsewhere=elsewhere,
+        rounded_names=_low_precision_frozen_names(tensors),
+        names_on_other_ranks=elsewhere,
         rank=worker.rank,
         world_size=worker.world_size,
     )
@@ -273,41 +300,45 @@ def _carry_on(
         values,
         source.name,
         worker.run_directory,
-        is_over=values["step"] >= train.steps or EarlyStopping.of(values).is_over(train),
-        is_retry=worker.restart is not None,
-        accepts=job.checkpoint.resume == CHANGED,
+        is_over=values["step"] >= train.steps or EarlyStopping.from_state_values(values).is_over(train),
+        is_restart=worker.restart is not None,
+        accepts_changes=job.checkpoint.resume == ACCEPT_CHANGES,
     )
     notes += told_of_identity
-    take_over_remainders({name: tensors[name] for name in of_others if name in tensors}, source)
-    state.complete_ties()
-    state.restore(values)
-    if state.average is not None and not averages:
-        state.average.restart()
+    redistribute_error_feedback({name: tensors[name] for name in of_others if name in tensors}, source)
+    state.broadcast_tied_weights()
+    state.restore_values(values)
+    if state.weight_average is not None and not averages:
+        state.weight_average.reset()
     if rank_state is not None:
         restore_random_state(rank_state["random"])
     return identity, notes
 
 
-def _kept_rounded(tensors: Mapping[str, Tensor]) -> set[str]:
+def _low_precision_frozen_names(tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the names of frozen weights that are kept in 16 bits here, and in fp32 by older checkpoints."""
-    return {name for name, one in tensors.items() if name.startswith("model.") and one.dtype in LOW}
+    return {
+        name
+        for name, one in tensors.items()
+        if name.startswith("model.") and one.dtype in LOW_PRECISION_DTYPES
+    }
 
 
-def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
+def _allocate_for_checkpoint(state: TrainingState, saved_names: Iterable[str]) -> None:
     """Allocate the optimizer and site state of a saved state with tensors of these names."""
-    saved = set(saved)
-    if state.sites is not None:
-        state.sites.expect(saved)
-        state.updater.allocate_state(state.sites.optimizer_names(saved))
+    saved_names = set(saved_names)
+    if state.site_synchronizer is not None:
+        state.site_synchronizer.allocate_for(saved_names)
+        state.named_optimizer.allocate_state(state.site_synchronizer.optimizer_names(saved_names))
         return
-    state.updater.allocate_state(
-        name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
+    state.named_optimizer.allocate_state(
+        name.removeprefix("optimizer.") for name in saved_names if name.startswith("optimizer.")
     )
 
 
-def _check_position(values: dict[str, Any], name: str, train: TrainSection) -> None:
+def _check_data_position(values: dict[str, Any], name: str, train: TrainSection) -> None:
     """Check the data position, which is one integer; a job that counts it differently is another job."""
-    expected = samples_before(train, values["step"])
+    expected = samples_consumed_before(train, values["step"])
     if values["samples"] != expected:
         raise WanmaError(
             f"{name} was saved after {values['samples']} samples at step {values['step']}, but with "
@@ -316,16 +347,16 @@ def _check_position(values: dict[str, Any], name: str, train: TrainSection) -> N
         )
 
 
-def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
+def _names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[str]:
     """Return the names that only other pipeline stages, or other sites, hold."""
     if plan.pp == 1 and plan.sites == 1:
         return []
     everyones: list[list[str]] = [[]] * plan.world_size
-    dist.all_gather_object(everyones, list(mine))
-    return [name for names in everyones for name in names if name not in mine]
+    dist.all_gather_object(everyones, list(tensors))
+    return [name for names in everyones for name in names if name not in tensors]
 
 
-def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) -> list[str]:
+def _load_initial_weights(state: TrainingState, path: Path, plan: Plan, worker: WorkerContext) -> list[str]:
     """Load weights alone, published or of another run; of the latter each rank checks its share of the files.
 
     Returns:
@@ -333,15 +364,15 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
     """
     notes = []
     check_start_folder(path)
-    if is_published(path):
-        worker.control.progress(0, "reading published weights")
-        start_from_published(state.parallel, path, worker)
-    elif problems := _problems(path, worker):
-        raise not_whole(path, problems[0])
+    if has_huggingface_weights(path):
+        worker.supervisor_client.report_progress(0, "reading published weights")
+        load_huggingface_weights(state.parallel_model, path, worker)
+    elif problems := _verify_on_all_ranks(path, worker):
+        raise incomplete_start_error(path, problems[0])
     else:
-        notes = _load_weights(state, path, plan)
-    state.complete_ties()
-    state.restart_copies()
+        notes = _load_weights_of_run(state, path, plan)
+    state.broadcast_tied_weights()
+    state.reset_weight_copies()
     return notes
 
 
@@ -354,10 +385,10 @@ def check_start_folder(path: Path) -> None:
     if not path.is_dir():
         raise WanmaError(
             f"checkpoint.start_from = '{path}': there is no such folder",
-            f"name the folder of a checkpoint, or one with {SINGLE} or {INDEX}",
+            f"name the folder of a checkpoint, or one with {WEIGHTS_FILE} or {INDEX_FILE}",
             EXIT_USAGE,
         )
-    if (path / _ADAPTERS).is_file():
+    if (path / _PEFT_CONFIG_FILE).is_file():
         raise WanmaError(
             f"checkpoint.start_from = '{path}' holds adapters of peft, which are no model by themselves",
             "merge them into their model and start from that: peft.PeftModel.from_pretrained(model, folder)"
@@ -366,51 +397,55 @@ def check_start_folder(path: Path) -> None:
         )
 
 
-def not_whole(path: Path, problem: str) -> WanmaError:
+def incomplete_start_error(path: Path, problem: str) -> WanmaError:
     return WanmaError(
         f"checkpoint.start_from = '{path}' is not whole: {problem}",
-        f"name another checkpoint folder, or one with {SINGLE} or {INDEX}",
+        f"name another checkpoint folder, or one with {WEIGHTS_FILE} or {INDEX_FILE}",
         EXIT_USAGE,
     )
 
 
-def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
+def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[str]:
     """Load the weights of a run that may have been without adapters, or of a model with more tensors."""
-    weights = state.weights()
+    weights = state.weight_tensors()
     entries = read_manifest(path).tensors
     saved = {name for name in entries if name.startswith("model.")}
-    unused = sorted(saved.difference(weights, _names_elsewhere(weights, plan)))
-    if adapters := [name for name in unused if is_adapter(name)]:
+    unused = sorted(saved.difference(weights, _names_on_other_ranks(weights, plan)))
+    if adapters := [name for name in unused if is_lora_parameter(name)]:
         raise WanmaError(
             f"checkpoint.start_from = '{path}' has adapters that this model has not, such as {adapters[0]}",
             "set model.lora_rank and model.lora_targets as in that run, or merge its adapters first",
         )
-    if partial := _parts_of_blocks(state, unused):
+    if partial := _unused_of_decoder_blocks(state, unused):
         raise WanmaError(
             f"checkpoint.start_from = '{path}' is from a decoder that computes otherwise: it has "
             f"{partial[0]}, and this model has the rest of that module without it",
             "give [model] that run's settings, such as activation_function",
         )
-    fills = {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}
-    load(path, fills, strict=False, cast=True)
+    fills = {n: t for n, t in weights.items() if n in saved or not is_lora_parameter(n)}
+    load_tensors(path, fills, strict=False, allow_cast=True)
     notes = []
-    if narrow := sorted(n for n, t in fills.items() if entries[n].dtype in _LOW and t.dtype not in LOW):
+    if narrow := sorted(
+        n
+        for n, t in fills.items()
+        if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
+    ):
         more = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
         notes.append(f"{narrow[0]}{more} were saved in {entries[narrow[0]].dtype}: they begin rounded to it")
-    more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+    more = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
     if unused:
-        notes.append(f"this model has no place for {', '.join(unused[:_NAMED])}{more}")
+        notes.append(f"this model has no place for {', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{more}")
     return notes
 
 
-def _parts_of_blocks(state: TrainingState, unused: list[str]) -> list[str]:
+def _unused_of_decoder_blocks(state: TrainingState, unused: list[str]) -> list[str]:
     """Return unused tensors of modules of which a wanma decoder has the rest: it computes otherwise then.
 
     Users' modules may leave out any tensors.
     """
-    if not any(isinstance(part, Decoder) for part in state.parallel.parts):
+    if not any(isinstance(part, Decoder) for part in state.parallel_model.model_parts):
         return []
-    modules = {name.rsplit(".", 2)[0] for name in state.parallel.parameter_names}
+    modules = {name.rsplit(".", 2)[0] for name in state.parallel_model.parameter_names}
     inside = (name.removeprefix("model.").rsplit(".", 2)[0] for name in unused)
     return [
         name
@@ -419,11 +454,11 @@ def _parts_of_blocks(state: TrainingState, unused: list[str]) -> list[str]:
     ]
 
 
-def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:
+def _archive_old_checkpoints(folder: Path, worker: WorkerContext, messages: list[str]) -> None:
     """Move an older run's checkpoints aside, so that those of a new run are not mistaken for them."""
     if worker.world_size > 1:
         dist.barrier()  # others may still read the weights to start from
     if worker.rank == worker.node_ranks[0]:
-        set_aside_rescued(folder)
-    if worker.rank == 0 and (aside := set_aside(folder)):
+        archive_flushed(folder)
+    if worker.rank == 0 and (aside := archive_run_checkpoints(folder)):
         messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")

@@ -14,24 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanma.data.datasets.fingerprint import digest, sampled
+from wanma.data.datasets.fingerprint import describe_tensor, hash_texts
 from wanma.job.errors import WanmaError
 from wanma.job.run.run_directory import RunDirectory, write_json
 from wanma.models.model_spec import ModelSpec
-from wanma.models.user_modules.validation import check_ready
+from wanma.models.user_modules.validation import validate_module
 from wanma.training.checkpointing.code_fingerprint import code_fingerprint, module_texts, same_code
 
 DEFAULT_LOSS = "default"
-_SEEDS = 1 << 32
+_SEED_BOUND = 1 << 32
 """Bound of the seeds that people choose; a seed that torch draws for itself has 53 bits."""
 _WAYS_OUT = (
     "give the new run a name of its own (observe.name, or run_directory= in Python), or begin anew in its "
     "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new "
     "ones; either may take that run's weights with checkpoint.start_from"
 )
-CHANGED = "changed"
+ACCEPT_CHANGES = "changed"
 """Value of `checkpoint.resume` for a run that continues with a changed model, data or loss."""
-_CARRY_ON = "; if the change is meant, as of a mended error, carry on with checkpoint.resume = 'changed'"
+_ACCEPT_CHANGES_HINT = (
+    "; if the change is meant, as of a mended error, carry on with checkpoint.resume = 'changed'"
+)
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,12 @@ class Identity:
     seeded: bool = False
     """True if the weights are drawn under a seed: the program makes the same ones when it runs again."""
 
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """Return the fingerprints as a checkpoint keeps them."""
         return {"data_fingerprint": self.data, "identity": asdict(replace(self, data=""))}
 
 
-UNKNOWN = Identity()
+UNKNOWN_IDENTITY = Identity()
 """Identity of a run of which nothing is compared."""
 
 
@@ -63,34 +65,34 @@ def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
     """Return the model's part of a run's identity, from the module that the user's program has made.
 
     Raises:
-        JobError: the module is not ready to be trained (`check_ready`).
+        JobError: the module is not ready to be trained (`validate_module`).
     """
-    check_ready(model)
+    validate_module(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors]
-    structure = digest(*module_texts(model, set()), *shapes, _config(model))
+    structure = hash_texts(*module_texts(model, set()), *shapes, _config(model))
     # The code in it is compiled by a version of Python. "/2": attributes are part of it.
     versioned = f"{code_fingerprint(None).split(':')[0]}/2:{structure}"
     return Identity(model=versioned, weights=weights_fingerprint(model), seeded=seeded)
 
 
-def noting_identity(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Callable[[], Identity]]:
+def with_identity_recorded(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Callable[[], Identity]]:
     """Return `spec` of a factory's model, and a function that returns the identity of the product.
 
     Args:
         spec: constructor of the model and what it declares.
         seed: seed under which the model is made.
     """
-    found = UNKNOWN
+    found = UNKNOWN_IDENTITY
 
     def make() -> nn.Module:
         nonlocal found
-        model = spec.make()
+        model = spec.build_module()
         found = identity_of(model, seeded=True)
         found = replace(found, weights=f"{seed}:{found.weights}")
         return model
 
-    return replace(spec, make=make), lambda: found
+    return replace(spec, build_module=make), lambda: found
 
 
 def _config(model: nn.Module) -> str:
@@ -105,40 +107,40 @@ def _config(model: nn.Module) -> str:
 def weights_fingerprint(model: nn.Module) -> str:
     """Return a hash of a few elements of each parameter and of each buffer that is saved."""
     saved = model.state_dict(keep_vars=True)
-    return digest(*(f"{n} {sampled(t)}" for n, t in saved.items() if isinstance(t, torch.Tensor)))
+    return hash_texts(*(f"{n} {describe_tensor(t)}" for n, t in saved.items() if isinstance(t, torch.Tensor)))
 
 
 def is_seeded() -> bool:
     """Return whether this process has seeded torch with a number of somebody's choice."""
-    return torch.initial_seed() < _SEEDS
+    return torch.initial_seed() < _SEED_BOUND
 
 
-def note_returned(run: RunDirectory, model: nn.Module) -> None:
+def record_returned_weights(run: RunDirectory, model: nn.Module) -> None:
     """Keep the fingerprint of the weights that a run has put into the user's module: it may come back."""
-    write_json(_returned(run.path), {"weights": weights_fingerprint(model)})
+    write_json(_returned_path(run.path), {"weights": weights_fingerprint(model)})
 
 
 def check_identity(
-    mine: Identity,
+    current: Identity,
     values: Mapping[str, Any],
-    name: str,
-    directory: Path,
+    checkpoint_name: str,
+    run_directory: Path,
     *,
     is_over: bool,
-    is_retry: bool,
-    accepts: bool = False,
+    is_restart: bool,
+    accepts_changes: bool = False,
 ) -> tuple[Identity, list[str]]:
     """Compare the run's identity with that of a checkpoint.
 
     Args:
-        mine: identity of the run now.
+        current: identity of the run now.
         values: state values of the checkpoint.
-        name: name of the checkpoint.
-        directory: run directory.
+        checkpoint_name: name of the checkpoint.
+        run_directory: run directory.
         is_over: true if the run has no step left.
-        is_retry: true if the same program has been started again after a failure.
-        accepts: true if the run continues with another model of the same tensors, other data or another loss,
-            unless it is over.
+        is_restart: true if the same program has been started again after a failure.
+        accepts_changes: true if the run continues with another model of the same tensors, other data or
+            another loss, unless it is over.
 
     Returns:
         the identity that the run's next checkpoints keep, and messages for the user.
@@ -147,50 +149,50 @@ def check_identity(
         WanmaError: the run is of another model, of other data or with another loss.
     """
     saved = Identity(**{**values.get("identity", {}), "data": values["data_fingerprint"]})
-    changed = dict(_changed(mine, saved))
-    if changed and (is_over or not accepts):
+    changed = dict(_changed(current, saved))
+    if changed and (is_over or not accepts_changes):
         what, words = next(iter(changed.items()))
-        carry_on = "" if is_over else _CARRY_ON
+        carry_on = "" if is_over else _ACCEPT_CHANGES_HINT
         way_out = f"put the {what} back as it was; or {_WAYS_OUT}{carry_on}"
-        raise WanmaError(f"{name} was saved while training {words}", way_out)
-    told = [f"{name} was saved while training {words}; carrying on" for words in changed.values()]
-    if accepts and not is_over:
-        known = {field: value for field, value in asdict(mine).items() if value}
-        return Identity(**{**asdict(saved), **known, "seeded": mine.seeded}), told
+        raise WanmaError(f"{checkpoint_name} was saved while training {words}", way_out)
+    told = [f"{checkpoint_name} was saved while training {words}; carrying on" for words in changed.values()]
+    if accepts_changes and not is_over:
+        known = {field: value for field, value in asdict(current).items() if value}
+        return Identity(**{**asdict(saved), **known, "seeded": current.seeded}), told
     kept = Identity(
-        mine.data or saved.data,
-        mine.model or saved.model,
-        saved.weights or mine.weights,
-        mine.loss or saved.loss,
-        mine.seeded if mine.weights else saved.seeded,
+        current.data or saved.data,
+        current.model or saved.model,
+        saved.weights or current.weights,
+        current.loss or saved.loss,
+        current.seeded if current.weights else saved.seeded,
     )
-    if not saved.weights or not mine.weights or saved.weights == mine.weights or is_retry:
+    if not saved.weights or not current.weights or saved.weights == current.weights or is_restart:
         return kept, []
-    if mine.weights == _returned_weights(directory):
+    if current.weights == _read_returned_weights(run_directory):
         return kept, []
-    if not is_over and _seed(saved.weights) != _seed(mine.weights):
+    if not is_over and _seed(saved.weights) != _seed(current.weights):
         return kept, []
-    if is_over or (saved.seeded and mine.seeded):
-        of_factory = bool(_seed(mine.weights))
+    if is_over or (saved.seeded and current.seeded):
+        of_factory = bool(_seed(current.weights))
         how = "model.factory, train.seed" if of_factory else "seed torch before the model is made"
         raise WanmaError(
-            f"{name} is of a model that began with other weights than this one has"
+            f"{checkpoint_name} is of a model that began with other weights than this one has"
             + (", and its run has ended" if is_over else ""),
             f"put the initial weights back as they were ({how}); or {_WAYS_OUT}",
         )
     return kept, [
         "the model begins with other weights than at this run's first start, as one does that is drawn "
-        f"without a seed; the run goes on from {name}"
+        f"without a seed; the run goes on from {checkpoint_name}"
     ]
 
 
-def _changed(mine: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
+def _changed(current: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
     """Yield (part that differs, words for what the saved run was trained on or with)."""
-    if saved.data and mine.data and saved.data != mine.data:
+    if saved.data and current.data and saved.data != current.data:
         yield "data", "on other data than there are now"
-    if saved.model and mine.model and not same_code(saved.model, mine.model):
+    if saved.model and current.model and not same_code(saved.model, current.model):
         yield "model", "another model than this one"
-    if saved.loss and mine.loss and not same_code(saved.loss, mine.loss):
+    if saved.loss and current.loss and not same_code(saved.loss, current.loss):
         yield "loss", "with another loss than this one"
 
 
@@ -199,8 +201,8 @@ def _seed(weights: str) -> str:
     return weights.rpartition(":")[0]
 
 
-def _returned_weights(directory: Path) -> str | None:
-    path = _returned(directory)
+def _read_returned_weights(directory: Path) -> str | None:
+    path = _returned_path(directory)
     try:
         found = json.loads(path.read_text())["weights"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -208,5 +210,5 @@ def _returned_weights(directory: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _returned(directory: Path) -> Path:
+def _returned_path(directory: Path) -> Path:
     return directory / "returned.json"

@@ -14,15 +14,15 @@ from torch import Tensor
 from wanma.data.datasets.stream_reader import StreamReader
 from wanma.job.sections.job import TrainSection
 from wanma.models.structure.parameter_initialization import stable_hash
-from wanma.parallel.parallelize import Parallel
+from wanma.parallel.parallelize import ParallelModel
 from wanma.training.optimizer.loss_scale import LossScale
-from wanma.training.optimizer.named_optimizer import Updater
+from wanma.training.optimizer.named_optimizer import NamedOptimizer
 from wanma.training.optimizer.weight_average import WeightAverage
-from wanma.training.sites.site_synchronizer import BetweenSites
-from wanma.training.step.anomaly_detection import Anomalies
+from wanma.training.sites.site_synchronizer import SiteSynchronizer
+from wanma.training.step.anomaly_detection import AnomalyDetector
 from wanma.training.step.early_stopping import EarlyStopping
 
-COMPRESSION = "compression."
+COMPRESSION_PREFIX = "compression."
 """Prefix of the names of the tensors that compressed exchanges keep."""
 
 
@@ -30,81 +30,88 @@ COMPRESSION = "compression."
 class TrainingState:
     """Mutable state of a run. `samples` alone is its position in the data."""
 
-    parallel: Parallel
-    updater: Updater
-    scale: LossScale
-    average: WeightAverage | None
+    parallel_model: ParallelModel
+    named_optimizer: NamedOptimizer
+    loss_scale: LossScale
+    weight_average: WeightAverage | None
     step: int = 0
     """Number of completed optimizer steps."""
     samples: int = 0
     """Number of consumed samples."""
     best_loss: float | None = None
     """Lowest validation loss so far."""
-    anomalies: Anomalies = field(default_factory=Anomalies)
-    stopping: EarlyStopping = field(default_factory=EarlyStopping)
-    stream: StreamReader | None = None
+    anomaly_detector: AnomalyDetector = field(default_factory=AnomalyDetector)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    stream_reader: StreamReader | None = None
     """Position in data that can only be iterated over."""
     stream_values: dict[str, Any] = field(default_factory=dict)
     """State of that iteration in the checkpoint that the run began with."""
-    sites: BetweenSites | None = None
+    site_synchronizer: SiteSynchronizer | None = None
     """Synchronizer of sites that do not agree at every step; None without sites."""
-    share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    share_changes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Changes of the batch shares by the ranks' times: optimizer steps before each, and the shares."""
 
-    def begin(self, but: Container[str] = ()) -> None:
+    def initialize(self, exclude: Container[str] = ()) -> None:
         """Initialize the weights of a run that restores no checkpoint.
 
         Args:
-            but: names of parameters that the job's own start fills.
+            exclude: names of parameters that the job's own start fills.
         """
-        self.parallel.initialize(but)
-        if self.parallel.compression is not None:
-            self.parallel.compression.rescale(self._gradient_unit())
-        self.restart_copies()
+        self.parallel_model.initialize_parameters(exclude)
+        if self.parallel_model.compression is not None:
+            self.parallel_model.compression.rescale(self._gradient_scale())
+        self.reset_weight_copies()
 
-    def restart_copies(self) -> None:
+    def reset_weight_copies(self) -> None:
         """Reset copies that follow the weights (average, outer weights), after weights alone were filled."""
-        if self.average is not None:
-            self.average.restart()
-        if self.sites is not None:
-            self.sites.restart()
+        if self.weight_average is not None:
+            self.weight_average.reset()
+        if self.site_synchronizer is not None:
+            self.site_synchronizer.reset_to_weights()
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    def use_evaluation_weights(self) -> AbstractContextManager[None]:
         """Make the model compute with averaged weights, or those of all sites, within the context."""
-        if self.average is not None:
-            return self.average.in_place()
-        if self.sites is not None and self.sites.outer is not None:
-            return self.sites.outer.in_place()
+        if self.weight_average is not None:
+            return self.weight_average.use_average()
+        if self.site_synchronizer is not None and self.site_synchronizer.outer_optimizer is not None:
+            return self.site_synchronizer.outer_optimizer.use_outer_weights()
         return nullcontext()
 
-    def weights(self) -> dict[str, Tensor]:
+    def weight_tensors(self) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers as 'model.NAME'."""
         tensors: dict[str, Tensor] = {}
-        self.parallel.rest()  # a user's own evaluation may have left something else in its place
-        for part in self.parallel.parts:
+        self.parallel_model.reshard()  # a user's own evaluation may have left something else in its place
+        for part in self.parallel_model.model_parts:
             persistent = part.state_dict().keys()
-            tensors |= {f"model.{n}": p.detach() for n, p in self._own(dict(part.named_parameters())).items()}
+            tensors |= {
+                f"model.{n}": p.detach()
+                for n, p in self._without_tied_copies(dict(part.named_parameters())).items()
+            }
             tensors |= {f"model.{n}": b for n, b in part.named_buffers() if n in persistent}
         return tensors
 
-    def tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the state by name; names are the same for every layout."""
-        weights = self.weights()
+        weights = self.weight_tensors()
         optimizer: dict[str, Tensor] = {}
         average: dict[str, Tensor] = {}
-        for key, of_parameters in self.updater.state_by_kind().items():
-            optimizer |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
-        if self.average is not None:
-            average = {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
-        if self.sites is not None:
-            return self.sites.named(weights, optimizer, average)
-        return weights | optimizer | average | self.kept_of_gradients()
+        for key, of_parameters in self.named_optimizer.state_by_kind().items():
+            optimizer |= {
+                f"optimizer.{n}.{key}": t for n, t in self._without_tied_copies(of_parameters).items()
+            }
+        if self.weight_average is not None:
+            average = {
+                f"average.{n}": t for n, t in self._without_tied_copies(self.weight_average.tensors).items()
+            }
+        if self.site_synchronizer is not None:
+            return self.site_synchronizer.checkpoint_tensors(weights, optimizer, average)
+        return weights | optimizer | average | self.error_feedback_tensors()
 
-    def kept_of_gradients(self) -> dict[str, Tensor]:
+    def error_feedback_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that compressed exchanges keep, such as their error feedback."""
-        compression = self.parallel.compression
-        kept = compression.tensors() if compression is not None else {}
-        return {f"{COMPRESSION}{name}": tensor for name, tensor in kept.items()}
+        compression = self.parallel_model.compression
+        kept = compression.state_tensors() if compression is not None else {}
+        return {f"{COMPRESSION_PREFIX}{name}": tensor for name, tensor in kept.items()}
 
     def end_step(self, applied: bool, samples: int) -> None:
         """Count a step after its update; the loss scale may have changed.
@@ -115,69 +122,81 @@ class TrainingState:
         """
         self.step += 1
         self.samples += samples
-        if self.parallel.compression is not None:
-            self.parallel.compression.end_step(applied=applied, unit=self._gradient_unit())
+        if self.parallel_model.compression is not None:
+            self.parallel_model.compression.end_step(applied=applied, gradient_scale=self._gradient_scale())
 
-    def _gradient_unit(self) -> float:
+    def _gradient_scale(self) -> float:
         """Return the ratio of the gradients that ranks exchange to those of the mean loss."""
-        return self.parallel.divisor * self.scale.value
+        return self.parallel_model.gradient_divisor * self.loss_scale.value
 
     def is_over(self, train: TrainSection) -> bool:
         """Return whether the run has no step left: all are done, or it was stopped early."""
-        return self.step >= train.steps or self.stopping.is_over(train)
+        return self.step >= train.steps or self.early_stopping.is_over(train)
 
-    def complete_ties(self) -> None:
+    def broadcast_tied_weights(self) -> None:
         """Copy tied tensors from the stage that saves them to the other stage, after a load.
 
         Every rank calls it.
         """
-        ties = self.parallel.ties
-        ties.copy_first(dict(self.parallel.named_parameters()))
-        for _, of_parameters in sorted(self.updater.state_by_kind().items()):
-            ties.copy_first(of_parameters)
-        if self.average is not None:
-            ties.copy_first(self.average.tensors)
+        ties = self.parallel_model.tied_weights
+        ties.broadcast_values(dict(self.parallel_model.named_parameters()))
+        for _, of_parameters in sorted(self.named_optimizer.state_by_kind().items()):
+            ties.broadcast_values(of_parameters)
+        if self.weight_average is not None:
+            ties.broadcast_values(self.weight_average.tensors)
 
-    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _without_tied_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `tensors` without tied copies, which another stage saves."""
-        copies = self.parallel.ties.names
+        copies = self.parallel_model.tied_weights.saved_names
         return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """Return the values that are no tensors, the same on every rank."""
         return {
             "step": self.step,
             "samples": self.samples,
-            "updates": self.updater.updates,
-            "loss_scale": self.scale.value,
-            "loss_scale_good_steps": self.scale.good_steps,
+            "updates": self.named_optimizer.update_count,
+            "loss_scale": self.loss_scale.value,
+            "loss_scale_good_steps": self.loss_scale.good_steps,
             "best_loss": self.best_loss,
-            "anomalies": self.anomalies.values(),
-            "early_stopping": self.stopping.values(),
-            **({"stream": self.stream.at(self.samples)} if self.stream is not None else {}),
-            **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
-            **({"sites": self.sites.values()} if self.sites is not None else {}),
-            "share_moves": [[step, list(shares)] for step, shares in self.share_moves],
+            "anomalies": self.anomaly_detector.state_values(),
+            "early_stopping": self.early_stopping.state_values(),
+            **(
+                {"stream": self.stream_reader.state_at(self.samples)}
+                if self.stream_reader is not None
+                else {}
+            ),
+            **(
+                {"gradient_unit": self._gradient_scale()}
+                if self.parallel_model.compression is not None
+                else {}
+            ),
+            **(
+                {"sites": self.site_synchronizer.state_values()} if self.site_synchronizer is not None else {}
+            ),
+            "share_moves": [[step, list(shares)] for step, shares in self.share_changes],
         }
 
-    def restore(self, values: dict[str, Any]) -> None:
+    def restore_values(self, values: dict[str, Any]) -> None:
         self.step = values["step"]
         self.samples = values["samples"]
-        self.updater.updates = values["updates"]
-        self.scale.value = values["loss_scale"]
-        self.scale.good_steps = values["loss_scale_good_steps"]
+        self.named_optimizer.update_count = values["updates"]
+        self.loss_scale.value = values["loss_scale"]
+        self.loss_scale.good_steps = values["loss_scale_good_steps"]
         self.best_loss = values["best_loss"]
-        self.stopping = EarlyStopping.of(values)
+        self.early_stopping = EarlyStopping.from_state_values(values)
         self.stream_values = values.get("stream", {})
         if "anomalies" in values:  # older checkpoints have none
-            self.anomalies.restore(values["anomalies"])
-        if self.parallel.compression is not None:
-            self.parallel.compression.step = self.step
-            self.parallel.compression.unit = values.get("gradient_unit", self._gradient_unit())
-            self.parallel.compression.rescale(self._gradient_unit())
-        if self.sites is not None:
-            self.sites.restore(values.get("sites", {}))
-        self.share_moves = [(step, tuple(shares)) for step, shares in values.get("share_moves", ())]
+            self.anomaly_detector.restore_values(values["anomalies"])
+        if self.parallel_model.compression is not None:
+            self.parallel_model.compression.step = self.step
+            self.parallel_model.compression.gradient_scale = values.get(
+                "gradient_unit", self._gradient_scale()
+            )
+            self.parallel_model.compression.rescale(self._gradient_scale())
+        if self.site_synchronizer is not None:
+            self.site_synchronizer.restore_values(values.get("sites", {}))
+        self.share_changes = [(step, tuple(shares)) for step, shares in values.get("share_moves", ())]
 
 
 def seed_generators(seed: int, rank: int) -> None:

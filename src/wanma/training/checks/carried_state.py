@@ -20,36 +20,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.data.datasets.dataset import Data
-from wanma.job.errors import AgreedError, JobError
-from wanma.models.layers.batch_norm import GroupedBatchNorm, noting_modules
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
-from wanma.training.checks.sample_coupling import is_cut, refuse_together
-from wanma.training.checks.state_restoration import Undisturbed, undisturbed
-from wanma.training.loss.model_outputs import tensors_of
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.job.errors import AllRanksError, JobError
+from wanma.models.layers.batch_norm import GroupedBatchNorm, find_step_statistics_modules
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.training.checks.sample_coupling import is_batch_split, refuse_if_coupled
+from wanma.training.checks.state_restoration import SavedState, preserve_state
+from wanma.training.loss.model_outputs import output_tensors
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.forward_backward import ForwardBackward
 
 Forward = Callable[[Tensor], Any]
 """Function from the indices of some rows of a batch, (rows,), to the model's output for them."""
 
-_DRAWN = "what numpy.random or random draw in a forward"
-_ROWS = 4
+_UNKEYED_DRAWS = "what numpy.random or random draw in a forward"
+_TRIAL_ROWS = 4
 """Number of samples that suffice to see it."""
-_SAME = 1e-5, 1e-2
+_SAME_ROWS_TOLERANCES = 1e-5, 1e-2
 """Relative difference that rounding may make between passes over the same rows, in fp32 and in 16 bits."""
-_OTHER_SHAPE = 5e-2
+_OTHER_SHAPE_TOLERANCE = 5e-2
 """Relative difference that rounding may make between batches of different sizes."""
 
 
-def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> tuple[Forward, int]:
+def first_samples_forward(
+    trainer: Trainer, data: BatchedDataset, forward_backward: ForwardBackward
+) -> tuple[Forward, int]:
     """Return forward passes of the model over the first samples to come, and the number of these."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
     pipelined = plan.pp > 1
     rows = plan.micro_batch if pipelined else min(samples, max(plan.micro_batch, 2))
     first = trainer.state.samples
-    batch = data.batch(range(first, first + rows)).to(trainer.grid.device)
+    batch = data.batch(range(first, first + rows)).to(trainer.parallel_mesh.device)
 
     def forward(chosen: Tensor) -> Any:
         part = replace(
@@ -68,7 +70,12 @@ def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward
 
 
 def refuse_carried_state(
-    trainer: Trainer, forward: Forward, rows: int, *, others: tuple[object, ...] = (), whole: bool = True
+    trainer: Trainer,
+    forward: Forward,
+    rows: int,
+    *,
+    other_objects: tuple[object, ...] = (),
+    takes_any_rows: bool = True,
 ) -> None:
     """Compare passes over rows of a batch after different passes before them; every rank calls it.
 
@@ -78,87 +85,97 @@ def refuse_carried_state(
         trainer: this rank's run.
         forward: forward pass over some rows of the batch.
         rows: rows of the batch; a few of them are tried.
-        others: objects beside the model that a forward may change.
-        whole: true if `forward` takes any number of rows; False: all of them only.
+        other_objects: objects beside the model that a forward may change.
+        takes_any_rows: true if `forward` takes any number of rows; False: all of them only.
 
     Raises:
         JobError: the passes differ; all ranks raise it.
     """
-    if not is_cut(trainer):
+    if not is_batch_split(trainer):
         return
     found = ""
-    with _quiet(trainer), undisturbed(trainer.state.parallel.parts, others) as kept:
-        passes = _Passes(trainer, forward, kept)
-        with suppress(_FailedError):
-            found = _found(passes, min(rows, _ROWS) if whole else rows, halves=whole and rows > 1)
-    trainer.state.parallel.begin_steps()
-    _refuse(trainer, found)
+    with (
+        _eager_without_gradients(trainer),
+        preserve_state(trainer.state.parallel_model.model_parts, other_objects) as kept,
+    ):
+        passes = _ForwardPasses(trainer, forward, kept)
+        with suppress(_UnsupportedRowsError):
+            found = _find_carried_state(
+                passes, min(rows, _TRIAL_ROWS) if takes_any_rows else rows, halves=takes_any_rows and rows > 1
+            )
+    trainer.state.parallel_model.reset_step_count()
+    _refuse_if_found(trainer, found)
 
 
-class FirstForward:
+class CarriedStateCheck:
     """Check of carried state in a user's own loop, with the arguments of the model's first call.
 
     It also checks that outputs for a sample do not depend on the others of its micro-batch.
     """
 
-    def __init__(self, trainer: Trainer, gathering: GlobalBatch, samples: Callable[[], Tensor]) -> None:
-        self._trainer, self._gathering, self._samples = trainer, gathering, samples
-        module = trainer.state.parallel.module
+    def __init__(
+        self, trainer: Trainer, gatherer: GlobalBatchGatherer, samples: Callable[[], Tensor]
+    ) -> None:
+        self._trainer, self._gatherer, self._samples = trainer, gatherer, samples
+        module = trainer.state.parallel_model.module
         # Outside what is compiled.
         check = torch.compiler.disable(self._check)
         self._hook = module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
     def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._hook.remove()
-        samples, draws = self._samples(), self._trainer.state.parallel.draws
+        samples, draws = self._samples(), self._trainer.state.parallel_model.random_draws
         given, has_company = (arguments, keywords), len(samples) > 1
         if not has_company:
-            given = tree_map_only(Tensor, lambda x: _with_company(x) if _is_by_row(x, 1) else x, given)
+            given = tree_map_only(Tensor, lambda x: _with_company(x) if _has_rows(x, 1) else x, given)
             samples = torch.cat([samples, samples + 1])
 
         def forward(rows: Tensor) -> Any:
             def select(x: Tensor) -> Tensor:
-                return x[rows] if _is_by_row(x, len(samples)) else x
+                return x[rows] if _has_rows(x, len(samples)) else x
 
             with draws.forward(module, samples[: len(rows)]) as drawing:
                 chosen, named = tree_map_only(Tensor, select, given)
                 output = module(*chosen, **named)
-                drawing.end()
+                drawing.end_forward()
             return output
 
         coupled = self._coupled(forward, len(samples), is_real=has_company)
-        if not self._gathering.is_used:
-            refuse_together(self._trainer, *coupled)
+        if not self._gatherer.is_used:
+            refuse_if_coupled(self._trainer, *coupled)
             refuse_carried_state(self._trainer, forward, len(samples) if has_company else 1)
 
     def _coupled(self, forward: Forward, rows: int, *, is_real: bool) -> tuple[bool, bool]:
         """Return whether outputs depend on which other rows there are, and on their number."""
         trainer, half = self._trainer, max(rows // 2, 1)
-        with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
-            passes = _Passes(trainer, forward, kept)
+        with (
+            _eager_without_gradients(trainer),
+            preserve_state(trainer.state.parallel_model.model_parts) as kept,
+        ):
+            passes = _ForwardPasses(trainer, forward, kept)
             try:
                 number = torch.arange(rows)
                 together = passes.run(number, is_real=is_real).outputs
-                if self._gathering.is_used:
+                if self._gatherer.is_used:
                     return False, False
                 # Ranks may have unlike numbers of rows, but gather parameters equally often.
                 repeated = passes.run(torch.where(number < half, number, number % half)).outputs
                 fewer = passes.run(number[:half]).outputs
-            except _FailedError:
+            except _UnsupportedRowsError:
                 return False, False
             finally:
-                trainer.state.parallel.begin_steps()
+                trainer.state.parallel_model.reset_step_count()
         of_rows = [
             (one[:half], other[:half], alone)
             for one, other, alone in zip(together, repeated, fewer, strict=False)
-            # A matrix of pairs is for the loss to use or not: `Dependence` sees it.
+            # A matrix of pairs is for the loss to use or not: `SampleDependenceCheck` sees it.
             if len(one) == rows and len(alone) == half and one.shape[1:] == alone.shape[1:]
         ]
         by_content = any(_differ(one, other, passes.tolerance) for one, other, _ in of_rows)
-        return by_content, any(_differ(one, alone, _OTHER_SHAPE) for one, _, alone in of_rows)
+        return by_content, any(_differ(one, alone, _OTHER_SHAPE_TOLERANCE) for one, _, alone in of_rows)
 
 
-def _is_by_row(x: Tensor, rows: int) -> bool:
+def _has_rows(x: Tensor, rows: int) -> bool:
     return x.ndim > 0 and len(x) == rows
 
 
@@ -170,12 +187,12 @@ def _with_company(x: Tensor) -> Tensor:
     return torch.cat([x, other * 0.9 if x.is_floating_point() else other])
 
 
-class _FailedError(Exception):
+class _UnsupportedRowsError(Exception):
     """Error of a user's code that takes no other rows than those that it was given."""
 
 
 @dataclass(frozen=True)
-class _Left:
+class _PassResult:
     """Outputs of a pass, and the tensors that differ from their values before the first pass."""
 
     outputs: list[Tensor]
@@ -187,27 +204,29 @@ class _Left:
         return bool(self.changes) or self.attributes_changed
 
 
-class _Passes:
+class _ForwardPasses:
     """Forward passes that begin from the same state."""
 
-    def __init__(self, trainer: Trainer, forward: Forward, kept: Undisturbed) -> None:
-        self.trainer, self._forward, self._kept = trainer, forward, kept
+    def __init__(self, trainer: Trainer, forward: Forward, saved_state: SavedState) -> None:
+        self.trainer, self._forward, self._saved_state = trainer, forward, saved_state
         plan = trainer.plan
-        self.draws = False
+        self.has_unkeyed_draws = False
         """True if a pass has drawn by numpy.random or random, whose numbers no sample keys."""
-        self.tolerance = _SAME[plan.precision in ("bf16", "fp16") or plan.fp8]
-        self.ranks = plan.data_ranks > 1
-        self.several = plan.pp > 1 or plan.accumulation(trainer.job.train.global_batch) > 1
+        self.tolerance = _SAME_ROWS_TOLERANCES[plan.precision in ("bf16", "fp16") or plan.fp8]
+        self.has_several_data_ranks = plan.data_parallel_size > 1
+        self.has_several_micro_batches = (
+            plan.pp > 1 or plan.gradient_accumulation_steps(trainer.job.train.global_batch) > 1
+        )
 
     @contextmanager
-    def on_other_weights(self) -> Iterator[_Passes]:
+    def on_perturbed_weights(self) -> Iterator[_ForwardPasses]:
         """Make passes from changed weights: state that follows weights equals them before the first step."""
-        parts = self.trainer.state.parallel.parts
-        _move(weight for part in parts for weight in part.parameters())
-        with undisturbed(parts) as kept:
-            yield _Passes(self.trainer, self._forward, kept)
+        parts = self.trainer.state.parallel_model.model_parts
+        _perturb_weights(weight for part in parts for weight in part.parameters())
+        with preserve_state(parts) as kept:
+            yield _ForwardPasses(self.trainer, self._forward, kept)
 
-    def run(self, *history: Tensor, is_real: bool = False) -> _Left:
+    def run(self, *history: Tensor, is_real: bool = False) -> _PassResult:
         """Return the result of the last of several passes, one after the other.
 
         Args:
@@ -215,8 +234,8 @@ class _Passes:
             is_real: true if the rows are those of a step, whose refusals then count.
 
         Raises:
-            _FailedError: one of them fails.
-            AgreedError: a real one uses other parts of the model than other ranks do.
+            _UnsupportedRowsError: one of them fails.
+            AllRanksError: a real one uses other parts of the model than other ranks do.
         """
         output: Any = None
         try:
@@ -227,72 +246,74 @@ class _Passes:
                 before = np.random.get_state(legacy=False)["state"]["pos"], random.getstate()
                 try:
                     output = self._forward(rows)
-                except AgreedError:
-                    self._clear()  # some ranks may have come to `settle`: all have left it
+                except AllRanksError:
+                    self._clear()  # some ranks may have come to `wait_until_weights_unused`: all have left it
                     raise
                 except Exception:
                     self._clear()
-                    self.trainer.state.parallel.settle()
+                    self.trainer.state.parallel_model.wait_until_weights_unused()
                     raise
                 finally:
-                    self.draws |= before != (
+                    self.has_unkeyed_draws |= before != (
                         np.random.get_state(legacy=False)["state"]["pos"],
                         random.getstate(),
                     )
                 self._clear()
-                self.trainer.state.parallel.settle()
-            outputs = [x.detach().clone() for x in tensors_of(output) if x.ndim > 0]
-            return _Left(outputs, self._kept.changes(), self._kept.attributes_changed)
+                self.trainer.state.parallel_model.wait_until_weights_unused()
+            outputs = [x.detach().clone() for x in output_tensors(output) if x.ndim > 0]
+            return _PassResult(outputs, self._saved_state.changes(), self._saved_state.attributes_changed)
         except JobError:
             raise
         except Exception as error:
-            if is_real and isinstance(error, AgreedError):
+            if is_real and isinstance(error, AllRanksError):
                 raise
-            raise _FailedError from error
+            raise _UnsupportedRowsError from error
         finally:
-            self._kept.put_back()
+            self._saved_state.restore()
 
     def _clear(self) -> None:
         """Discard what a pass has left: noted statistics, and unsharded parameters."""
-        for part in self.trainer.state.parallel.parts:
-            for module in noting_modules(part).values():
-                module.take()
-        self.trainer.state.parallel.rest()
+        for part in self.trainer.state.parallel_model.model_parts:
+            for module in find_step_statistics_modules(part).values():
+                module.pop_sums()
+        self.trainer.state.parallel_model.reshard()
 
 
 @torch.no_grad()
-def _move(weights: Iterable[nn.Parameter]) -> None:
+def _perturb_weights(weights: Iterable[nn.Parameter]) -> None:
     """Change weights as steps would, the same way on all ranks that hold the same part of them."""
     for weight in weights:
         if weight.requires_grad:
-            part = local_part(weight)
+            part = local_tensor(weight)
             places = torch.arange(part.numel(), device=part.device).view(part.shape)
             part.mul_(1 + 0.05 * places.cos().to(part.dtype))
 
 
-def _found(passes: _Passes, rows: int, *, halves: bool) -> str:
+def _find_carried_state(passes: _ForwardPasses, rows: int, *, halves: bool) -> str:
     """Return the name of a part that depends on the passes of a step; empty where there is none."""
     every = torch.arange(rows)
     first, second = (every[: rows // 2], every[rows // 2 :]) if halves else (every, torch.zeros_like(every))
     changes = passes.run(every).changes_anything
-    if _anywhere(passes.trainer, passes.draws):
-        return _DRAWN
-    if not _anywhere(passes.trainer, changes):
+    if _on_any_rank(passes.trainer, passes.has_unkeyed_draws):
+        return _UNKEYED_DRAWS
+    if not _on_any_rank(passes.trainer, changes):
         return ""
-    with passes.on_other_weights() as passes:
+    with passes.on_perturbed_weights() as passes:
         return _difference(passes, every, first, second, halves=halves)
 
 
-def _difference(passes: _Passes, every: Tensor, first: Tensor, second: Tensor, *, halves: bool) -> str:
+def _difference(passes: _ForwardPasses, every: Tensor, first: Tensor, second: Tensor, *, halves: bool) -> str:
     whole, tolerance = passes.run(every), passes.tolerance
     ones = {name: passes.run(*history) for name, history in _histories(every, first, second).items()}
     found = ""
-    if passes.several:
-        found = _unlike(whole, ones["both"], tolerance) or _outputs(ones["second"], ones["both"], tolerance)
+    if passes.has_several_micro_batches:
+        found = _first_unequal_change(whole, ones["both"], tolerance) or _outputs(
+            ones["second"], ones["both"], tolerance
+        )
         found = found or _outputs(ones["both, first"], ones["whole, first"], tolerance)
-    if passes.ranks or not halves:  # a rank sees its own rows only
-        found = found or _unlike(ones["first"], ones["second"], tolerance)
-        found = found or _unlike(whole, ones["first"], tolerance)
+    if passes.has_several_data_ranks or not halves:  # a rank sees its own rows only
+        found = found or _first_unequal_change(ones["first"], ones["second"], tolerance)
+        found = found or _first_unequal_change(whole, ones["first"], tolerance)
         found = found or _outputs(ones["first, first"], ones["whole, first"], tolerance)
     return found
 
@@ -308,7 +329,7 @@ def _histories(every: Tensor, first: Tensor, second: Tensor) -> dict[str, tuple[
     }
 
 
-def _unlike(one: _Left, other: _Left, tolerance: float) -> str:
+def _first_unequal_change(one: _PassResult, other: _PassResult, tolerance: float) -> str:
     """Return the name of the first tensor that two histories leave with unlike values."""
     a, b = one.changes, other.changes
     for name in dict.fromkeys((*a, *b)):
@@ -317,7 +338,7 @@ def _unlike(one: _Left, other: _Left, tolerance: float) -> str:
     return ""
 
 
-def _outputs(one: _Left, other: _Left, tolerance: float) -> str:
+def _outputs(one: _PassResult, other: _PassResult, tolerance: float) -> str:
     pairs = zip(one.outputs, other.outputs, strict=False)
     return "what the model puts out" if any(_differ(a, b, tolerance) for a, b in pairs) else ""
 
@@ -332,27 +353,31 @@ def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool((a - b).abs().sum() > tolerance * torch.maximum(a.abs(), b.abs()).sum())
 
 
-def _anywhere(trainer: Trainer, found: bool) -> bool:
-    verdict = torch.tensor(float(found), device=trainer.grid.device)
+def _on_any_rank(trainer: Trainer, found: bool) -> bool:
+    verdict = torch.tensor(float(found), device=trainer.parallel_mesh.device)
     if trainer.plan.world_size > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
     return bool(verdict)
 
 
-def _refuse(trainer: Trainer, found: str) -> None:
-    if not _anywhere(trainer, bool(found)):
+def _refuse_if_found(trainer: Trainer, found: str) -> None:
+    if not _on_any_rank(trainer, bool(found)):
         return
     plan, samples = trainer.plan, trainer.job.train.global_batch
     names: list[str] = [found] * plan.world_size
     if plan.world_size > 1:
         dist.all_gather_object(names, found)
     name = next(name for name in names if name)
-    count = plan.accumulation(samples)
-    cut = f"{plan.data_ranks} data ranks" if plan.data_ranks > 1 else f"one rank in {count} micro-batches"
+    count = plan.gradient_accumulation_steps(samples)
+    cut = (
+        f"{plan.data_parallel_size} data ranks"
+        if plan.data_parallel_size > 1
+        else f"one rank in {count} micro-batches"
+    )
     remedy = (
         "change nothing of the model in its forward, or only what no sample and no number of passes decides"
     )
-    if name == _DRAWN:
+    if name == _UNKEYED_DRAWS:
         remedy = "draw by torch, whose numbers wanma keys by sample"
     raise JobError(
         f"{name} depends on the forward passes before: a loop over the global batch of {samples} samples has "
@@ -362,11 +387,11 @@ def _refuse(trainer: Trainer, found: str) -> None:
 
 
 @contextmanager
-def _quiet(trainer: Trainer) -> Iterator[None]:
+def _eager_without_gradients(trainer: Trainer) -> Iterator[None]:
     """Disable gradients and compilation, and evaluate grouped normalisation, within the context."""
     norms = [
         (module, module.training)
-        for part in trainer.state.parallel.parts
+        for part in trainer.state.parallel_model.model_parts
         for module in part.modules()
         if isinstance(module, GroupedBatchNorm)
     ]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wanma.training.checkpointing.training_state import random_state, restore_random_state
 
-OTHERS = 3
+EXCHANGED_BATCHES = 3
 """Number of batches beside the loop's own."""
 _OPERATORS_BETWEEN_LOOKS = 16
 """Number of operators after which the memory of values that the loop no longer holds is released."""
@@ -49,11 +49,11 @@ class ExchangedRows(TorchDispatchMode):
         )
         self.is_active = True
         """Flag, false in the model, where a sample's output is known to depend on no other sample."""
-        self.is_unknown = rows < 2
+        self.is_unsupported = rows < 2
         """True if the loop has run an operator that cannot be followed."""
-        self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}
+        self._exchanged_storages: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}
         self._operators = 0
-        if not self.is_unknown:
+        if not self.is_unsupported:
             self.follow(tensors, self.halves)
 
     @classmethod
@@ -67,11 +67,11 @@ class ExchangedRows(TorchDispatchMode):
             if _is_plain(tensor) and tensor.ndim > 0 and len(tensor) == self.rows:
                 plain = tensor.detach()
                 try:
-                    self._keep(plain, [plain[chosen] for chosen in rows])
+                    self._record(plain, [plain[chosen] for chosen in rows])
                 except (RuntimeError, ValueError):  # rows that share their memory
-                    self.is_unknown = True
+                    self.is_unsupported = True
 
-    def of(self, tensor: Any) -> list[Tensor] | None:
+    def exchanged_values(self, tensor: Any) -> list[Tensor] | None:
         """Return the values of a tensor in the other batches; None where they are its own."""
         found = self._storages(tensor)
         return None if found is None else [_view(tensor, storage) for storage in found]
@@ -86,13 +86,13 @@ class ExchangedRows(TorchDispatchMode):
             (tensor.detach(), others)
             for tensor in tree_leaves(arguments)
             if isinstance(tensor, Tensor)
-            if (others := self.of(tensor)) is not None
+            if (others := self.exchanged_values(tensor)) is not None
             if tensor.ndim > 0 and len(tensor) == self.rows
         ]
-        if all(self._by_place(tensor, others) for tensor, others in pairs):
+        if all(self._depends_on_own_sample_only(tensor, others) for tensor, others in pairs):
             return self.halves
         found = []
-        for number in range(OTHERS):  # samples in another order, such as sorted by length
+        for number in range(EXCHANGED_BATCHES):  # samples in another order, such as sorted by length
             same = torch.stack([_same_rows(others[number], tensor) for tensor, others in pairs]).all(0)
             if not bool(same.any(1).all()):
                 return None
@@ -103,19 +103,19 @@ class ExchangedRows(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.is_active or self.is_unknown or func.namespace != "aten":
+        if not self.is_active or self.is_unsupported or func.namespace != "aten":
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(self._storages(x) is not None for x in tensors) or not all(map(_is_plain, tensors)):
             return func(*args, **kwargs)
-        self._let_go()
+        self._release_expired()
         try:
             with torch.no_grad():
-                for tensor in _written(func, args, kwargs):
+                for tensor in _mutated_tensors(func, args, kwargs):
                     if self._storages(tensor) is None:
-                        self._keep(tensor, [tensor] * OTHERS)
+                        self._record(tensor, [tensor] * EXCHANGED_BATCHES)
         except Exception:
-            self.is_unknown = True
+            self.is_unsupported = True
         draws = torch.Tag.nondeterministic_seeded in func.tags
         before = random_state() if draws else None
         result = func(*args, **kwargs)
@@ -123,7 +123,7 @@ class ExchangedRows(TorchDispatchMode):
         try:
             self._run_others(func, args, kwargs, result, before)
         except Exception:  # it cannot compute these: an index out of range, another number of elements
-            self.is_unknown = True
+            self.is_unsupported = True
         if after is not None:
             restore_random_state(after)
         return result
@@ -132,7 +132,7 @@ class ExchangedRows(TorchDispatchMode):
         results: list[list[Any]] = []
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for number in range(OTHERS):
+            for number in range(EXCHANGED_BATCHES):
 
                 def other(tensor: Tensor, number: int = number) -> Tensor:
                     storages = self._storages(tensor)
@@ -144,9 +144,9 @@ class ExchangedRows(TorchDispatchMode):
                 results.append(tree_leaves(func(*given, **named)))
             for index, tensor in enumerate(tree_leaves(result)):
                 if isinstance(tensor, Tensor) and self._storages(tensor) is None:
-                    self._keep(tensor, [made[index] for made in results])
+                    self._record(tensor, [made[index] for made in results])
 
-    def _keep(self, tensor: Tensor, others: Sequence[Tensor]) -> None:
+    def _record(self, tensor: Tensor, others: Sequence[Tensor]) -> None:
         """Note the values of a tensor in the other batches, and of all tensors in its memory."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
@@ -157,20 +157,22 @@ class ExchangedRows(TorchDispatchMode):
             if values.shape != tensor.shape:
                 raise ValueError("another number of elements")
             _view(tensor, one).copy_(values)
-        self._others[storage.data_ptr()] = StorageWeakRef(storage), made
+        self._exchanged_storages[storage.data_ptr()] = StorageWeakRef(storage), made
 
     def _storages(self, tensor: Any) -> list[torch.UntypedStorage] | None:
         if not _is_plain(tensor):
             return None
-        known = self._others.get(tensor.untyped_storage().data_ptr())
+        known = self._exchanged_storages.get(tensor.untyped_storage().data_ptr())
         return None if known is None or known[0].expired() else known[1]
 
-    def _let_go(self) -> None:
+    def _release_expired(self) -> None:
         self._operators += 1
         if self._operators % _OPERATORS_BETWEEN_LOOKS == 0:
-            self._others = {key: known for key, known in self._others.items() if not known[0].expired()}
+            self._exchanged_storages = {
+                key: known for key, known in self._exchanged_storages.items() if not known[0].expired()
+            }
 
-    def _by_place(self, tensor: Tensor, others: list[Tensor]) -> bool:
+    def _depends_on_own_sample_only(self, tensor: Tensor, others: list[Tensor]) -> bool:
         """Return whether each row depends on its own sample and its position alone."""
         second_first, first_first, second_second = others
         half = self._half
@@ -199,7 +201,7 @@ def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def _mutated_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments to which an operator writes."""
     given = [*zip(func._schema.arguments, args, strict=False)]
     given += [

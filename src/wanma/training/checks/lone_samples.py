@@ -9,28 +9,31 @@ from __future__ import annotations
 
 import math
 
-from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
-from wanma.training.checks.sample_coupling import any_rank, is_cut
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.training.checks.sample_coupling import any_rank, is_batch_split
 from wanma.training.run.trainer import Trainer
 
 
-def has_lone_samples(trainer: Trainer) -> bool:
+def has_single_sample_micro_batches(trainer: Trainer) -> bool:
     """Return whether later steps compute their samples one at a time."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    return is_cut(trainer) and math.ceil(plan.most_rows(samples) / plan.accumulation(samples)) == 1
+    return (
+        is_batch_split(trainer)
+        and math.ceil(plan.max_rows_per_data_rank(samples) / plan.gradient_accumulation_steps(samples)) == 1
+    )
 
 
-def refuse_lone_samples(trainer: Trainer, gathering: GlobalBatch) -> None:
+def refuse_zero_gradients(trainer: Trainer, gatherer: GlobalBatchGatherer) -> None:
     """Check the gradients after the last backward of the first step; every rank calls it.
 
     Raises:
         JobError: no rank has a gradient other than zero.
     """
-    gradients = (parameter.grad for parameter in trainer.state.updater.parameters.values())
-    found = any(bool(local_part(gradient).any()) for gradient in gradients if gradient is not None)
-    if any_rank(found or gathering.is_used, trainer):
+    gradients = (parameter.grad for parameter in trainer.state.named_optimizer.parameters.values())
+    found = any(bool(local_tensor(gradient).any()) for gradient in gradients if gradient is not None)
+    if any_rank(found or gatherer.is_used, trainer):
         return
     raise JobError(
         "no loss of the first step depends on the weights: each was computed of one sample alone "

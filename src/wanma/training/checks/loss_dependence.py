@@ -13,46 +13,46 @@ import torch
 from torch import Tensor, nn
 
 from wanma.data.batch import Batch
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
 from wanma.training.checks.exchanged_rows import ExchangedRows
-from wanma.training.checks.sample_coupling import content_couples, is_cut, refuse_together
-from wanma.training.loss.foreign_weights import refuse_own_weights
+from wanma.training.checks.sample_coupling import is_batch_split, is_coupled_by_content, refuse_if_coupled
+from wanma.training.loss.foreign_weights import refuse_foreign_weights
 from wanma.training.loss.model_outputs import map_tensors
 from wanma.training.loss.target_counting import Losses
 from wanma.training.run.trainer import Trainer
 
 
-class Dependence:
+class SampleDependenceCheck:
     """Outputs of the model in one micro-batch, to which the gradient of its losses is compared.
 
     Where one rank has the global batch at once, samples may depend on each other, as in a plain loop. Its
     hooks come before those of other checks, whose passes through the model are none of the loop's.
     """
 
-    def __init__(self, trainer: Trainer, gathering: GlobalBatch) -> None:
-        self._trainer, self._gathering, self._is_cut = trainer, gathering, is_cut(trainer)
+    def __init__(self, trainer: Trainer, gatherer: GlobalBatchGatherer) -> None:
+        self._trainer, self._gatherer, self._is_batch_split = trainer, gatherer, is_batch_split(trainer)
         self._outputs: list[Tensor] = []
-        self._exchanged: ExchangedRows | None = None
-        self._mixes = False
+        self._exchanged_rows: ExchangedRows | None = None
+        self._inputs_mix_samples = False
         """True if the loop has given the model rows that are made of several samples."""
         self._depth = 0
         self._rows_of_output: Any = None
-        module = trainer.state.parallel.module
+        module = trainer.state.parallel_model.module
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         self._hooks = (
             module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             module.register_forward_hook(end, always_call=True),
         )
 
-    def watching(self, batch: Batch) -> AbstractContextManager[Any]:
+    def follow(self, batch: Batch) -> AbstractContextManager[Any]:
         """Return the context in which the loop's own code for a batch is followed."""
-        if self._exchanged is not None or not self._is_cut:
+        if self._exchanged_rows is not None or not self._is_batch_split:
             return nullcontext()
         tensors = (*batch.inputs, batch.targets, *batch.keywords.values())
-        self._exchanged = ExchangedRows(batch.rows, tensors, batch.samples.device)
-        return self._exchanged
+        self._exchanged_rows = ExchangedRows(batch.rows, tensors, batch.samples.device)
+        return self._exchanged_rows
 
-    def refuse(self, losses: Losses) -> None:
+    def check(self, losses: Losses) -> None:
         """Check the losses before backward, and remove the hooks; every rank calls it.
 
         Raises:
@@ -62,28 +62,30 @@ class Dependence:
         for hook in self._hooks:
             hook.remove()
         outputs, self._outputs = self._outputs, []
-        exchanged, self._exchanged = self._exchanged, None
+        exchanged, self._exchanged_rows = self._exchanged_rows, None
         couples = False
         if exchanged is not None:
             exchanged.is_active = False
         plain = losses[0] if isinstance(losses, tuple) else losses
-        refuse_own_weights(plain, outputs, self._trainer.state.parallel, len(plain))
-        if not self._is_cut:
+        refuse_foreign_weights(plain, outputs, self._trainer.state.parallel_model, len(plain))
+        if not self._is_batch_split:
             return
-        if not self._gathering.is_used:
+        if not self._gatherer.is_used:
             couples = _couples(plain, outputs)
-            if exchanged is not None and not exchanged.is_unknown:
-                couples = couples or self._mixes or self._by_content(losses, exchanged)
-        refuse_together(self._trainer, couples, False)
+            if exchanged is not None and not exchanged.is_unsupported:
+                couples = (
+                    couples or self._inputs_mix_samples or self._is_coupled_by_content(losses, exchanged)
+                )
+        refuse_if_coupled(self._trainer, couples, False)
 
     def _begin(self, module: nn.Module, arguments: Any, keywords: Any) -> None:  # noqa: ARG002  # a hook's
         self._depth += 1
-        exchanged = self._exchanged
-        if self._depth > 1 or exchanged is None or exchanged.is_unknown:
+        exchanged = self._exchanged_rows
+        if self._depth > 1 or exchanged is None or exchanged.is_unsupported:
             return
         exchanged.is_active = False
         self._rows_of_output = exchanged.rows_of_arguments((arguments, keywords))
-        self._mixes |= self._rows_of_output is None
+        self._inputs_mix_samples |= self._rows_of_output is None
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
         self._depth -= 1
@@ -100,16 +102,16 @@ class Dependence:
             self._outputs.append(seen)
             return seen
 
-        exchanged = self._exchanged
+        exchanged = self._exchanged_rows
         noted = map_tensors(note, output)
         if exchanged is not None:
             exchanged.is_active = True
         return noted
 
-    def _by_content(self, losses: Losses, exchanged: ExchangedRows) -> bool:
+    def _is_coupled_by_content(self, losses: Losses, exchanged: ExchangedRows) -> bool:
         """Return whether losses of exchanged rows do not add up."""
         parts = losses if isinstance(losses, tuple) else (losses,)
-        others = [exchanged.of(part) for part in parts]
+        others = [exchanged.exchanged_values(part) for part in parts]
         if all(values is None for values in others):
             return False
         sums = [_sums(*(part.detach() for part in parts))]
@@ -120,7 +122,7 @@ class Dependence:
             ]
             sums.append(_sums(*made))
         ab, ba, aa, bb = sums
-        return content_couples((ab, ba), (aa, bb), self._trainer.plan)
+        return is_coupled_by_content((ab, ba), (aa, bb), self._trainer.plan)
 
 
 def _sums(losses: Tensor, weights: Tensor | None = None) -> tuple[float, float]:

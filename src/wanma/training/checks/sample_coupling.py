@@ -19,26 +19,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import Data
+from wanma.data.datasets.dataset import BatchedDataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.models.layers.batch_norm import GroupedBatchNorm, noting_modules
-from wanma.models.user_modules.forward_error import ForwardError, is_users
+from wanma.models.layers.batch_norm import GroupedBatchNorm, find_step_statistics_modules
+from wanma.models.user_modules.forward_error import ForwardError, is_user_error
 from wanma.observe.units import count_text
-from wanma.parallel.data_parallel.global_batch import GlobalBatch, announce
-from wanma.parallel.parallelize import Parallel
-from wanma.training.checks.state_restoration import Undisturbed, undisturbed
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer, provide_global_batch
+from wanma.parallel.parallelize import ParallelModel
+from wanma.training.checks.state_restoration import SavedState, preserve_state
 from wanma.training.run.trainer import Trainer
 
-Losses = Callable[[Batch], tuple[Tensor, Tensor]]
+LossSumFunction = Callable[[Batch], tuple[Tensor, Tensor]]
 """Function from a batch to (sum of the losses of its real rows, their number)."""
-Sums = tuple[float, float]
+LossSums = tuple[float, float]
 
-_ROWS = 4
+_TRIAL_ROWS = 4
 """Number of samples that suffice to see it."""
-_SAME_SHAPE, _SAME_SHAPE_LOW = 1e-5, 1e-2
+_SAME_SHAPE_TOLERANCE, _SAME_SHAPE_TOLERANCE_16_BIT = 1e-5, 1e-2
 """Relative difference that rounding may make between batches of one shape, in fp32 and in 16 bits."""
-_OTHER_SHAPE = 5e-2
+_OTHER_SHAPE_TOLERANCE = 5e-2
 """Relative difference that rounding may make between batches of different sizes.
 
 A dependence on their size makes a far larger one.
@@ -46,17 +46,19 @@ A dependence on their size makes a far larger one.
 
 
 @dataclass(frozen=True)
-class Checked:
+class UserCode:
     """User's code to check."""
 
-    losses: Losses
-    model_is_own: bool = True
+    losses: LossSumFunction
+    is_user_model: bool = True
     """True if the model is the user's; else only the loss is in question."""
-    others: tuple[object, ...] = ()
+    other_objects: tuple[object, ...] = ()
     """Objects beside the model that a forward may change."""
 
 
-def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: GlobalBatch) -> None:
+def refuse_sample_coupling(
+    trainer: Trainer, data: BatchedDataset, user_code: UserCode, gatherer: GlobalBatchGatherer
+) -> None:
     """Compare sums of losses of some samples beside different other samples.
 
     Every rank computes the same few samples, without gradients, and nothing of it stays. Nothing is computed
@@ -65,56 +67,59 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
     Raises:
         JobError: the sums do not add up; all ranks raise it.
     """
-    if not is_cut(trainer):
+    if not is_batch_split(trainer):
         return
     plan, state, samples = trainer.plan, trainer.state, trainer.job.train.global_batch
     found: tuple[bool, bool] | None = None
     failures: list[Exception] = []
-    usual = _usual_rows(plan, samples)
+    usual = _micro_batch_rows(plan, samples)
     with ExitStack() as stack:
         if plan.compile or "torch._dynamo" in sys.modules:
             # Compiled code is made for the shapes of the steps.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
-        for rows in _rows(plan, samples):
-            batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.grid.device)
-            recorded = _Recorded(lambda: gathering.refuse(plan, samples))
-            with undisturbed(state.parallel.parts, checked.others) as kept, announce(recorded):
+        for rows in _trial_row_counts(plan, samples):
+            batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.parallel_mesh.device)
+            recorded = _RecordedGlobalBatch(lambda: gatherer.require_gatherable(plan, samples))
+            with (
+                preserve_state(state.parallel_model.model_parts, user_code.other_objects) as kept,
+                provide_global_batch(recorded),
+            ):
                 failures.clear()  # failures of fewer rows: those of more rows decide
-                passes = _Passes(state.parallel, checked, recorded, kept, usual, failures)
+                passes = _LossPasses(state.parallel_model, user_code, recorded, kept, usual, failures)
                 found = _compare(trainer, batch, passes)
                 passes.end()
             if found is not None:
                 break
-    refuse_together(trainer, *(found or (False, False)))
+    refuse_if_coupled(trainer, *(found or (False, False)))
     if failures and usual > 1:  # a sample alone has no others
         trainer.message(_unchecked(failures[0], trainer, found is None), "warning")
 
 
-def is_cut(trainer: Trainer) -> bool:
+def is_batch_split(trainer: Trainer) -> bool:
     """Return whether later steps compute some samples apart from each other."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    whole = plan.data_ranks == 1 and plan.accumulation(samples) == 1
+    whole = plan.data_parallel_size == 1 and plan.gradient_accumulation_steps(samples) == 1
     return not whole and samples > 1 and not trainer.state.is_over(trainer.job.train)
 
 
-def _rows(plan: Plan, samples: int) -> list[int]:
+def _trial_row_counts(plan: Plan, samples: int) -> list[int]:
     """Return the numbers of rows to try: few, and a micro-batch's, if the user's code takes no others."""
-    largest = max(_usual_rows(plan, samples), 2)
+    largest = max(_micro_batch_rows(plan, samples), 2)
     if plan.pp > 1:  # whose stages are told their shapes
         return [largest]
     largest = min(largest, samples)
-    return list(dict.fromkeys((min(_ROWS, largest), largest)))
+    return list(dict.fromkeys((min(_TRIAL_ROWS, largest), largest)))
 
 
-def _usual_rows(plan: Plan, samples: int) -> int:
+def _micro_batch_rows(plan: Plan, samples: int) -> int:
     """Return the largest number of rows of a step's micro-batch."""
     if plan.pp > 1:
         return plan.micro_batch
-    return math.ceil(plan.most_rows(samples) / plan.accumulation(samples))
+    return math.ceil(plan.max_rows_per_data_rank(samples) / plan.gradient_accumulation_steps(samples))
 
 
-def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, bool] | None:
+def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool, bool] | None:
     """Return whether the sum of losses depends on which samples are together, and on their number.
 
     With two halves A and B of a batch, sums that add up have f(AB) + f(BA) = f(AA) + f(BB), whatever is drawn
@@ -136,31 +141,33 @@ def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, boo
     if sums[0] is None:
         return None
     ab, ba, aa, bb = sums
-    by_content = content_couples((ab, ba), (aa, bb), plan)
+    by_content = is_coupled_by_content((ab, ba), (aa, bb), plan)
     if plan.pp > 1:
         return by_content, False
     together = passes.run(batch, rows[: 2 * half]) if len(rest) else ab
     parts = passes.run(batch, first), passes.run(batch, second, start=half)
-    by_number = _differ((together,), parts, _OTHER_SHAPE)
+    by_number = _differ((together,), parts, _OTHER_SHAPE_TOLERANCE)
     if any_rank(by_number, trainer):  # or by draws that no sample keys
-        by_number = by_number and not _differ(parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE)
+        by_number = by_number and not _differ(
+            parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE_TOLERANCE
+        )
     return by_content, by_number
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _LossPasses:
     """Forward passes that leave no trace."""
 
-    parallel: Parallel
-    checked: Checked
-    recorded: _Recorded
-    kept: Undisturbed
-    usual_rows: int
+    parallel_model: ParallelModel
+    user_code: UserCode
+    recorded_batch: _RecordedGlobalBatch
+    saved_state: SavedState
+    micro_batch_rows: int
     """Rows of a step's micro-batch."""
     failures: list[Exception]
     """Exceptions of passes that the user's code did not take."""
 
-    def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> Sums | None:
+    def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> LossSums | None:
         """Return the losses of `rows` of a batch in the positions from `start` on; None where that fails.
 
         Args:
@@ -173,13 +180,15 @@ class _Passes:
             WanmaError: training would raise it too, or it is not the fault of the user's model or loss.
         """
         given = _selected(batch, rows, start)
-        self.recorded.begin(start)
+        self.recorded_batch.begin(start)
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         try:
-            with _uncoupling(self.parallel.parts, evaluates=not self.checked.model_is_own):
-                total, count = self.checked.losses(given)
+            with _evaluation_of_coupling_modules(
+                self.parallel_model.model_parts, evaluates=not self.user_code.is_user_model
+            ):
+                total, count = self.user_code.losses(given)
             return float(total), float(count)
         except Exception as error:
             if isinstance(error, WanmaError) and not isinstance(error, ForwardError):
@@ -189,30 +198,30 @@ class _Passes:
             self.failures.append(error)
             return None
         finally:
-            for part in self.parallel.parts:
-                for module in noting_modules(part).values():
-                    module.take()
-            self.kept.put_back()
+            for part in self.parallel_model.model_parts:
+                for module in find_step_statistics_modules(part).values():
+                    module.pop_sums()
+            self.saved_state.restore()
 
     def _is_expected(self, error: Exception, rows: int) -> bool:
         """Return whether a pass may fail this way.
 
         It may where the user's model or loss does not take these rows, or a split not so many.
         """
-        if is_users(error):
+        if is_user_error(error):
             return True
-        if isinstance(error, torch.OutOfMemoryError) or rows == self.usual_rows:
+        if isinstance(error, torch.OutOfMemoryError) or rows == self.micro_batch_rows:
             return False
         return isinstance(error, RuntimeError | ValueError)
 
     def end(self) -> None:
         """Restore the sharded state after the last pass; every rank calls it."""
-        self.parallel.rest()
-        self.parallel.settle()
-        self.parallel.begin_steps()
+        self.parallel_model.reshard()
+        self.parallel_model.wait_until_weights_unused()
+        self.parallel_model.reset_step_count()
 
 
-class _Recorded:
+class _RecordedGlobalBatch:
     """Stand-in for `global_batch` that returns the current rows, and in later passes those of the first.
 
     Losses that gather the global batch then depend on nothing else of the batch.
@@ -220,7 +229,7 @@ class _Recorded:
 
     def __init__(self, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
-        self._given: list[Tensor] = []
+        self._gathered: list[Tensor] = []
         self._next = self._start = 0
 
     def begin(self, start: int) -> None:
@@ -229,10 +238,10 @@ class _Recorded:
 
     def gather(self, x: Tensor) -> Tensor:
         self._refuse()
-        if self._next == len(self._given):
-            self._given.append(x.detach().clone())
+        if self._next == len(self._gathered):
+            self._gathered.append(x.detach().clone())
         self._next += 1
-        return self._given[self._next - 1]
+        return self._gathered[self._next - 1]
 
     def indices(self, x: Tensor) -> Tensor:
         self._refuse()
@@ -240,7 +249,7 @@ class _Recorded:
 
 
 @contextmanager
-def _uncoupling(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
+def _evaluation_of_coupling_modules(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
     """Set modules that couple samples by groups of the job to evaluation mode; `evaluates`: all modules."""
     were = [(module, module.training) for part in parts for module in part.modules()]
     for module, _ in were:
@@ -269,11 +278,11 @@ def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
     )
 
 
-def _are_finite(sums: Iterable[Sums | None]) -> bool:
+def _are_finite(sums: Iterable[LossSums | None]) -> bool:
     return all(one is not None and all(map(math.isfinite, one)) for one in sums)
 
 
-def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], tolerance: float) -> bool:
+def _differ(ones: Sequence[LossSums | None], others: Sequence[LossSums | None], tolerance: float) -> bool:
     """Return whether two sums of sums differ; false where one of them is not known."""
     known = [sums for sums in (*ones, *others) if sums is not None and all(map(math.isfinite, sums))]
     if len(known) < len(ones) + len(others):
@@ -312,7 +321,9 @@ def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
     )
 
 
-def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], plan: Plan) -> bool:
+def is_coupled_by_content(
+    ones: Sequence[LossSums | None], others: Sequence[LossSums | None], plan: Plan
+) -> bool:
     """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ.
 
     They differ, too, where only the sums of samples beside copies of themselves are not finite.
@@ -320,19 +331,19 @@ def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], 
     if None not in (*ones, *others) and _are_finite(ones) and not _are_finite(others):
         return True
     low = plan.precision in ("bf16", "fp16") or plan.fp8
-    return _differ(ones, others, _SAME_SHAPE_LOW if low else _SAME_SHAPE)
+    return _differ(ones, others, _SAME_SHAPE_TOLERANCE_16_BIT if low else _SAME_SHAPE_TOLERANCE)
 
 
 def any_rank(found: bool, trainer: Trainer) -> bool:
     """Return whether any rank has found something; every rank calls it."""
-    trainer.state.parallel.meet()
-    verdict = torch.tensor(float(found), device=trainer.grid.device)
+    trainer.state.parallel_model.synchronize_gathers()
+    verdict = torch.tensor(float(found), device=trainer.parallel_mesh.device)
     if trainer.plan.world_size > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
     return bool(verdict)
 
 
-def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None:
+def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> None:
     """Refuse losses that depend on other samples on any rank; every rank calls it.
 
     Args:
@@ -345,8 +356,12 @@ def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None
     if not by_content and not by_number:
         return
     what = "which other samples share" if by_content else "how many samples share"
-    count = plan.accumulation(samples)
-    cut = f"{plan.data_ranks} data ranks" if plan.data_ranks > 1 else f"one rank in {count} micro-batches"
+    count = plan.gradient_accumulation_steps(samples)
+    cut = (
+        f"{plan.data_parallel_size} data ranks"
+        if plan.data_parallel_size > 1
+        else f"one rank in {count} micro-batches"
+    )
     raise JobError(
         f"the loss of a sample depends on {what} its micro-batch, and {cut} would train another model than a "
         f"loop over the global batch of {samples} samples",

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.models.user_modules.user_attributes import ATTRIBUTES_OF_MODULES, is_users
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.models.user_modules.user_attributes import MODULE_ATTRIBUTES, is_user_object
 from wanma.training.checkpointing.training_state import random_state, restore_random_state
 
 _SMALL_BYTES = 64 << 20
 
 
-class Undisturbed:
+class SavedState:
     """Copy of the state of modules and of this process's generators, restorable any number of times.
 
     It covers parameters and their `requires_grad`, buffers, training mode, the generators of torch, numpy and
@@ -29,13 +29,13 @@ class Undisturbed:
 
     Args:
         modules: modules to copy, with their children.
-        others: further objects of users, such as a loss.
+        other_objects: further objects of users, such as a loss.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], others: Iterable[object] = ()) -> None:
-        roots = [*modules, *(one for one in others if isinstance(one, nn.Module))]
+    def __init__(self, modules: Iterable[nn.Module], other_objects: Iterable[object] = ()) -> None:
+        roots = [*modules, *(one for one in other_objects if isinstance(one, nn.Module))]
         held = list(dict.fromkeys(one for root in roots for one in root.modules()))
-        self._tensors = [(tensor, local_part(tensor).detach().clone()) for tensor in _kept(held)]
+        self._tensors = [(tensor, local_tensor(tensor).detach().clone()) for tensor in _tensors_to_save(held)]
         self._places = {
             f"{path}.{name}" if path else name: (module, name)
             for root in roots
@@ -43,10 +43,10 @@ class Undisturbed:
             for name in (*module._parameters, *module._buffers)
         }
         self._names = [(one, dict(one._buffers), one.training) for one in held]
-        parameters = _once(parameter for one in held for parameter in one._parameters.values())
+        parameters = _unique(parameter for one in held for parameter in one._parameters.values())
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
-        plain = [one for one in others if not isinstance(one, nn.Module)]
-        users = [one for one in (*held, *plain) if is_users(one)]
+        plain = [one for one in other_objects if not isinstance(one, nn.Module)]
+        users = [one for one in (*held, *plain) if is_user_object(one)]
         self._attributes = [(one, _copied(vars(one))) for one in users]
         self._generators = random_state(), np.random.get_state(), random.getstate()
 
@@ -62,7 +62,7 @@ class Undisturbed:
             value = values.get(id(before))
             if now is None or value is None:
                 continue
-            part = local_part(now).detach()
+            part = local_tensor(now).detach()
             if part.shape != value.shape or not torch.equal(part, value):
                 found[full_name] = part.clone()
         return found
@@ -73,7 +73,7 @@ class Undisturbed:
         return any(_is_changed(one, attributes) for one, attributes in self._attributes)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for module, buffers, training in self._names:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -81,7 +81,7 @@ class Undisturbed:
         for parameter, is_trained in self._trained:
             parameter.requires_grad_(is_trained)
         for tensor, value in self._tensors:
-            _write(local_part(tensor), value)
+            _write(local_tensor(tensor), value)
         for one, attributes in self._attributes:
             _restore(one, attributes)
         of_torch, of_numpy, of_python = self._generators
@@ -91,51 +91,51 @@ class Undisturbed:
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> Iterator[Undisturbed]:
-    """Restore the state of `Undisturbed` at the end of the context."""
-    kept = Undisturbed(modules, others)
+def preserve_state(
+    modules: Iterable[nn.Module], other_objects: Iterable[object] = ()
+) -> Iterator[SavedState]:
+    """Restore the state of `SavedState` at the end of the context."""
+    kept = SavedState(modules, other_objects)
     try:
         yield kept
     finally:
-        kept.put_back()
+        kept.restore()
 
 
-def _kept(modules: list[nn.Module]) -> list[Tensor]:
+def _tensors_to_save(modules: list[nn.Module]) -> list[Tensor]:
     """Return the tensors to copy: as much memory as their gradients will need, which do not exist yet.
 
     Frozen parameters that are far more than the trained ones are a base of adapters: no forward changes them.
     """
-    parameters = _once(parameter for one in modules for parameter in one._parameters.values())
+    parameters = _unique(parameter for one in modules for parameter in one._parameters.values())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     few = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
     return [
         *trained,
         *(frozen if few else ()),
-        *_once(buffer for one in modules for buffer in one._buffers.values()),
+        *_unique(buffer for one in modules for buffer in one._buffers.values()),
     ]
 
 
-def _once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+def _unique(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return (value, copy of its content) by attribute name."""
     return {
-        name: (value, _content(value))
-        for name, value in attributes.items()
-        if name not in ATTRIBUTES_OF_MODULES
+        name: (value, _content(value)) for name, value in attributes.items() if name not in MODULE_ATTRIBUTES
     }
 
 
 def _content(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return local_part(value).detach().clone()
+        return local_tensor(value).detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     return copy.copy(value) if type(value) in (list, dict, set, deque) else None
@@ -143,14 +143,14 @@ def _content(value: Any) -> Any:
 
 def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
     now = vars(one)
-    for name in now.keys() - attributes.keys() - ATTRIBUTES_OF_MODULES:
+    for name in now.keys() - attributes.keys() - MODULE_ATTRIBUTES:
         del now[name]
     for name, (value, content) in attributes.items():
         now[name] = value
         if content is None:
             continue
         if isinstance(value, Tensor):
-            _write(local_part(value), content)
+            _write(local_tensor(value), content)
         elif isinstance(value, np.ndarray):
             value[...] = content
         else:
@@ -159,7 +159,7 @@ def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _is_changed(one: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
-    now = {name: value for name, value in vars(one).items() if name not in ATTRIBUTES_OF_MODULES}
+    now = {name: value for name, value in vars(one).items() if name not in MODULE_ATTRIBUTES}
     if now.keys() != attributes.keys():
         return True
     for name, (value, content) in attributes.items():
@@ -167,7 +167,7 @@ def _is_changed(one: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
         if current is not value and not (isinstance(value, int | float | str) and current == value):
             return True
         if isinstance(value, Tensor):
-            if not torch.equal(local_part(value), content):
+            if not torch.equal(local_tensor(value), content):
                 return True
         elif isinstance(value, np.ndarray):
             if not np.array_equal(value, content):

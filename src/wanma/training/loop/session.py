@@ -24,43 +24,41 @@ import torch
 from torch import Tensor, nn
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import Data
-from wanma.data.opening import open_data
-from wanma.data.step_loader import Loader, Step
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.opening import open_dataset
+from wanma.data.step_loader import StepBatches, StepLoader
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.models.keyed_random.forward_draws import Forward
-from wanma.models.layers.router import set_loss_factor
-from wanma.models.model_spec import custom_spec, with_adapters, with_frozen
+from wanma.models.keyed_random.forward_draws import KeyedForward
+from wanma.models.layers.router import set_auxiliary_loss_scale
+from wanma.models.model_spec import apply_freezing_to_spec, apply_lora_to_spec, wrap_module
 from wanma.models.structure.parameter_roles import is_frozen
-from wanma.models.user_modules.validation import check_ready
-from wanma.models.workload.model_workload import module_workload
-from wanma.parallel.data_parallel.fsdp_errors import explained
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
-from wanma.parallel.memory.disk_pool import open_scratch
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parallelize import Parallel, parallelize
+from wanma.models.user_modules.validation import validate_module
+from wanma.models.workload.model_workload import trace_module_workload
+from wanma.parallel.data_parallel.fsdp_errors import to_job_error
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.memory.disk_pool import open_disk_pool
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parallelize import ParallelModel, parallelize
 from wanma.training.checkpointing.run_identity import Identity, identity_of, is_seeded
-from wanma.training.checks.carried_state import FirstForward
-from wanma.training.checks.lone_samples import has_lone_samples, refuse_lone_samples
-from wanma.training.checks.loss_dependence import Dependence
-from wanma.training.checks.sample_coupling import Checked, is_cut, refuse_coupling
-from wanma.training.loop.training_loop import broken_samples, end_step
+from wanma.training.checks.carried_state import CarriedStateCheck
+from wanma.training.checks.lone_samples import has_single_sample_micro_batches, refuse_zero_gradients
+from wanma.training.checks.loss_dependence import SampleDependenceCheck
+from wanma.training.checks.sample_coupling import UserCode, is_batch_split, refuse_sample_coupling
+from wanma.training.loop.training_loop import non_finite_sample_names, run_step_tasks
 from wanma.training.loop.training_loop import validate as validate_with
-from wanma.training.loss.target_counting import Counting, Losses
-from wanma.training.loss.transformers_labels import default_losses
-from wanma.training.loss.validation_metrics import GivenMetrics, Value
-from wanma.training.optimizer.user_optimizer_trial import tried_update
-from wanma.training.run.stream_position import take_up_stream
+from wanma.training.loss.target_counting import Losses, TargetCounter
+from wanma.training.loss.transformers_labels import default_per_target_losses
+from wanma.training.loss.validation_metrics import ReportedMetrics, ValidationResult, split_metrics
+from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
+from wanma.training.run.stream_position import seek_stream
 from wanma.training.run.trainer import Trainer
-from wanma.training.step.early_stopping import check_validation_keys, without_validation
+from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note
 
-Validated = Losses | tuple[Losses, Mapping[str, Value]]
-"""Losses of a batch; or a pair of these and of metrics by name."""
-LossesOf = Callable[[Batch], Validated]
+LossesFunction = Callable[[Batch], ValidationResult]
 """User's forward pass: a function from a batch to its losses, in validation perhaps with metrics."""
 
 
@@ -71,53 +69,57 @@ class Session:
         job: job of the run.
         plan: plan of the run.
         worker: context of this rank.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
         peak_flops_per_second: peak rate of one rank's device; None when unknown.
         on_start: function called when the run begins, after its checkpoint has accepted it, with the model's
             workload if it is known.
-        objects: `optimizer` and `schedule` that the user passed in Python.
+        user_objects: `optimizer` and `schedule` that the user passed in Python.
     """
 
     def __init__(
         self,
         job: Job,
         plan: Plan,
-        worker: Worker,
-        grid: Grid,
+        worker: WorkerContext,
+        parallel_mesh: ParallelMesh,
         *,
         peak_flops_per_second: float | None = None,
         on_start: Callable[[Workload | None], None] = lambda _: None,
-        objects: Mapping[str, Any] | None = None,
+        user_objects: Mapping[str, Any] | None = None,
     ) -> None:
         if plan.pp > 1:
             raise JobError(
                 f"parallel.pp = {plan.pp}: a pipeline schedule runs the forward pass itself",
                 "use wanma.train for pipelines, or pp = 1 in your own loop",
             )
-        self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
-        self._peak, self._on_start, self._own = peak_flops_per_second, on_start, objects or {}
+        self.job, self.plan, self.worker, self.parallel_mesh = job, plan, worker, parallel_mesh
+        self._peak_flops_per_second, self._on_start, self._user_objects = (
+            peak_flops_per_second,
+            on_start,
+            user_objects or {},
+        )
         self._workload: Workload | None = None
-        self._parallel: Parallel | None = None
+        self._parallel_model: ParallelModel | None = None
         self._trainer: Trainer | None = None
-        self._measure: Callable[[], float | None] = lambda: None
+        self._run_validation: Callable[[], float | None] = lambda: None
         self._iteration: Generator[Batch, None, None] | None = None
-        self._current: _Current | None = None
-        self._count = Counting()
+        self._current: _CurrentMicroBatch | None = None
+        self._target_counter = TargetCounter()
         self._identity = Identity()
-        self._stopped = False
+        self._is_drain_requested = False
         """True if an orderly stop was asked for."""
-        self._saved_at = 0
+        self._saved_step = 0
         self._ended = False
-        self._scratch = open_scratch(job, worker)
-        self._loader: Loader | None = None
-        self._gathering = GlobalBatch(grid, job.train.global_batch)
-        self._dependence: Dependence | None = None
-        self._has_lone_samples = False
+        self._disk_pool = open_disk_pool(job, worker)
+        self._loader: StepLoader | None = None
+        self._gatherer = GlobalBatchGatherer(parallel_mesh, job.train.global_batch)
+        self._sample_dependence_check: SampleDependenceCheck | None = None
+        self._has_single_sample_micro_batches = False
         """True if the first step is still to come, and has one sample per micro-batch."""
 
     @property
     def device(self) -> torch.device:
-        return self.grid.device
+        return self.parallel_mesh.device
 
     @property
     def is_main(self) -> bool:
@@ -140,29 +142,29 @@ class Session:
             WanmaError: a second call, no module, one that the plan cannot distribute, or an example that the
                 model does not take.
         """
-        if self._parallel is not None:
+        if self._parallel_model is not None:
             raise WanmaError(
                 "session.prepare was called twice: a session trains one model",
                 "put modules that train together into one, or open a second session after the first",
             )
-        check_ready(model)
+        validate_module(model)
         self._identity = identity_of(model, seeded=is_seeded())
         if (
             example is not None and self.is_main
         ):  # before the module is distributed: afterwards it is no plain one
             frozen = partial(is_frozen, groups=self.job.train.parameter_groups)
-            self._workload = module_workload(model, _checked(example), frozen=frozen)
-        spec = with_adapters(custom_spec(model, self.job.model.batch_norm_group), self.job.model)
-        self._parallel = parallelize(
-            with_frozen(spec, self.job.train.parameter_groups),
+            self._workload = trace_module_workload(model, _checked(example), is_frozen=frozen)
+        spec = apply_lora_to_spec(wrap_module(model, self.job.model.batch_norm_group), self.job.model)
+        self._parallel_model = parallelize(
+            apply_freezing_to_spec(spec, self.job.train.parameter_groups),
             self.plan,
-            self.grid,
+            self.parallel_mesh,
             self.job.train.seed,
-            self._scratch,
+            self._disk_pool,
         )
-        return self._parallel.module
+        return self._parallel_model.module
 
-    def batches(self, dataset: Any = None, validate: LossesOf | None = None) -> Iterator[Batch]:
+    def batches(self, dataset: Any = None, validate: LossesFunction | None = None) -> Iterator[Batch]:
         """Yield micro-batches on this rank's device, from the run's position to the job's last step.
 
         Args:
@@ -178,7 +180,7 @@ class Session:
             WanmaError: a second call; no model or no data; a checkpoint of another model, other data or
                 another batch size. While iterating: a batch was left without a call of `step`.
         """
-        if self._parallel is None:
+        if self._parallel_model is None:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
         if self._trainer is not None:
             raise WanmaError(
@@ -191,25 +193,27 @@ class Session:
                 f"train.validate_every_steps = {every}, but session.batches does not know how to validate",
                 "give it validate=FUNCTION, from a batch to its losses, or leave the key out",
             )
-        self.worker.control.progress(0, "opening data")
-        data = open_data(self.job.data, self.job.train, dataset=dataset)
+        self.worker.supervisor_client.report_progress(0, "opening data")
+        data = open_dataset(self.job.data, self.job.train, dataset=dataset)
         data.padding_has_targets = True
         check_validation_keys(self.job, None, data.validation_samples)
-        self._trainer = trainer = self._begin(self._parallel, data)
-        if (idle := without_validation(self.job, data.validation_samples, has_metrics=False)) is not None:
+        self._trainer = trainer = self._start_run(self._parallel_model, data)
+        if (
+            idle := unused_validation_keys_note(self.job, data.validation_samples, has_user_metrics=False)
+        ) is not None:
             trainer.message(idle, "warning")
-        take_up_stream(trainer, data)
-        self._saved_at = trainer.state.step
+        seek_stream(trainer, data)
+        self._saved_step = trainer.state.step
         if validate is not None:
-            losses = partial(self._losses_of, trainer, validate)
-            refuse_coupling(trainer, data, Checked(losses), self._gathering)
-        if is_cut(trainer):
-            FirstForward(trainer, self._gathering, self._samples)
-        self._dependence = Dependence(trainer, self._gathering)
-        self._has_lone_samples = has_lone_samples(trainer)
+            losses = partial(self._validation_losses, trainer, validate)
+            refuse_sample_coupling(trainer, data, UserCode(losses), self._gatherer)
+        if is_batch_split(trainer):
+            CarriedStateCheck(trainer, self._gatherer, self._samples)
+        self._sample_dependence_check = SampleDependenceCheck(trainer, self._gatherer)
+        self._has_single_sample_micro_batches = has_single_sample_micro_batches(trainer)
         self._on_start(self._workload)
         if validate is not None:
-            self._measure = self._measuring(trainer, data, validate)
+            self._run_validation = self._validation_function(trainer, data, validate)
         self._iteration = self._batches(trainer, data)
         return self._iteration
 
@@ -222,9 +226,9 @@ class Session:
         Raises:
             WanmaError: there is no model yet, or one of its modules changed a weight in its forward.
         """
-        if self._parallel is None:
+        if self._parallel_model is None:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
-        self._parallel.settle()
+        self._parallel_model.wait_until_weights_unused()
 
     def losses(self, output: Any, batch: Batch) -> Losses:
         """Return the losses that `wanma.train` computes by default, for `step` and `validate`.
@@ -240,9 +244,9 @@ class Session:
             WanmaError: there is no model yet, the loss of its class is not known, or the output and the
                 targets do not fit it.
         """
-        if self._parallel is None:
+        if self._parallel_model is None:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
-        return default_losses(self._parallel.module, output, batch)
+        return default_per_target_losses(self._parallel_model.module, output, batch)
 
     def step(self, losses: Losses) -> None:
         """Run backward of the current micro-batch; at the step's last one, update, validate, save and record.
@@ -256,37 +260,37 @@ class Session:
                 the step's numbers are wrong, and train.non_finite or train.spike do not leave such steps out.
         """
         current, trainer = self._current, self._trainer
-        if trainer is None or current is None or current.done:
+        if trainer is None or current is None or current.is_done:
             raise WanmaError("session.step was called twice for one batch, or outside session.batches")
-        loss_sum, targets = self._count(losses, current.batch)
+        loss_sum, targets = self._target_counter(losses, current.batch)
         if not loss_sum.requires_grad:
             raise WanmaError(
                 "the losses given to session.step have no gradient",
                 "compute them with the model that session.prepare returned, not under torch.no_grad, "
                 "and do not detach them",
             )
-        current.forward.end()
-        factor = trainer.factor(current.step.global_batch)
-        clock = trainer.state.parallel.clock
-        clock.stop(forward=True)
-        if self._dependence is not None:
-            self._dependence.refuse(losses)
-            self._dependence = None
+        current.forward.end_forward()
+        factor = trainer.loss_multiplier(current.step.global_batch_size)
+        clock = trainer.state.parallel_model.compute_timer
+        clock.stop(is_forward=True)
+        if self._sample_dependence_check is not None:
+            self._sample_dependence_check.check(losses)
+            self._sample_dependence_check = None
         with trainer.phases.phase("forward_backward"):
             clock.start()
             (loss_sum * factor).backward()
-            clock.stop(forward=False)
-            current.forward.finish()
+            clock.stop(is_forward=False)
+            current.forward.end_backward()
             if current.is_last:
-                trainer.state.parallel.end_backward()
-                if self._has_lone_samples:
-                    refuse_lone_samples(trainer, self._gathering)
-                    self._has_lone_samples = False
+                trainer.state.parallel_model.finalize_gradients()
+                if self._has_single_sample_micro_batches:
+                    refuse_zero_gradients(trainer, self._gatherer)
+                    self._has_single_sample_micro_batches = False
         current.loss_sum += loss_sum.detach().double()
         current.targets += targets
-        current.done = True
+        current.is_done = True
         if current.is_last:
-            self._finish(trainer, current)
+            self._finish_step(trainer, current)
 
     def __enter__(self) -> Session:
         return self
@@ -299,14 +303,14 @@ class Session:
         Raises:
             WanmaError: that checkpoint could not be saved; or it explains an error of torch's in its place.
         """
-        with self._scratch:
-            self._leave(failed=kind is not None)
-        if isinstance(error, RuntimeError) and (reason := explained(error, self.plan)) is not None:
+        with self._disk_pool:
+            self._close_run(failed=kind is not None)
+        if isinstance(error, RuntimeError) and (reason := to_job_error(error, self.plan)) is not None:
             raise reason from error
 
     # ---------------------------------------------------------------- inside
 
-    def _leave(self, failed: bool) -> None:
+    def _close_run(self, failed: bool) -> None:
         if self._iteration is not None:
             self._iteration.close()
         trainer = self._trainer
@@ -317,9 +321,9 @@ class Session:
             return
         left_in_order = False
         try:
-            if trainer.state.step > self._saved_at:
+            if trainer.state.step > self._saved_step:
                 trainer.save()
-            self._end(trainer)
+            self._finish_run(trainer)
             left_in_order = True
         finally:
             trainer.close(not left_in_order)
@@ -329,28 +333,28 @@ class Session:
         assert self._current is not None
         return self._current.batch.samples
 
-    def _begin(self, parallel: Parallel, data: Data) -> Trainer:
+    def _start_run(self, parallel_model: ParallelModel, data: BatchedDataset) -> Trainer:
         """Open the run at its resume point."""
         return Trainer(
             self.job,
             self.plan,
             self.worker,
-            self.grid,
-            parallel,
+            self.parallel_mesh,
+            parallel_model,
             targets_per_sample=data.targets_per_sample,
             identity=replace(self._identity, data=data.fingerprint),
-            own=tried_update(self.job.train, self._own, self.plan),
+            user_optimization=load_tried_user_optimization(self.job.train, self._user_objects, self.plan),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
-            peak_flops_per_second=self._peak,
+            peak_flops_per_second=self._peak_flops_per_second,
         )
 
-    def _batches(self, trainer: Trainer, data: Data) -> Generator[Batch, None, None]:
-        progress = self.worker.control.progress
-        self._loader = loader = Loader(
+    def _batches(self, trainer: Trainer, data: BatchedDataset) -> Generator[Batch, None, None]:
+        progress = self.worker.supervisor_client.report_progress
+        self._loader = loader = StepLoader(
             data,
             trainer.plan,
             self.job.train,
-            self.grid.data_rank,
+            self.parallel_mesh.data_rank,
             start_step=trainer.state.step,
             prefetch=self.job.data.prefetch,
             threads=self.job.data.workers,
@@ -358,68 +362,84 @@ class Session:
         )
         with loader:
             steps = iter(loader)
-            while not trainer.state.is_over(self.job.train) and not self._stopped:
+            while not trainer.state.is_over(self.job.train) and not self._is_drain_requested:
                 progress(trainer.state.step, "waiting for data")
                 with trainer.phases.phase("data"):
                     step = next(steps)
                 progress(trainer.state.step, "forward and backward")
-                trainer.broken = partial(broken_samples, data, step.micro_batches)
-                with self._gathering.announced(trainer.plan, step.global_batch):
+                trainer.non_finite_sample_names = partial(non_finite_sample_names, data, step.micro_batches)
+                with self._gatherer.provide(trainer.plan, step.global_batch_size):
                     yield from self._micro_batches(trainer, step)
-        self._end(trainer)
+        self._finish_run(trainer)
 
-    def _micro_batches(self, trainer: Trainer, step: Step) -> Iterator[Batch]:
-        module = trainer.state.parallel.module
+    def _micro_batches(self, trainer: Trainer, step: StepBatches) -> Iterator[Batch]:
+        module = trainer.state.parallel_model.module
         # Hooks on the parameters of the returned module: backward has other parameters.
-        trainer.state.parallel.hooks.collect(trainer.state.updater.parameters)
-        trainer.state.parallel.draws.step = trainer.state.step
-        loss_sum, targets = self._zero(), self._zero()
-        set_loss_factor(module.modules(), trainer.factor(step.global_batch))
+        trainer.state.parallel_model.gradient_hooks.collect(trainer.state.named_optimizer.parameters)
+        trainer.state.parallel_model.random_draws.step = trainer.state.step
+        loss_sum, targets = self._zero_scalar(), self._zero_scalar()
+        set_auxiliary_loss_scale(module.modules(), trainer.loss_multiplier(step.global_batch_size))
         for index, batch in enumerate(step.micro_batches):
             is_last = index == len(step.micro_batches) - 1
-            trainer.state.parallel.begin_micro_batch(is_last)
+            trainer.state.parallel_model.begin_micro_batch(is_last)
             batch = batch.to(self.device)
-            forward = trainer.state.parallel.draws.forward(module, batch.samples)
-            self._current = _Current(step, batch, is_last, loss_sum, targets, forward)
-            trainer.state.parallel.clock.start()
-            watching = nullcontext() if self._dependence is None else self._dependence.watching(batch)
+            forward = trainer.state.parallel_model.random_draws.forward(module, batch.samples)
+            self._current = _CurrentMicroBatch(step, batch, is_last, loss_sum, targets, forward)
+            trainer.state.parallel_model.compute_timer.start()
+            watching = (
+                nullcontext()
+                if self._sample_dependence_check is None
+                else self._sample_dependence_check.follow(batch)
+            )
             with watching, forward:
                 yield batch
-            if not self._current.done:
+            if not self._current.is_done:
                 raise WanmaError(
                     "a batch went by without session.step(losses)",
                     "call it exactly once for every batch that session.batches gives",
                 )
 
-    def _finish(self, trainer: Trainer, current: _Current) -> None:
+    def _finish_step(self, trainer: Trainer, current: _CurrentMicroBatch) -> None:
         """End the optimizer step."""
-        agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch)
-        if end_step(trainer, agreement, self._measure):
-            self._saved_at = trainer.state.step
+        agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch_size)
+        if run_step_tasks(trainer, agreement, self._run_validation):
+            self._saved_step = trainer.state.step
         if self._loader is not None:
-            self._loader.follow(trainer.plan)
-        self._stopped = agreement.stop
+            self._loader.switch_plan(trainer.plan)
+        self._is_drain_requested = agreement.is_drain_requested
 
-    def _measuring(self, trainer: Trainer, data: Data, losses_of: LossesOf) -> Callable[[], float | None]:
+    def _validation_function(
+        self, trainer: Trainer, data: BatchedDataset, losses_of: LossesFunction
+    ) -> Callable[[], float | None]:
         """Return the validation function over the user's own forward pass."""
-        metrics = GivenMetrics()
+        metrics = ReportedMetrics()
 
         def evaluate(batches: Iterable[Batch]) -> tuple[Tensor, ...]:
-            loss_sum, targets = self._zero(), self._zero()
-            metrics.begin()
+            loss_sum, targets = self._zero_scalar(), self._zero_scalar()
+            metrics.reset()
             with torch.no_grad():
                 for batch in batches:
-                    of_batch, number = self._losses_of(trainer, losses_of, batch.to(self.device), metrics)
+                    of_batch, number = self._validation_losses(
+                        trainer, losses_of, batch.to(self.device), metrics
+                    )
                     loss_sum += of_batch
                     targets += number
-            trainer.state.parallel.rest()
-            trainer.state.parallel.settle()
-            return loss_sum, targets, *metrics.sums(self.device, counts=self.grid.counts_loss)
+            trainer.state.parallel_model.reshard()
+            trainer.state.parallel_model.wait_until_weights_unused()
+            return (
+                loss_sum,
+                targets,
+                *metrics.sums(self.device, contributes=self.parallel_mesh.contributes_loss),
+            )
 
-        return partial(validate_with, trainer, data, evaluate, self._gathering, lambda: metrics.names)
+        return partial(validate_with, trainer, data, evaluate, self._gatherer, lambda: metrics.names)
 
-    def _losses_of(
-        self, trainer: Trainer, losses_of: LossesOf, batch: Batch, metrics: GivenMetrics | None = None
+    def _validation_losses(
+        self,
+        trainer: Trainer,
+        losses_of: LossesFunction,
+        batch: Batch,
+        metrics: ReportedMetrics | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum of the losses, number of targets) of a batch, by the user's own forward pass.
 
@@ -429,46 +449,38 @@ class Session:
             batch: batch of samples.
             metrics: sums of the metrics to which those of the batch are added.
         """
-        draws, module = trainer.state.parallel.draws, trainer.state.parallel.module
+        draws, module = trainer.state.parallel_model.random_draws, trainer.state.parallel_model.module
         with draws.forward(module, batch.samples) as forward:
-            losses, values = _with_metrics(losses_of(batch))
-            sums = self._count(losses, batch)
+            losses, values = split_metrics(losses_of(batch))
+            sums = self._target_counter(losses, batch)
             if metrics is not None:
                 metrics.add(values, batch.rows, batch.real)
-            forward.end()
+            forward.end_forward()
         return sums
 
-    def _zero(self) -> Tensor:
+    def _zero_scalar(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
-    def _end(self, trainer: Trainer) -> None:
+    def _finish_run(self, trainer: Trainer) -> None:
         self._ended = True
         trainer.finish("finished" if trainer.state.is_over(self.job.train) else "interrupted")
 
 
-class _Current:
+class _CurrentMicroBatch:
     """Current micro-batch of the user's loop."""
 
     def __init__(
         self,
-        step: Step,
+        step: StepBatches,
         batch: Batch,
         is_last: bool,
         loss_sum: Tensor,
         targets: Tensor,
-        forward: Forward,
+        forward: KeyedForward,
     ) -> None:
         self.step, self.batch, self.is_last, self.forward = step, batch, is_last, forward
         self.loss_sum, self.targets = loss_sum, targets
-        self.done = False
-
-
-def _with_metrics(validated: Validated) -> tuple[Losses, Mapping[str, Value]]:
-    if isinstance(validated, tuple) and len(validated) == 2 and isinstance(validated[1], Mapping):
-        losses: Any = validated[0]
-        return losses, validated[1]
-    plain: Any = validated
-    return plain, {}
+        self.is_done = False
 
 
 def _checked(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from wanma.job.sections.job import Job
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainRequest:
     """Job to train under a plan, with the objects that a user passed in Python."""
 
     job: Job
@@ -19,7 +19,7 @@ class Request:
     """Model FLOPs of one sample, forward and backward."""
     peak_flops_per_second: float | None = None
     """Peak FLOP/s of one rank's device; None when unknown."""
-    objects: dict[str, Any] = field(default_factory=dict)
+    user_objects: dict[str, Any] = field(default_factory=dict)
     """Objects that a user passed in Python, by kind.
 
     `model` (an nn.Module), `data` (a dataset), `loss` (a function), `metrics` (functions by name),

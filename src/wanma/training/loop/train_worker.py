@@ -13,79 +13,90 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanma.data.datasets.dataset import Data
-from wanma.data.opening import open_data
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.opening import open_dataset
 from wanma.job.file.import_path import import_object
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import Job
-from wanma.models.model_spec import ModelSpec, custom_spec, model_spec, with_adapters, with_frozen
+from wanma.models.model_spec import (
+    ModelSpec,
+    apply_freezing_to_spec,
+    apply_lora_to_spec,
+    resolve_model_spec,
+    wrap_module,
+)
 from wanma.models.user_modules.parameter_hooks import register_hooks
-from wanma.models.user_modules.validation import check_ready
-from wanma.parallel.data_parallel.fsdp_errors import explaining
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
-from wanma.parallel.memory.disk_pool import open_scratch
-from wanma.parallel.mesh.parallel_mesh import process_grid
-from wanma.parallel.parallelize import Parallel, parallelize
+from wanma.models.user_modules.validation import validate_module
+from wanma.parallel.data_parallel.fsdp_errors import translate_fsdp_errors
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.parallel.memory.disk_pool import open_disk_pool
+from wanma.parallel.mesh.parallel_mesh import open_mesh
+from wanma.parallel.parallelize import ParallelModel, parallelize
 from wanma.training.checkpointing.code_fingerprint import code_fingerprint
-from wanma.training.checkpointing.run_identity import DEFAULT_LOSS, Identity, identity_of, noting_identity
+from wanma.training.checkpointing.run_identity import (
+    DEFAULT_LOSS,
+    Identity,
+    identity_of,
+    with_identity_recorded,
+)
 from wanma.training.checkpointing.training_state import seed_generators
-from wanma.training.checks.carried_state import model_passes, refuse_carried_state
-from wanma.training.checks.sample_coupling import Checked, refuse_coupling
-from wanma.training.loop.train_request import Request
-from wanma.training.loop.training_loop import run_loop, try_metrics
-from wanma.training.loss.loss_functions import Classification, LossFunction, user_loss
-from wanma.training.loss.supported_layouts import refuse_loss
-from wanma.training.loss.transformers_labels import SampleLabels, default_loss
-from wanma.training.loss.user_loss import ready_loss
-from wanma.training.loss.validation_metrics import ACCURACY, Metrics, class_accuracy, own_metrics
-from wanma.training.optimizer.user_optimizer_trial import tried_update
-from wanma.training.run.numerics import set_numerics
-from wanma.training.run.start_health_check import before_joining, together
-from wanma.training.run.stream_position import take_up_stream
+from wanma.training.checks.carried_state import first_samples_forward, refuse_carried_state
+from wanma.training.checks.sample_coupling import UserCode, refuse_sample_coupling
+from wanma.training.loop.train_request import TrainRequest
+from wanma.training.loop.training_loop import run_training_loop, try_metrics
+from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, wrap_user_loss
+from wanma.training.loss.supported_layouts import refuse_unsupported_loss
+from wanma.training.loss.transformers_labels import SampleClassificationLoss, default_loss
+from wanma.training.loss.user_loss import prepare_loss
+from wanma.training.loss.validation_metrics import ACCURACY, Metrics, class_accuracy, user_metrics
+from wanma.training.optimizer.user_optimizer_trial import load_tried_user_optimization
+from wanma.training.run.numerics import configure_numerics
+from wanma.training.run.start_health_check import check_cluster, check_local_device
+from wanma.training.run.stream_position import seek_stream
 from wanma.training.run.trainer import Trainer
-from wanma.training.step.early_stopping import check_validation_keys, without_validation
+from wanma.training.step.early_stopping import check_validation_keys, unused_validation_keys_note
 from wanma.training.step.forward_backward import ForwardBackward
 
 
-def train_worker(worker: Worker, payload: bytes) -> None:
+def train_worker(worker: WorkerContext, payload: bytes) -> None:
     """Train the job of a pickled request; the supervisor calls it in every rank.
 
     Args:
         worker: context of this rank.
-        payload: pickled `Request`. It comes through an inherited descriptor from the very command that
+        payload: pickled `TrainRequest`. It comes through an inherited descriptor from the very command that
             started this process, never from a file that somebody could have left.
     """
     train(worker, pickle.loads(payload))
 
 
-def train(worker: Worker, request: Request) -> str:
+def train(worker: WorkerContext, request: TrainRequest) -> str:
     """Run the job on this rank.
 
     Returns:
         outcome: "finished", "interrupted" or "paused".
     """
     job, plan = request.job, request.plan
-    set_numerics(job, plan)
+    configure_numerics(job, plan)
     seed_generators(job.train.seed, worker.rank)
-    progress = worker.control.progress
+    progress = worker.supervisor_client.report_progress
     progress(0, "joining")
-    device = before_joining(job.cluster, plan, worker)
+    device = check_local_device(job.cluster, plan, worker)
     with (
-        process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid,
-        open_scratch(job, worker) as scratch,
-        explaining(plan),
+        open_mesh(worker, plan, hang_timeout_seconds(job), job.parallel.collectives) as grid,
+        open_disk_pool(job, worker) as scratch,
+        translate_fsdp_errors(plan),
     ):
-        health = together(device, job.cluster, worker) if device is not None else None
+        health = check_cluster(device, job.cluster, worker) if device is not None else None
         progress(0, "opening data")
-        data = open_data(job.data, job.train, dataset=request.objects.get("data"))
+        data = open_dataset(job.data, job.train, dataset=request.user_objects.get("data"))
         progress(0, "building the model")
         identity = Identity()
-        if (model := request.objects.get("model")) is not None:
-            check_ready(model)
+        if (model := request.user_objects.get("model")) is not None:
+            validate_module(model)
             identity = identity_of(model, seeded=request.seeded)
-        spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
-        is_factory = model is None and spec.kind == "custom"
-        made, noted = noting_identity(spec, job.train.seed) if is_factory else (spec, lambda: identity)
+        spec = apply_freezing_to_spec(build_model_spec(request, data), job.train.parameter_groups)
+        is_factory = model is None and spec.input_kind == "custom"
+        made, noted = with_identity_recorded(spec, job.train.seed) if is_factory else (spec, lambda: identity)
         parallel = parallelize(made, plan, grid, job.train.seed, scratch)
         with Trainer(
             job,
@@ -95,112 +106,118 @@ def train(worker: Worker, request: Request) -> str:
             parallel,
             targets_per_sample=data.targets_per_sample,
             identity=replace(noted(), data=data.fingerprint, loss=loss_fingerprint(request)),
-            own=tried_update(job.train, request.objects, plan),
+            user_optimization=load_tried_user_optimization(job.train, request.user_objects, plan),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
-            take_up_stream(trainer, data)
+            seek_stream(trainer, data)
             if health is not None:
-                trainer.tell_health(health)
+                trainer.record_health(health)
             first = partial(data.batch, range(trainer.state.samples, trainer.state.samples + 1))
-            refuse_loss(plan, data, own_loss(request) is not None, first)
-            loss = choose_loss(request, spec, data, parallel, grid.device)
-            metrics = choose_metrics(request, data, loss)
-            usual = ("loss", "perplexity") if data.kind == "tokens" else ("loss",)
+            refuse_unsupported_loss(plan, data, user_loss_of(request) is not None, first)
+            loss = build_loss(request, spec, data, parallel, grid.device)
+            metrics = build_metrics(request, data, loss)
+            usual = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
             check_validation_keys(job, (*usual, *metrics.names), data.validation_samples)
-            if idle := without_validation(job, data.validation_samples, has_own_metrics(request)):
+            if idle := unused_validation_keys_note(job, data.validation_samples, has_user_metrics(request)):
                 trainer.message(idle, "warning")
             forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
-            gathering = GlobalBatch(grid, job.train.global_batch)
-            if checked := own_code(request, spec, forward_backward):
+            gathering = GlobalBatchGatherer(grid, job.train.global_batch)
+            if checked := user_code(request, spec, forward_backward):
                 progress(trainer.state.step, "checking the loss")
-                refuse_coupling(trainer, data, checked, gathering)
-                if checked.model_is_own and not gathering.is_used:
-                    forward, rows = model_passes(trainer, data, forward_backward)
-                    refuse_carried_state(trainer, forward, rows, whole=plan.pp == 1)
-            if has_own_metrics(request):
+                refuse_sample_coupling(trainer, data, checked, gathering)
+                if checked.is_user_model and not gathering.is_used:
+                    forward, rows = first_samples_forward(trainer, data, forward_backward)
+                    refuse_carried_state(trainer, forward, rows, takes_any_rows=plan.pp == 1)
+            if has_user_metrics(request):
                 progress(trainer.state.step, "checking the metrics")
                 try_metrics(trainer, data, forward_backward, gathering)
-            return run_loop(trainer, data, forward_backward, gathering)
+            return run_training_loop(trainer, data, forward_backward, gathering)
 
 
-def longest_silence(job: Job) -> float:
+def hang_timeout_seconds(job: Job) -> float:
     """Return the seconds that the supervisor may wait for a sign of life."""
     return max(job.cluster.hang_timeout_seconds, job.cluster.start_timeout_seconds)
 
 
-def choose_spec(request: Request, data: Any) -> ModelSpec:
+def build_model_spec(request: TrainRequest, data: Any) -> ModelSpec:
     """Return the model that the user passed, or the one that the job describes."""
-    model = request.objects.get("model")
+    model = request.user_objects.get("model")
     if model is not None:
         register_hooks(model, request.parameter_hooks)
         section = request.job.model
-        return with_adapters(custom_spec(model, section.batch_norm_group), section)
-    return model_spec(
+        return apply_lora_to_spec(wrap_module(model, section.batch_norm_group), section)
+    return resolve_model_spec(
         request.job.model,
-        vocabulary=data.vocabulary,
+        vocabulary_size=data.vocabulary_size,
         sequence_length=request.job.data.sequence_length,
         image_shape=data.image_shape,
         classes=data.classes,
     )
 
 
-def loss_fingerprint(request: Request) -> str:
+def loss_fingerprint(request: TrainRequest) -> str:
     """Return the fingerprint of the loss that the user passed or named."""
-    function = own_loss(request)
+    function = user_loss_of(request)
     return DEFAULT_LOSS if function is None else code_fingerprint(function)
 
 
-def choose_loss(
-    request: Request, spec: ModelSpec, data: Data, parallel: Parallel, device: torch.device
+def build_loss(
+    request: TrainRequest,
+    spec: ModelSpec,
+    data: BatchedDataset,
+    parallel_model: ParallelModel,
+    device: torch.device,
 ) -> LossFunction:
     """Return the loss that the user passed or named; else that of the model's own library, or cross entropy.
 
     Data whose samples have `labels` are told how the model interprets them.
     """
-    function = own_loss(request)
+    function = user_loss_of(request)
     if function is not None:
         data.padding_has_targets = True
         double = torch.float64 if request.plan.precision == "fp64" else None
-        function = ready_loss(function, parallel.module, device, double)
-        return user_loss(function, by_position=request.plan.cp > 1)
-    return default_loss(spec, data, parallel)
+        function = prepare_loss(function, parallel_model.module, device, double)
+        return wrap_user_loss(function, is_per_position=request.plan.cp > 1)
+    return default_loss(spec, data, parallel_model)
 
 
-def has_own_metrics(request: Request) -> bool:
-    return bool(request.objects.get("metrics") or request.job.train.metrics)
+def has_user_metrics(request: TrainRequest) -> bool:
+    return bool(request.user_objects.get("metrics") or request.job.train.metrics)
 
 
-def choose_metrics(request: Request, data: Data, loss: LossFunction) -> Metrics:
+def build_metrics(request: TrainRequest, data: BatchedDataset, loss: LossFunction) -> Metrics:
     """Return the metrics that the user passed or named, and accuracy for classes.
 
     Accuracy belongs to images, and to own data whose loss distinguishes classes.
     """
-    functions = own_metrics(request.objects.get("metrics"), request.job.train.metrics)
-    own = own_loss(request)
-    tells_classes = isinstance(loss, Classification | SampleLabels) or isinstance(own, nn.CrossEntropyLoss)
-    of_classes = data.kind == "images" or (data.kind == "custom" and tells_classes)
+    functions = user_metrics(request.user_objects.get("metrics"), request.job.train.metrics)
+    own = user_loss_of(request)
+    tells_classes = isinstance(loss, CrossEntropy | SampleClassificationLoss) or isinstance(
+        own, nn.CrossEntropyLoss
+    )
+    of_classes = data.input_kind == "images" or (data.input_kind == "custom" and tells_classes)
     if of_classes and request.plan.cp == 1:  # else targets are sequences
         functions = {ACCURACY: class_accuracy, **functions}
-    return Metrics(functions, by_position=request.plan.cp > 1)
+    return Metrics(functions, is_per_position=request.plan.cp > 1)
 
 
-def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackward) -> Checked | None:
+def user_code(request: TrainRequest, spec: ModelSpec, forward_backward: ForwardBackward) -> UserCode | None:
     """Return a model or loss that may couple samples; None where both are wanma's."""
-    loss = own_loss(request)
-    if spec.kind != "custom" and loss is None:
+    loss = user_loss_of(request)
+    if spec.input_kind != "custom" and loss is None:
         return None
     pipelined = request.plan.pp > 1
-    return Checked(
+    return UserCode(
         (lambda batch: forward_backward.evaluate_losses([batch])) if pipelined else forward_backward.losses,
-        model_is_own=spec.kind == "custom",
-        others=() if loss is None else (loss,),
+        is_user_model=spec.input_kind == "custom",
+        other_objects=() if loss is None else (loss,),
     )
 
 
-def own_loss(request: Request) -> Any:
+def user_loss_of(request: TrainRequest) -> Any:
     """Return the loss that the user passed or named; None if there is none."""
-    function = request.objects.get("loss")
+    function = request.user_objects.get("loss")
     if function is None and request.job.model.loss is not None:
         function = import_object(request.job.model.loss, "model.loss")
     return function

@@ -12,46 +12,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.data.batch import Batch, not_finite
-from wanma.data.datasets.dataset import Data
-from wanma.data.step_loader import Loader
-from wanma.parallel.data_parallel.global_batch import GlobalBatch
-from wanma.training.checks.state_restoration import undisturbed
+from wanma.data.batch import Batch, find_nonfinite_samples
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.step_loader import StepLoader
+from wanma.parallel.data_parallel.global_batch import GlobalBatchGatherer
+from wanma.training.checks.state_restoration import preserve_state
 from wanma.training.loss.best_metric import best_value
 from wanma.training.run.trainer import Trainer
 from wanma.training.step.forward_backward import ForwardBackward
-from wanma.training.step.parameter_update import Agreement
+from wanma.training.step.parameter_update import StepTotals
 
-Evaluate = Callable[[Iterable[Batch]], tuple[Tensor, ...]]
+EvaluateFunction = Callable[[Iterable[Batch]], tuple[Tensor, ...]]
 """Function over this rank's batches, without gradients, that returns sums.
 
 (sum of losses, targets), then sum and count of each metric.
 """
 
 
-def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, gathering: GlobalBatch) -> str:
+def run_training_loop(
+    trainer: Trainer, data: BatchedDataset, forward_backward: ForwardBackward, gatherer: GlobalBatchGatherer
+) -> str:
     """Train from the trainer's position to the end of the job.
 
     Args:
         trainer: this rank's run.
         data: samples of the job.
         forward_backward: forward and backward of a step.
-        gathering: gatherer for losses that see the entire global batch.
+        gatherer: gatherer for losses that see the entire global batch.
 
     Returns:
         "finished", or "interrupted" when an orderly stop was asked for, which both leave a checkpoint; or
             "paused", when a resize continues from here at once.
     """
     job, state, phases = trainer.job, trainer.state, trainer.phases
-    progress = trainer.worker.control.progress
+    progress = trainer.worker.supervisor_client.report_progress
     outcome = "finished"
     names = forward_backward.metrics.names
-    measure = partial(validate, trainer, data, forward_backward.evaluate, gathering, lambda: names)
-    with Loader(
+    measure = partial(validate, trainer, data, forward_backward.evaluate, gatherer, lambda: names)
+    with StepLoader(
         data,
         trainer.plan,
         job.train,
-        trainer.grid.data_rank,
+        trainer.parallel_mesh.data_rank,
         start_step=state.step,
         prefetch=job.data.prefetch,
         threads=job.data.workers,
@@ -63,67 +65,69 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
             with phases.phase("data"):
                 step = next(batches)
             progress(state.step, "forward and backward")
-            state.parallel.draws.step = state.step
+            state.parallel_model.random_draws.step = state.step
             with (
                 phases.phase("forward_backward"),
-                state.parallel.clock.whole(),
-                gathering.announced(trainer.plan, step.global_batch),
+                state.parallel_model.compute_timer.measure_step(),
+                gatherer.provide(trainer.plan, step.global_batch_size),
             ):
-                loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
+                loss_sum, targets = forward_backward(
+                    step.micro_batches, trainer.loss_multiplier(step.global_batch_size)
+                )
             progress(state.step, "update")
-            trainer.broken = partial(broken_samples, data, step.micro_batches)
-            agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
-            is_saved = end_step(trainer, agreement, measure)
-            loader.follow(trainer.plan)
-            if agreement.stop and not state.is_over(job.train):
+            trainer.non_finite_sample_names = partial(non_finite_sample_names, data, step.micro_batches)
+            agreement = trainer.finish_step(loss_sum, targets, step.global_batch_size)
+            is_saved = run_step_tasks(trainer, agreement, measure)
+            loader.switch_plan(trainer.plan)
+            if agreement.is_drain_requested and not state.is_over(job.train):
                 outcome = "interrupted"
                 break
-            if agreement.pause and not state.is_over(job.train):
-                trainer.pause(is_saved)
+            if agreement.is_suspend_requested and not state.is_over(job.train):
+                trainer.suspend(is_saved)
                 return "paused"
     trainer.finish(outcome)
     return outcome
 
 
-def broken_samples(data: Data, batches: Iterable[Batch]) -> list[str]:
+def non_finite_sample_names(data: BatchedDataset, batches: Iterable[Batch]) -> list[str]:
     """Return the names of the samples that have a NaN or infinity among their inputs or targets."""
-    return [data.sample_name(number) for batch in batches for number in not_finite(batch)]
+    return [data.sample_name(number) for batch in batches for number in find_nonfinite_samples(batch)]
 
 
-def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float | None]) -> bool:
+def run_step_tasks(trainer: Trainer, totals: StepTotals, run_validation: Callable[[], float | None]) -> bool:
     """Validate and save where the job says so, and record the step that was just finished.
 
     Args:
         trainer: this rank's run.
-        agreement: numbers of the step.
-        measure: validates, and returns the metric by which checkpoints are compared, if there is one.
+        totals: numbers of the step.
+        run_validation: validates, and returns the metric by which checkpoints are compared, if there is one.
 
     Returns:
         True if the state was saved.
     """
     job, step = trainer.job, trainer.state.step
-    last = step == job.train.steps or agreement.stop
+    last = step == job.train.steps or totals.is_drain_requested
     if last:
-        trainer.worker.control.leaving(step)
+        trainer.worker.supervisor_client.report_drain(step)
     metric = None
-    if _due(step, job.train.validate_every_steps) or (last and not agreement.stop):
-        metric = measure()
-    if trainer.state.stopping.is_over(job.train) and not last:
-        trainer.worker.control.leaving(step)
+    if _is_due(step, job.train.validate_every_steps) or (last and not totals.is_drain_requested):
+        metric = run_validation()
+    if trainer.state.early_stopping.is_over(job.train) and not last:
+        trainer.worker.supervisor_client.report_drain(step)
         last = True
-    saves = _due(step, job.checkpoint.every_steps) or last
+    saves = _is_due(step, job.checkpoint.every_steps) or last
     if saves:
         trainer.save(metric)
-    trainer.record(agreement)
+    trainer.record_step(totals)
     return saves
 
 
 def validate(
     trainer: Trainer,
-    data: Data,
-    evaluate: Evaluate,
-    gathering: GlobalBatch,
-    names: Callable[[], Sequence[str]],
+    data: BatchedDataset,
+    evaluate: EvaluateFunction,
+    gatherer: GlobalBatchGatherer,
+    metric_names: Callable[[], Sequence[str]],
 ) -> float | None:
     """Compute the mean loss over the job's fixed validation samples, and the metrics.
 
@@ -133,8 +137,8 @@ def validate(
         trainer: this rank's run.
         data: samples of the job.
         evaluate: function that evaluates this rank's batches.
-        gathering: gatherer for losses that see the entire global batch.
-        names: returns the names of the metrics; called when they have been computed.
+        gatherer: gatherer for losses that see the entire global batch.
+        metric_names: returns the names of the metrics; called when they have been computed.
 
     Returns:
         the metric by which checkpoints are compared, or None when the data has no validation part.
@@ -147,24 +151,24 @@ def validate(
         return None
     with (
         trainer.phases.phase("validation"),
-        _evaluating(trainer.state.parallel.parts),
-        trainer.state.evaluating(),
-        closing(_validation_batches(trainer, data, count, gathering)) as batches,
+        _evaluation_mode(trainer.state.parallel_model.model_parts),
+        trainer.state.use_evaluation_weights(),
+        closing(_validation_batches(trainer, data, count, gatherer)) as batches,
     ):
         numbers = torch.stack(evaluate(batches))
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
     loss_sum, targets, *sums = numbers.tolist()
     loss = float(loss_sum / targets) if targets else 0.0
-    known = {"perplexity": math.exp(min(loss, 700.0))} if data.kind == "tokens" else {}
-    pairs = zip(names(), sums[::2], sums[1::2], strict=True)
+    known = {"perplexity": math.exp(min(loss, 700.0))} if data.input_kind == "tokens" else {}
+    pairs = zip(metric_names(), sums[::2], sums[1::2], strict=True)
     metrics = {name: total / count for name, total, count in pairs if count}
-    trainer.validated(loss, int(targets), known | metrics)
+    trainer.record_validation(loss, int(targets), known | metrics)
     return best_value(trainer.job.checkpoint, {"loss": loss, **known, **metrics})
 
 
 def try_metrics(
-    trainer: Trainer, data: Data, forward_backward: ForwardBackward, gathering: GlobalBatch
+    trainer: Trainer, data: BatchedDataset, forward_backward: ForwardBackward, gatherer: GlobalBatchGatherer
 ) -> None:
     """Compute the user's metrics of a few validation samples, before the first step; nothing of it stays.
 
@@ -174,16 +178,16 @@ def try_metrics(
     count = min(trainer.job.train.validation_samples, data.validation_samples)
     if count == 0 or trainer.state.is_over(trainer.job.train):
         return
-    parts, metrics = trainer.state.parallel.parts, forward_backward.metrics
-    batches = _validation_batches(trainer, data, count, gathering)
-    metrics.checks = True
-    with undisturbed(parts), _evaluating(parts), closing(batches):
+    parts, metrics = trainer.state.parallel_model.model_parts, forward_backward.metrics
+    batches = _validation_batches(trainer, data, count, gatherer)
+    metrics.compares_halves = True
+    with preserve_state(parts), _evaluation_mode(parts), closing(batches):
         forward_backward.evaluate(islice(batches, 1))
-    metrics.checks = False
+    metrics.compares_halves = False
 
 
 @contextmanager
-def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
+def _evaluation_mode(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Set modules to evaluation mode within the context; modules in that mode before stay there."""
     were = {module: module.training for part in parts for module in part.modules()}
     try:
@@ -198,7 +202,7 @@ def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _validation_batches(
-    trainer: Trainer, data: Data, count: int, gathering: GlobalBatch
+    trainer: Trainer, data: BatchedDataset, count: int, gatherer: GlobalBatchGatherer
 ) -> Generator[Batch, None, None]:
     """Yield this rank's rows of `count` validation samples.
 
@@ -206,15 +210,17 @@ def _validation_batches(
     then compares the same samples on every layout.
     """
     plan, whole = trainer.plan, trainer.job.train.global_batch
-    if plan.pp > 1 or plan.accumulation(whole) > 1:
+    if plan.pp > 1 or plan.gradient_accumulation_steps(whole) > 1:
         whole = count
     for start in range(0, count, whole):
         samples = min(whole, count - start)
-        for run in plan.micro_batches(samples, trainer.grid.data_rank):
-            trainer.worker.control.progress(trainer.state.step, "validation")  # a long validation is no hang
-            with gathering.announced(plan, samples):
+        for run in plan.micro_batches(samples, trainer.parallel_mesh.data_rank):
+            trainer.worker.supervisor_client.report_progress(
+                trainer.state.step, "validation"
+            )  # a long validation is no hang
+            with gatherer.provide(plan, samples):
                 yield data.validation_batch(range(start + run.start, start + run.stop))
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0

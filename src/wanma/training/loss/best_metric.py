@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from wanma.checkpoint.store.best_metric import BestBy
+from wanma.checkpoint.store.best_metric import BestMetric
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.sections.checkpoint import CheckpointSection
 
 
-def best_rule(section: CheckpointSection) -> BestBy:
+def best_metric_of(section: CheckpointSection) -> BestMetric:
     """Return the job's metric and its direction."""
-    return BestBy(section.best_metric, section.best_mode)
+    return BestMetric(section.best_metric, section.best_mode)
 
 
 def best_value(section: CheckpointSection, metrics: Mapping[str, float]) -> float:
@@ -24,40 +24,42 @@ def best_value(section: CheckpointSection, metrics: Mapping[str, float]) -> floa
     return metrics[section.best_metric]
 
 
-def check_best_metric(section: CheckpointSection, known: Iterable[str] | None, samples: int) -> None:
+def check_best_metric(
+    section: CheckpointSection, metric_names: Iterable[str] | None, validation_samples: int
+) -> None:
     """Refuse to compare checkpoints by a metric that validation does not give.
 
     Args:
         section: `[checkpoint]` of the job.
-        known: names of the metrics; None: not known yet.
-        samples: number of validation samples.
+        metric_names: names of the metrics; None: not known yet.
+        validation_samples: number of validation samples.
 
     Raises:
         JobError: it names the key.
     """
     if section.best_metric == "loss":
         return
-    if samples == 0:
+    if validation_samples == 0:
         raise JobError(
             f"checkpoint.best_metric = '{section.best_metric}', but the data has no validation part",
             "set data.validation_fraction, or give a pair (training, validation)",
         )
-    if known is not None:
-        check_metric("checkpoint.best_metric", section.best_metric, known)
+    if metric_names is not None:
+        check_metric("checkpoint.best_metric", section.best_metric, metric_names)
 
 
-def check_metric(key: str, name: str, known: Iterable[str]) -> None:
+def check_metric(key: str, name: str, metric_names: Iterable[str]) -> None:
     """Refuse a metric that is not among those of validation.
 
     Args:
         key: key of the job that names the metric.
         name: name of the metric.
-        known: names of the metrics of validation.
+        metric_names: names of the metrics of validation.
 
     Raises:
         JobError: it names the known ones.
     """
-    if name not in (names := list(known)):
+    if name not in (names := list(metric_names)):
         raise JobError(
             f"{key} = '{name}': validation gives no such metric.{did_you_mean(name, names)}",
             f"it gives {', '.join(names)}; own ones: metrics= of wanma.train, train.metrics of a job",

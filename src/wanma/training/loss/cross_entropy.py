@@ -21,28 +21,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from wanma.collectives.timing.communication_timer import waiting
-from wanma.data.batch import IGNORED
+from wanma.collectives.timing.communication_timer import time_blocking_transfer
+from wanma.data.batch import IGNORE_INDEX
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
 """Logits per block: on CPU 512 KiB of fp32, so that a block stays in a core's cache."""
 
 
-_PRODUCTS = {"MmBackward0", "AddmmBackward0"}
-_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "_ToTorchTensorBackward", "_FromTorchTensorBackward"}
+_MATMUL_NODES = {"MmBackward0", "AddmmBackward0"}
+_VIEW_NODES = {"ViewBackward0", "UnsafeViewBackward0", "_ToTorchTensorBackward", "_FromTorchTensorBackward"}
 """Names of autograd nodes whose backward does not need their result: matrix products, and views of them."""
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, *, spend: bool = False) -> Tensor:
+def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool = False) -> Tensor:
     """Return the sum of the cross entropy over targets, in at least fp32.
 
     Args:
         logits: (..., classes); or a DTensor of them whose last dim is split evenly over a one-dimensional
             mesh.
-        targets: (...), int64; `IGNORED` ones count nothing, others must be classes. Replicated on every rank.
-        spend: true if nobody reads the logits after this. In backward their gradient is then written over
-            them, if a matrix product has made them, whose backward does not need them either. Were this wrong
-            about an operation of autograd's, its backward would refuse: tensors count their changes.
+        targets: (...), int64; `IGNORE_INDEX` ones count nothing, others must be classes. Replicated on every
+            rank.
+        overwrite_logits: true if nobody reads the logits after this. In backward their gradient is then
+            written over them, if a matrix product has made them, whose backward does not need them either.
+            Were this wrong about an operation of autograd's, its backward would refuse: tensors count their
+            changes.
 
     Returns:
         the same on every rank that holds a part of the logits.
@@ -55,16 +57,16 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, *, spend: bool = False) -
             raise ValueError(f"logits are split by {logits.placements}, not over their last dim")
         group, local = logits.device_mesh.get_group(), logits.to_local()
     result: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]  # torch's own
-        local.flatten(0, -2), targets.flatten(), group, spend and _from_product(local)
+        local.flatten(0, -2), targets.flatten(), group, overwrite_logits and _is_matmul_output(local)
     )
     return result
 
 
-def _from_product(tensor: Tensor) -> bool:
+def _is_matmul_output(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
-    while node is not None and node.name() in _VIEWS:
+    while node is not None and node.name() in _VIEW_NODES:
         node = node.next_functions[0][0]
-    return node is not None and node.name() in _PRODUCTS
+    return node is not None and node.name() in _MATMUL_NODES
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -73,7 +75,7 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, overwrite: bool
     ) -> Tensor:
         precise = torch.promote_types(logits.dtype, torch.float32)
-        column, is_here = _columns(targets, logits.shape[1], group)
+        column, is_here = _local_targets(targets, logits.shape[1], group)
         normalizers = torch.empty(len(targets), dtype=precise, device=logits.device)
         chosen = torch.empty_like(normalizers)
         for rows in _blocks(logits):
@@ -81,19 +83,21 @@ class _CrossEntropySum(torch.autograd.Function):
             torch.logsumexp(block, dim=-1, out=normalizers[rows])
             torch.gather(block, 1, column[rows].unsqueeze(1), out=chosen[rows].unsqueeze(1))
         if group is not None:
-            normalizers, chosen = _over_the_vocabulary(normalizers, torch.where(is_here, chosen, 0.0), group)
+            normalizers, chosen = _reduce_over_vocabulary(
+                normalizers, torch.where(is_here, chosen, 0.0), group
+            )
         ctx.save_for_backward(logits, targets, column, is_here, normalizers)
         ctx.overwrite = overwrite
-        return torch.where(targets == IGNORED, 0.0, normalizers - chosen).sum()
+        return torch.where(targets == IGNORE_INDEX, 0.0, normalizers - chosen).sum()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None]:
         # d loss / d logit = softmax − 1 at the target; nothing where the target is ignored.
         logits, targets, column, is_here, normalizers = ctx.saved_tensors
         gradient = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         precise = normalizers.dtype == logits.dtype
         for rows in _blocks(logits):
-            weight = torch.where(targets[rows] == IGNORED, 0.0, factor).unsqueeze(1)
+            weight = torch.where(targets[rows] == IGNORE_INDEX, 0.0, output_gradient).unsqueeze(1)
             block = gradient[rows] if precise else torch.empty_like(logits[rows], dtype=normalizers.dtype)
             torch.sub(logits[rows], normalizers[rows].unsqueeze(1), out=block).exp_()
             block.scatter_add_(1, column[rows].unsqueeze(1), -is_here[rows].unsqueeze(1).to(block.dtype))
@@ -103,14 +107,14 @@ class _CrossEntropySum(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _local_targets(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return the column of each row's target among a rank's `classes`, and a flag that it is there.
 
     A class beyond the vocabulary keeps a column beyond the last rank's, which gather refuses, as it does a
     negative one.
     """
     if group is None:
-        column = torch.where(targets == IGNORED, 0, targets)
+        column = torch.where(targets == IGNORE_INDEX, 0, targets)
         return column, targets == column
     rank, ranks = group.rank(), group.size()
     mine = targets - rank * classes
@@ -118,15 +122,15 @@ def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> 
     return column, mine == column
 
 
-def _over_the_vocabulary(
-    normalizers: Tensor, chosen: Tensor, group: dist.ProcessGroup
+def _reduce_over_vocabulary(
+    normalizers: Tensor, target_logits: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Combine each rank's log-sum-exp and chosen logit into those of the full vocabulary."""
     largest = normalizers.clone()
-    with waiting("tensor"):
+    with time_blocking_transfer("tensor"):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    sums = torch.stack([(normalizers - largest).exp_(), chosen])
-    with waiting("tensor"):
+    sums = torch.stack([(normalizers - largest).exp_(), target_logits])
+    with time_blocking_transfer("tensor"):
         dist.all_reduce(sums, group=group)
     return largest.add_(sums[0].log_()), sums[1]
 

@@ -8,19 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError
-from wanma.parallel.parallelize import Parallel
+from wanma.parallel.parallelize import ParallelModel
 
-INTO_THE_MODEL = (
+MOVE_INTO_MODEL_HINT = (
     "make it a part of the model: a module that holds both, takes the targets as an input too and returns "
     "the losses"
 )
-NOT_TRAINED = (
+FREEZE_HINT = (
     "Weights that are not to be trained: requires_grad_(False), or torch.no_grad() around what computes with "
     "them"
 )
 
 
-def refuse_own_weights(losses: Tensor, outputs: Iterable[Tensor], parallel: Parallel, rows: int) -> None:
+def refuse_foreign_weights(
+    losses: Tensor, outputs: Iterable[Tensor], parallel_model: ParallelModel, rows: int
+) -> None:
     """Refuse losses whose gradient reaches weights that are not the model's.
 
     It follows the graph of the losses as far as the model's outputs. A tensor (rows, ...) counts as an input
@@ -29,13 +31,13 @@ def refuse_own_weights(losses: Tensor, outputs: Iterable[Tensor], parallel: Para
     Args:
         losses: losses with a gradient.
         outputs: outputs of the model.
-        parallel: this rank's part of the model.
+        parallel_model: this rank's part of the model.
         rows: rows of the micro-batch.
 
     Raises:
         JobError: there are such weights; it names their shapes.
     """
-    of_model = {id(tensor) for tensor in parallel.computing()}
+    of_model = {id(tensor) for tensor in parallel_model.forward_parameters()}
     found = [
         leaf
         for leaf in _leaves(losses, outputs)
@@ -48,7 +50,8 @@ def refuse_own_weights(losses: Tensor, outputs: Iterable[Tensor], parallel: Para
     raise JobError(
         f"the losses depend on weights of shape {shapes} that are not the model's, and wanma trains those of "
         "the model",
-        f"{INTO_THE_MODEL}. {NOT_TRAINED}. Weights of the model are read from its modules in every forward",
+        f"{MOVE_INTO_MODEL_HINT}. {FREEZE_HINT}. Weights of the model are read from its modules in every "
+        "forward",
     )
 
 

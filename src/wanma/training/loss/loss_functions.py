@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from wanma.data.batch import IGNORED, Batch
+from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.job.errors import WanmaError
 from wanma.models.user_modules.forward_error import loss_error
 from wanma.models.user_modules.label_task import LABEL_KEYS
 from wanma.training.loss.cross_entropy import cross_entropy_sum
-from wanma.training.loss.target_counting import Counting, Losses, UserLoss
+from wanma.training.loss.target_counting import Losses, TargetCounter, UserLoss
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 """Function (model output, batch) -> (sum of the losses of real targets, their number)."""
 
 
 @dataclass(frozen=True)
-class Classification:
+class CrossEntropy:
     """Cross entropy: the loss of text, labelled images, and by default of a user's own data."""
 
-    spend: bool = False
+    overwrite_logits: bool = False
     """True if the logits may be overwritten in backward, as in `cross_entropy_sum`."""
     classes_last: bool = False
     """True if logits are known to be (..., classes).
@@ -43,28 +43,32 @@ class Classification:
                 classes of theirs.
         """
         loss = self.sum(self._logits(output, batch), batch.targets, class_range([batch]))
-        return loss, (batch.targets != IGNORED).sum()
+        return loss, (batch.targets != IGNORE_INDEX).sum()
 
     def losses(self, output: Any, batch: Batch) -> Losses:
         """Return one loss per target, and a mask of the targets that count."""
-        arranged = self._checked(self._logits(output, batch), batch.targets, class_range([batch]))
+        arranged = self._checked_logits(self._logits(output, batch), batch.targets, class_range([batch]))
         precise = arranged.to(torch.promote_types(arranged.dtype, torch.float32))
         classes = batch.targets.long().flatten()
-        losses = F.cross_entropy(precise.flatten(0, -2), classes, ignore_index=IGNORED, reduction="none")
-        return losses.view(batch.targets.shape), batch.targets != IGNORED
+        losses = F.cross_entropy(precise.flatten(0, -2), classes, ignore_index=IGNORE_INDEX, reduction="none")
+        return losses.view(batch.targets.shape), batch.targets != IGNORE_INDEX
 
     def sum(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None = None) -> Tensor:
-        """Return the sum of the losses of targets that are not `IGNORED`.
+        """Return the sum of the losses of targets that are not `IGNORE_INDEX`.
 
         Args:
             logits: logits of the model.
             targets: classes.
             classes: smallest and largest class of the targets, if known.
         """
-        return cross_entropy_sum(self._checked(logits, targets, classes), targets.long(), spend=self.spend)
+        return cross_entropy_sum(
+            self._checked_logits(logits, targets, classes),
+            targets.long(),
+            overwrite_logits=self.overwrite_logits,
+        )
 
     def _logits(self, output: Any, batch: Batch) -> Tensor:
-        require_one_target(
+        require_single_target(
             batch,
             "cross entropy, the default loss,",
             "give a loss, which gets the dict: loss= of wanma.train",
@@ -74,24 +78,24 @@ class Classification:
             _refuse_unknown_labels(output, batch)
         return logits
 
-    def _checked(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None) -> Tensor:
+    def _checked_logits(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None) -> Tensor:
         """Return logits (..., classes) that fit the targets."""
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise WanmaError(
                 f"the targets are {targets.dtype}, but cross entropy, the default loss, is of classes",
                 "give integers as targets, or a loss of your own: loss= of wanma.train, model.loss of a job",
             )
-        arranged = self._arranged(logits, targets)
+        arranged = self._with_classes_last(logits, targets)
         if classes is not None and not 0 <= classes[0] <= classes[1] < arranged.shape[-1]:
             wrong = classes[0] if classes[0] < 0 else classes[1]
             raise WanmaError(
                 f"a target is class {wrong}, but the model tells {arranged.shape[-1]} classes apart: "
                 f"0 to {arranged.shape[-1] - 1}",
-                f"mend the data or the model; a target of {IGNORED} counts for nothing",
+                f"mend the data or the model; a target of {IGNORE_INDEX} counts for nothing",
             )
         return arranged
 
-    def _arranged(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _with_classes_last(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return logits (..., classes) of logits that may be (rows, classes, ...)."""
         shape = tuple(logits.shape)
         last = shape[:-1] == tuple(targets.shape)
@@ -115,9 +119,9 @@ class Classification:
         return logits if last else logits.movedim(1, -1)
 
 
-def classification_loss(output: Any, batch: Batch, *, spend: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the loss of `Classification` for logits whose classes are the last dim."""
-    return Classification(spend, classes_last=True)(output, batch)
+def cross_entropy_loss(output: Any, batch: Batch, *, overwrite_logits: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the loss of `CrossEntropy` for logits whose classes are the last dim."""
+    return CrossEntropy(overwrite_logits, classes_last=True)(output, batch)
 
 
 def class_range(batches: Iterable[Batch]) -> tuple[int, int] | None:
@@ -143,28 +147,28 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
-def right_classes(output: Any, targets: Tensor) -> Tensor | int:
+def correct_count(output: Any, targets: Tensor) -> Tensor | int:
     """Return the number of samples whose largest logit is that of their class; 0 without classes."""
-    logits = _logits(whole_output(output))
+    logits = _logits(full_output(output))
     if targets.ndim != 1 or targets.is_floating_point() or logits is None or logits.ndim != 2:
         return 0
-    return (whole_output(logits).argmax(dim=-1) == targets).sum() if len(logits) == len(targets) else 0
+    return (full_output(logits).argmax(dim=-1) == targets).sum() if len(logits) == len(targets) else 0
 
 
-def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
+def wrap_user_loss(function: UserLoss, *, is_per_position: bool = False) -> LossFunction:
     """Wrap a user's per-target loss, so that padding rows count nothing.
 
     Args:
         function: user's loss.
-        by_position: true if ranks share each sample's sequence, so that losses must be those of single
+        is_per_position: true if ranks share each sample's sequence, so that losses must be those of single
             positions.
     """
-    count = Counting(function)
+    count = TargetCounter(function)
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        whole = whole_output(output)
-        if by_position:
-            require_one_target(batch, "parallel.cp", "set parallel.cp = 1")
+        whole = full_output(output)
+        if is_per_position:
+            require_single_target(batch, "parallel.cp", "set parallel.cp = 1")
         try:
             losses = function(whole, batch.given_targets)
         except Exception as error:
@@ -174,7 +178,7 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
                 raise
             raise told from error
         alone = losses[0] if isinstance(losses, tuple) and losses else losses
-        if by_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
+        if is_per_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
             raise WanmaError(
                 f"the loss has shape {tuple(alone.shape)} for targets of {tuple(batch.targets.shape)}, but "
                 "under parallel.cp a rank sees a part of each sequence and knows the losses of its positions",
@@ -185,25 +189,26 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
     return loss
 
 
-def require_one_target(batch: Batch, what: str, way_out: str) -> None:
+def require_single_target(batch: Batch, feature: str, hint: str) -> None:
     """Refuse samples whose target is a dict.
 
     Args:
         batch: batch of samples.
-        what: name of the feature that takes one tensor.
-        way_out: advice for the user.
+        feature: name of the feature that takes one tensor.
+        hint: advice for the user.
 
     Raises:
         WanmaError: it names the keys.
     """
     if batch.named_targets is not None:
         raise WanmaError(
-            f"the samples' target is a dict of {', '.join(batch.named_targets)}, but {what} takes one tensor",
-            way_out,
+            f"the samples' target is a dict of {', '.join(batch.named_targets)}, but {feature} takes one "
+            "tensor",
+            hint,
         )
 
 
-def whole_output(output: Any) -> Any:
+def full_output(output: Any) -> Any:
     """Gather logits that are split over the vocabulary, for code that knows no ranks; return others as is."""
     return output.full_tensor() if isinstance(output, DTensor) else output
 

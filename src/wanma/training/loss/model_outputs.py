@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """Return the same structure with `change` applied to every tensor; objects with attributes are copied."""
+def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Return the structure with `function` applied to every tensor; objects with attributes are copied."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return change(value)
+            return function(value)
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict) or isinstance(value, (type, nn.Module)) or callable(value):
             return value
-        changed = {name: map_tensors(change, held) for name, held in attributes.items()}
+        changed = {name: map_tensors(function, held) for name, held in attributes.items()}
         if all(changed[name] is held for name, held in attributes.items()):
             return value
         copied = copy.copy(value)
@@ -29,7 +29,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
     return tree_map(leaf, output)
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def output_tensors(output: Any) -> list[Tensor]:
     """Return all tensors of an output, in its order."""
     found: list[Tensor] = []
 

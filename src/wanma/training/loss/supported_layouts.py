@@ -5,43 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wanma.data.batch import Batch
-from wanma.data.datasets.dataset import Data
+from wanma.data.datasets.dataset import BatchedDataset
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 
-_OTHERS = "dp_replicate, dp_shard and tp take any loss"
+_SUPPORTED_HINT = "dp_replicate, dp_shard and tp take any loss"
 
 
-def refuse_loss(plan: Plan, data: Data, has_loss: bool, first: Callable[[], Batch]) -> None:
+def refuse_unsupported_loss(
+    plan: Plan, data: BatchedDataset, has_user_loss: bool, first_batch: Callable[[], Batch]
+) -> None:
     """Refuse a user's own loss, or several targets, under a plan that cannot compute it.
 
     Args:
         plan: plan of the run.
         data: samples of the job.
-        has_loss: true if the user has given a loss.
-        first: returns a batch of `data`; called where samples may have several targets.
+        has_user_loss: true if the user has given a loss.
+        first_batch: returns a batch of `data`; called where samples may have several targets.
 
     Raises:
         JobError: it names the mesh dimension, the reason and the way out.
     """
     if plan.pp == plan.cp == 1:
         return
-    named = first().named_targets if data.kind == "custom" else None
+    named = first_batch().named_targets if data.input_kind == "custom" else None
     keys = "" if named is None else f"the samples' target is a dict of {', '.join(named)}"
     if named is not None and plan.pp > 1:
         raise JobError(
             f"parallel.pp = {plan.pp}: {keys}, which only a loss of one's own takes, and a pipeline's last "
             "stage computes cross entropy of one target",
-            f"set parallel.pp = 1 and give a loss ({_OTHERS}), or give one target",
+            f"set parallel.pp = 1 and give a loss ({_SUPPORTED_HINT}), or give one target",
         )
-    if has_loss and plan.pp > 1:
+    if has_user_loss and plan.pp > 1:
         raise JobError(
             f"parallel.pp = {plan.pp}: pipelines compute cross entropy, not a loss of one's own",
-            f"set parallel.pp = 1 ({_OTHERS}), or leave the loss out",
+            f"set parallel.pp = 1 ({_SUPPORTED_HINT}), or leave the loss out",
         )
     if named is not None and plan.cp > 1:
         raise JobError(
             f"parallel.cp = {plan.cp}: {keys}, and a rank has a part of each sequence, which only one target "
             "with a value for each position can be split along",
-            f"set parallel.cp = 1 ({_OTHERS}), or give one target by position",
+            f"set parallel.cp = 1 ({_SUPPORTED_HINT}), or give one target by position",
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wanma.data.batch import IGNORED, Batch
+from wanma.data.batch import IGNORE_INDEX, Batch
 from wanma.job.errors import WanmaError
 
 Losses = Tensor | tuple[Tensor, Tensor]
@@ -25,22 +25,22 @@ _NODES = 256
 """Number of autograd nodes, from the losses back, among which a cross entropy is searched."""
 
 
-class Counting:
+class TargetCounter:
     """Rule by which the targets of one loss count, found out once.
 
     A target is left out if it is the `ignore_index` that the loss declares (an attribute of a module, a
     keyword of a `functools.partial`) or that the first losses' graph shows a cross entropy of torch's to have
-    used. Where neither says anything, a target of `IGNORED` is left out whose loss is zero: a regression may
-    have such a target, and then has a loss.
+    used. Where neither says anything, a target of `IGNORE_INDEX` is left out whose loss is zero: a
+    regression may have such a target, and then has a loss.
 
     Args:
         loss: the user's function, if it is known.
     """
 
     def __init__(self, loss: object = None) -> None:
-        self._ignored = declared_ignore_index(loss)
-        self._searched = self._ignored is not None
-        self._of_other_positions: int | None = None
+        self._ignore_index = declared_ignore_index(loss)
+        self._is_graph_searched = self._ignore_index is not None
+        self._shifted_ignore_index: int | None = None
         """Value of `ignore_index` of a cross entropy with another number of positions than the targets."""
         self._may_have_others = True
 
@@ -58,49 +58,49 @@ class Counting:
             WanmaError: the loss was already averaged, which no layout could undo; or cannot be counted.
         """
         losses, counted = losses if isinstance(losses, tuple) and len(losses) == 2 else (losses, None)
-        checked = _checked(losses, batch)
+        checked = _checked_losses(losses, batch)
         real = batch.real.reshape(-1, *[1] * (checked.ndim - 1)).expand_as(checked)
         if counted is not None:
-            return _by_weight(checked, counted, real)
+            return _weighted_sum(checked, counted, real)
         if batch.named_targets is not None:  # whose loss is of several: every sample counts
             return torch.where(real, checked, 0.0).sum(), real.sum()
-        if not self._searched and checked.requires_grad:
-            self._searched = True
-            self._ignored = _of_graph(checked, batch.targets)
+        if not self._is_graph_searched and checked.requires_grad:
+            self._is_graph_searched = True
+            self._ignore_index = _ignore_index_of_graph(checked, batch.targets)
         targets = batch.targets
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             pass
         elif targets.shape == checked.shape:
-            if self._ignored is not None:
-                real = real & (targets != self._ignored)
+            if self._ignore_index is not None:
+                real = real & (targets != self._ignore_index)
             else:
-                real = real & ~((targets == IGNORED) & (checked == 0))
+                real = real & ~((targets == IGNORE_INDEX) & (checked == 0))
         elif targets.ndim == checked.ndim and checked.ndim > 1:
-            self._refuse_ignored(checked, targets)
+            self._refuse_ignored_shifted_targets(checked, targets)
         return torch.where(real, checked, 0.0).sum(), real.sum()
 
-    def _refuse_ignored(self, losses: Tensor, targets: Tensor) -> None:
+    def _refuse_ignored_shifted_targets(self, losses: Tensor, targets: Tensor) -> None:
         """Refuse losses of other positions than the targets', if a cross entropy leaves some of them out."""
-        index, has = self._of_other_positions, False
+        index, has = self._shifted_ignore_index, False
         if losses.requires_grad and self._may_have_others:
             for index, of in _cross_entropies(losses):
                 if of.numel() == losses.numel():
-                    self._of_other_positions, has = index, has or bool((of == index).any())
-            self._may_have_others = self._of_other_positions is not None
+                    self._shifted_ignore_index, has = index, has or bool((of == index).any())
+            self._may_have_others = self._shifted_ignore_index is not None
         elif index is not None:
             has = bool((targets == index).any())
         if has:
             raise WanmaError(
                 f"the loss has shape {tuple(losses.shape)} and leaves out targets of class "
-                f"{self._of_other_positions}, but which of its values those are cannot be told from the "
+                f"{self._shifted_ignore_index}, but which of its values those are cannot be told from the "
                 f"batch's targets of shape {tuple(targets.shape)}",
                 "return (losses, mask), e.g. (losses, labels[:, 1:] != -100)",
             )
 
 
-def sum_losses(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
+def sum_and_count_losses(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the sum and number of losses of an unknown function."""
-    return Counting()(losses, batch)
+    return TargetCounter()(losses, batch)
 
 
 def declared_ignore_index(loss: object) -> int | None:
@@ -113,7 +113,7 @@ def declared_ignore_index(loss: object) -> int | None:
     return given if isinstance(given, int) and not isinstance(given, bool) else None
 
 
-def _checked(losses: object, batch: Batch) -> Tensor:
+def _checked_losses(losses: object, batch: Batch) -> Tensor:
     if not isinstance(losses, Tensor):
         raise WanmaError(
             f"the losses are {type(losses).__name__}, not a tensor",
@@ -130,7 +130,7 @@ def _checked(losses: object, batch: Batch) -> Tensor:
     return losses
 
 
-def _by_weight(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, Tensor]:
+def _weighted_sum(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and divisor of losses by the user's weights."""
     try:
         if not isinstance(counted, Tensor):
@@ -147,7 +147,7 @@ def _by_weight(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, T
     return torch.where(real, losses, 0.0).sum(), torch.where(real, weights, 0).double().sum()
 
 
-def _of_graph(losses: Tensor, targets: Tensor) -> int | None:
+def _ignore_index_of_graph(losses: Tensor, targets: Tensor) -> int | None:
     """Return the `ignore_index` of the cross entropies of `targets` that made `losses`; None without any."""
     found = {index for index, of in _cross_entropies(losses) if of.numel() == targets.numel()}
     if len(found) > 1:

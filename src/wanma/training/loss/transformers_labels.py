@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.data.batch import IGNORED, Batch
-from wanma.data.datasets.dataset import Data, class_range
-from wanma.data.datasets.map_dataset import CustomData
+from wanma.data.batch import IGNORE_INDEX, Batch
+from wanma.data.datasets.dataset import BatchedDataset, class_range
+from wanma.data.datasets.map_dataset import UserDataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.model_spec import ModelSpec
-from wanma.models.user_modules.label_task import LABEL_KEYS, Task, base_of_adapters, label_task
-from wanma.parallel.parallelize import Parallel
-from wanma.training.loss.loss_functions import Classification, LossFunction, logits_of, require_one_target
-from wanma.training.loss.target_counting import Losses, sum_losses
+from wanma.models.user_modules.label_task import LABEL_KEYS, LabelTask, find_label_task, unwrap_peft_model
+from wanma.parallel.parallelize import ParallelModel
+from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, logits_of, require_single_target
+from wanma.training.loss.target_counting import Losses, sum_and_count_losses
 
-_OF_DECODERS = {"attention_mask": "documents", "position_ids": "positions"}
+_DECODER_KEYWORDS = {"attention_mask": "documents", "position_ids": "positions"}
 """Keys that wanma's decoders and `model.huggingface` take, and the keywords by which they take them."""
 
 
-def default_loss(spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:
+def default_loss(spec: ModelSpec, data: BatchedDataset, parallel_model: ParallelModel) -> LossFunction:
     """Return the loss of a job that names none: that of the model's own library, or cross entropy.
 
     It also tells the user's own data how the model interprets `labels`.
@@ -34,54 +34,58 @@ def default_loss(spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunctio
         JobError: the data have labels, and the loss of the model's class is not known.
     """
     # A module of the user's may have kept its logits, to look at later.
-    plain = Classification(spend=spec.layout is not None, classes_last=spec.layout is not None)
-    if not isinstance(data, CustomData):
-        return replace(plain, classes_last=plain.classes_last or data.kind == "tokens")
-    if spec.kind == "tokens":
-        data.read_labels = partial(for_decoder, equal_keys=parallel.pipeline is not None)
+    plain = CrossEntropy(
+        overwrite_logits=spec.parallel_spec is not None, classes_last=spec.parallel_spec is not None
+    )
+    if not isinstance(data, UserDataset):
+        return replace(plain, classes_last=plain.classes_last or data.input_kind == "tokens")
+    if spec.input_kind == "tokens":
+        data.read_labels = partial(
+            prepare_for_decoder, keep_attention_mask=parallel_model.pipeline is not None
+        )
         return plain
-    if len(parallel.parts) > 1 or parallel.pipeline is not None:
+    if len(parallel_model.model_parts) > 1 or parallel_model.pipeline is not None:
         return plain
-    model = parallel.module
+    model = parallel_model.module
     try:
-        task = label_task(model)
+        task = find_label_task(model)
     except JobError as error:
-        data.read_labels = partial(_refuse, error)
+        data.read_labels = partial(_raise, error)
         return plain
     if task is None:
         return plain
-    data.read_labels = reading_labels(model, task)
+    data.read_labels = label_reader(model, task)
     if task == "samples":
-        return SampleLabels(base_of_adapters(model).config)
+        return SampleClassificationLoss(unwrap_peft_model(model).config)
     return replace(plain, classes_last=True)
 
 
-def default_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
+def default_per_target_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
     """Return one loss per target, and a mask of those that count, by the rule of `default_loss`.
 
     Raises:
         JobError: the batch has `labels`, and the loss of the model's class is not known.
     """
     has_labels = batch.target_key in LABEL_KEYS and batch.named_targets is None
-    task = label_task(model) if has_labels else None
+    task = find_label_task(model) if has_labels else None
     if task == "causal":
-        batch = _for_causal(batch)
+        batch = _prepare_for_causal(batch)
     if task == "samples":
-        return SampleLabels(base_of_adapters(model).config).losses(output, batch)
-    return Classification(classes_last=task is not None).losses(output, batch)
+        return SampleClassificationLoss(unwrap_peft_model(model).config).losses(output, batch)
+    return CrossEntropy(classes_last=task is not None).losses(output, batch)
 
 
-def shifted(labels: Tensor) -> Tensor:
+def shift_labels(labels: Tensor) -> Tensor:
     """Return the targets of (rows, sequence) labels: at each position the next one, and none at the last."""
-    return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], dim=1)
+    return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORE_INDEX)], dim=1)
 
 
-def reading_labels(model: nn.Module, task: Task) -> Callable[[Batch], Batch]:
+def label_reader(model: nn.Module, task: LabelTask) -> Callable[[Batch], Batch]:
     """Return the function that prepares a batch with `labels` for a transformers model."""
     if task == "causal":
-        return _for_causal
+        return _prepare_for_causal
     if task == "sequence_to_sequence":
-        prepare: Any = base_of_adapters(model).prepare_decoder_input_ids_from_labels
+        prepare: Any = unwrap_peft_model(model).prepare_decoder_input_ids_from_labels
 
         def for_decoder(batch: Batch) -> Batch:
             if {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.keywords):
@@ -94,14 +98,15 @@ def reading_labels(model: nn.Module, task: Task) -> Callable[[Batch], Batch]:
     return lambda batch: batch
 
 
-def for_decoder(batch: Batch, *, equal_keys: bool) -> Batch:
+def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
     """Prepare a batch of input_ids, labels and perhaps attention_mask and position_ids for a wanma decoder.
 
     Padding becomes a document of its own, which no token sees.
 
     Args:
         batch: batch of samples.
-        equal_keys: true if an attention_mask that masks nothing stays, because all batches must have it.
+        keep_attention_mask: true if an attention_mask that masks nothing stays, because all batches must
+            have it.
 
     Raises:
         WanmaError: keys that the model would not be given, masks of other shapes, or a target that is
@@ -109,63 +114,64 @@ def for_decoder(batch: Batch, *, equal_keys: bool) -> Batch:
     """
     keywords = dict(batch.keywords)
     inputs = (keywords.pop("input_ids"),) if "input_ids" in keywords else batch.inputs
-    if left := sorted(set(keywords) - set(_OF_DECODERS)):
+    if left := sorted(set(keywords) - set(_DECODER_KEYWORDS)):
         raise WanmaError(
             f"data: samples have {', '.join(left)}, which the model does not take",
             "keep input_ids, labels, attention_mask and position_ids, and leave the rest out",
         )
-    batch = _for_causal(replace(batch, inputs=inputs, keywords=keywords))
+    batch = _prepare_for_causal(replace(batch, inputs=inputs, keywords=keywords))
     mask = keywords.pop("attention_mask", None)
-    given = {_OF_DECODERS[name]: tensor for name, tensor in keywords.items()}
-    if mask is not None and (equal_keys or not bool(mask.all())):
+    given = {_DECODER_KEYWORDS[name]: tensor for name, tensor in keywords.items()}
+    if mask is not None and (keep_attention_mask or not bool(mask.all())):
         if mask.shape != batch.targets.shape:
             raise WanmaError(
                 f"data: attention_mask has the shape {tuple(mask.shape[1:])} per sample, but must say of "
                 f"each of the {batch.targets.shape[1]} tokens whether it is one",
                 "leave it out, or give 1 for tokens and 0 for padding",
             )
-        if bool(((batch.targets != IGNORED) & (mask == 0)).any()):
+        if bool(((batch.targets != IGNORE_INDEX) & (mask == 0)).any()):
             raise WanmaError(
                 "data: a label is predicted from a token that attention_mask leaves out",
-                f"give {IGNORED} as label of padding",
+                f"give {IGNORE_INDEX} as label of padding",
             )
         given["documents"] = mask.long()
     return replace(batch, keywords=given)
 
 
-def _refuse(error: JobError, _: Batch) -> Batch:
+def _raise(error: JobError, _: Batch) -> Batch:
     raise error
 
 
-def _for_causal(batch: Batch) -> Batch:
+def _prepare_for_causal(batch: Batch) -> Batch:
     tokens = batch.keywords.get("input_ids", batch.inputs[0] if batch.inputs else batch.targets)
     if batch.targets.ndim != 2 or batch.targets.shape != tokens.shape[:2]:
         raise WanmaError(
             f"data: labels have the shape {tuple(batch.targets.shape[1:])} per sample for tokens of "
             f"{tuple(tokens.shape[1:])}, but a causal language model has a label for each token",
-            f"give labels like input_ids, {IGNORED} where none counts; other targets under the key `target`",
+            f"give labels like input_ids, {IGNORE_INDEX} where none counts; other targets under the key "
+            "`target`",
         )
-    targets = shifted(batch.targets)
+    targets = shift_labels(batch.targets)
     return replace(batch, targets=targets, class_range=class_range(targets))
 
 
 @dataclass(frozen=True)
-class SampleLabels:
+class SampleClassificationLoss:
     """Loss of transformers' classifiers of complete samples, by the config's `problem_type`."""
 
     config: Any
 
     def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of real targets, and their number; an ignored class is none."""
-        return sum_losses(self.losses(output, batch), batch)
+        return sum_and_count_losses(self.losses(output, batch), batch)
 
     def losses(self, output: Any, batch: Batch) -> Losses:
         """Return one loss per target, and a mask of those that count."""
-        require_one_target(batch, "the model's own loss", "give a loss, which gets the dict")
+        require_single_target(batch, "the model's own loss", "give a loss, which gets the dict")
         logits, labels = logits_of(output), batch.targets
         kind = self._problem(labels)
         if kind == "single_label_classification":
-            return Classification(classes_last=True).losses(logits, replace(batch, targets=labels.flatten()))
+            return CrossEntropy(classes_last=True).losses(logits, replace(batch, targets=labels.flatten()))
         losses = _elementwise(kind, logits, labels)
         return losses, torch.ones_like(losses, dtype=torch.bool)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.training.loss.foreign_weights import INTO_THE_MODEL, NOT_TRAINED
+from wanma.training.loss.foreign_weights import FREEZE_HINT, MOVE_INTO_MODEL_HINT
 
-_INTO_THE_MODEL = f"{INTO_THE_MODEL}; then loss=lambda output, targets: output"
+_MOVE_INTO_MODEL_HINT = f"{MOVE_INTO_MODEL_HINT}; then loss=lambda output, targets: output"
 
 
 def check_loss(loss: object) -> None:
@@ -38,11 +38,11 @@ def check_loss(loss: object) -> None:
             raise JobError(
                 f"the loss {type(loss).__name__} has parameters of its own, such as {trained[0]}, and wanma "
                 "trains those of the model",
-                f"{_INTO_THE_MODEL}. Parameters that are not to be trained: loss.requires_grad_(False)",
+                f"{_MOVE_INTO_MODEL_HINT}. Parameters that are not to be trained: loss.requires_grad_(False)",
             )
 
 
-def ready_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Any:
+def prepare_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Prepare the loss on a rank's device.
 
     Gradients that reach weights which only the loss holds are an error in the first backward, before any
@@ -61,14 +61,18 @@ def ready_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.d
     if isinstance(loss, nn.Module):
         loss.to(device, dtype)
     of_model = {id(parameter) for parameter in model.parameters()}
-    refuse = functools.partial(_refuse_gradient, _name(loss))
-    for weight in _weights(loss, set()):
+    refuse = functools.partial(_refuse_gradient, _loss_name(loss))
+    for weight in _held_weights(loss, set()):
         if weight.requires_grad and weight.is_leaf and id(weight) not in of_model:
             weight.register_post_accumulate_grad_hook(refuse)
-    return _Remembering(loss) if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()) else loss
+    return (
+        _BufferCheckedLoss(loss)
+        if isinstance(loss, nn.Module) and any(True for _ in loss.buffers())
+        else loss
+    )
 
 
-class _Remembering:
+class _BufferCheckedLoss:
     """Loss with buffers that must not change in its first call."""
 
     def __init__(self, loss: nn.Module) -> None:
@@ -85,9 +89,10 @@ class _Remembering:
             was, version = before.get(name, (None, 0))
             if buffer is not was or buffer._version != version:
                 raise WanmaError(
-                    f"the loss {_name(self._loss)} changes its buffer {name} as it computes: each rank would "
+                    f"the loss {_loss_name(self._loss)} changes its buffer {name} as it computes: each rank "
+                    "would "
                     "keep another one, of its own micro-batches, and no checkpoint has it",
-                    _INTO_THE_MODEL,
+                    _MOVE_INTO_MODEL_HINT,
                 )
         self._is_checked = True
         return losses
@@ -97,11 +102,11 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     raise WanmaError(
         f"the loss {name} holds weights that are not the model's and get a gradient, and wanma trains those "
         "of the model",
-        f"{_INTO_THE_MODEL}. {NOT_TRAINED}",
+        f"{_MOVE_INTO_MODEL_HINT}. {FREEZE_HINT}",
     )
 
 
-def _weights(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+def _held_weights(thing: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the parameters and tensors that a function, a bound method or an object holds."""
     if id(thing) in seen:
         return
@@ -112,27 +117,27 @@ def _weights(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         yield thing
     elif isinstance(thing, functools.partial):
         for part in (thing.func, *thing.args, *thing.keywords.values()):
-            yield from _weights(part, seen)
+            yield from _held_weights(part, seen)
     elif isinstance(thing, MethodType):
-        yield from _weights(thing.__self__, seen)
+        yield from _held_weights(thing.__self__, seen)
     elif isinstance(thing, FunctionType):
         for cell in thing.__closure__ or ():
             try:
-                yield from _weights(cell.cell_contents, seen)
+                yield from _held_weights(cell.cell_contents, seen)
             except ValueError:  # not yet filled
                 continue
         for name in thing.__code__.co_names:
             if isinstance(value := thing.__globals__.get(name), nn.Module | Tensor):
-                yield from _weights(value, seen)
+                yield from _held_weights(value, seen)
     elif isinstance(thing, list | tuple):
         for part in thing:
-            yield from _weights(part, seen)
+            yield from _held_weights(part, seen)
     elif isinstance(thing, dict):
         for part in thing.values():
-            yield from _weights(part, seen)
+            yield from _held_weights(part, seen)
     elif callable(thing) and not isinstance(thing, type):
-        yield from _weights(getattr(thing, "__dict__", {}), seen)
+        yield from _held_weights(getattr(thing, "__dict__", {}), seen)
 
 
-def _name(loss: Any) -> str:
+def _loss_name(loss: Any) -> str:
     return str(getattr(loss, "__qualname__", type(loss).__qualname__))

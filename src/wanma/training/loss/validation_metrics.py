@@ -15,24 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.data.batch import IGNORED
-from wanma.job.errors import AgreedError, JobError, WanmaError
+from wanma.data.batch import IGNORE_INDEX
+from wanma.job.errors import AllRanksError, JobError, WanmaError
 from wanma.job.file.import_path import import_object
-from wanma.job.user_frames import users_line
+from wanma.job.user_frames import user_frame_text
 from wanma.observe.units import count_text
-from wanma.training.loss.loss_functions import right_classes, whole_output
+from wanma.training.loss.loss_functions import correct_count, full_output
+from wanma.training.loss.target_counting import Losses
 
-Value = Any
+MetricValue = Any
 """Tensor of values, one per sample or target; or a pair of these and their weights; or (sum, count)."""
-MetricFunction = Callable[[Any, Any], Value]
-"""Function (model output, targets) -> `Value`."""
+MetricFunction = Callable[[Any, Any], MetricValue]
+"""Function (model output, targets) -> `MetricValue`."""
+ValidationResult = Losses | tuple[Losses, Mapping[str, MetricValue]]
+"""Losses of a batch; or a pair of these and of metrics by name."""
 
 ACCURACY = "accuracy"
 _USUAL = ("perplexity", ACCURACY)
 """Metrics that wanma computes by itself."""
 _TOLERANCE = 1e-3
 """Relative difference between the sums of a batch and of its halves that counts as rounding."""
-_WAYS = (
+_RETURN_HINT = (
     "return one value per sample or target (their mean is taken), (values, mask), (values, weights), or "
     "(sum, count)"
 )
@@ -43,22 +46,22 @@ class Metrics:
 
     Args:
         functions: metrics by name.
-        by_position: true if ranks share each sample's sequence, so that values must be those of single
+        is_per_position: true if ranks share each sample's sequence, so that values must be those of single
             positions.
     """
 
-    def __init__(self, functions: Mapping[str, MetricFunction], *, by_position: bool = False) -> None:
+    def __init__(self, functions: Mapping[str, MetricFunction], *, is_per_position: bool = False) -> None:
         self._functions = dict(functions)
-        self._by_position = by_position
+        self._is_per_position = is_per_position
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
-        self.checks = False
+        self.compares_halves = False
         """True if each batch is compared with its halves."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._functions)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the sums to zero."""
         self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
 
@@ -75,20 +78,20 @@ class Metrics:
         """
         if not self._functions or not bool(real.any()):
             return
-        output = whole_output(output)
+        output = full_output(output)
         if not bool(real.all()):
-            output, targets = (_rows_of(one, real, len(real)) for one in (output, targets))
+            output, targets = (_select_rows(one, real, len(real)) for one in (output, targets))
         rows = int(real.sum())
         for name, function in self._functions.items():
             found = self._call(name, function, output, targets, rows)
-            if self.checks:
-                self._check(name, function, output, targets, rows, found)
+            if self.compares_halves:
+                self._compare_halves(name, function, output, targets, rows, found)
             total, count = self._sums[name]
             self._sums[name] = (total + found[0], count + found[1])
 
-    def sums(self, device: torch.device, *, counts: bool) -> tuple[Tensor, ...]:
+    def sums(self, device: torch.device, *, contributes: bool) -> tuple[Tensor, ...]:
         """Return sum and count of each metric, fp64 scalars; zero where another rank counts the same."""
-        numbers = [number if counts else 0.0 for pair in self._sums.values() for number in pair]
+        numbers = [number if contributes else 0.0 for pair in self._sums.values() for number in pair]
         return tuple(torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers)
 
     def _call(
@@ -99,15 +102,15 @@ class Metrics:
         except WanmaError:
             raise
         except Exception as error:  # whatever the user's code raises
-            line = users_line(error)
+            line = user_frame_text(error)
             raise WanmaError(
                 f"metric '{name}' failed: {type(error).__name__}: {error}"
                 + (f"\n    {line}" if line else ""),
                 "it is called in validation with (output, targets) of the real samples of a batch",
             ) from error
-        return counted(name, value, rows, targets if self._by_position else None)
+        return sum_and_count(name, value, rows, targets if self._is_per_position else None)
 
-    def _check(
+    def _compare_halves(
         self,
         name: str,
         function: MetricFunction,
@@ -123,7 +126,11 @@ class Metrics:
         first = torch.arange(rows, device=one.device) < rows // 2
         halves = [
             self._call(
-                name, function, _rows_of(output, part, rows), _rows_of(targets, part, rows), int(part.sum())
+                name,
+                function,
+                _select_rows(output, part, rows),
+                _select_rows(targets, part, rows),
+                int(part.sum()),
             )
             for part in (first, ~first)
         ]
@@ -135,63 +142,63 @@ class Metrics:
                 raise JobError(
                     f"metric '{name}' depends on which samples are in a batch together: {float(whole):.6g} "
                     f"for {rows} samples, {together:.6g} for the same in two halves",
-                    f"{_WAYS}: of each, wanma adds up over the ranks and divides once",
+                    f"{_RETURN_HINT}: of each, wanma adds up over the ranks and divides once",
                 )
 
 
-class GivenMetrics:
+class ReportedMetrics:
     """Sums of metrics that a user's own validation gives beside the losses of each batch."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
-        self._are_agreed = False
+        self._are_names_checked = False
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._sums))
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the sums to zero."""
         self._sums = dict.fromkeys(self._sums, (0.0, 0.0))
 
-    def add(self, values: Mapping[str, Value], rows: int, real: Tensor) -> None:
+    def add(self, values: Mapping[str, MetricValue], rows: int, real: Tensor) -> None:
         """Add the values of a batch; a padding batch, which has one row, counts for nothing.
 
         Raises:
             WanmaError: a value cannot be summed, or there are other names than in the batch before.
         """
-        check_names(values)
+        check_metric_names(values)
         if self._sums and set(values) != set(self._sums):
             raise WanmaError(
                 f"validate gave the metrics {', '.join(values) or 'none'} after {', '.join(self.names)}",
                 "give the same names for every batch",
             )
         for name, value in values.items():
-            found = counted(name, value, rows) if bool(real.all()) else (0.0, 0.0)
+            found = sum_and_count(name, value, rows) if bool(real.all()) else (0.0, 0.0)
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (before[0] + found[0], before[1] + found[1])
 
-    def sums(self, device: torch.device, *, counts: bool) -> tuple[Tensor, ...]:
+    def sums(self, device: torch.device, *, contributes: bool) -> tuple[Tensor, ...]:
         """Return sum and count of each metric, in the order of names; every rank calls it.
 
         Raises:
-            AgreedError: ranks have given different names.
+            AllRanksError: ranks have given different names.
         """
-        if not self._are_agreed and dist.get_world_size() > 1:
+        if not self._are_names_checked and dist.get_world_size() > 1:
             everyones: list[tuple[str, ...]] = [()] * dist.get_world_size()
             dist.all_gather_object(everyones, self.names)
             if len(set(everyones)) > 1:
-                raise AgreedError(
+                raise AllRanksError(
                     "validate gives other metrics on other ranks: " + "; ".join(map(str, everyones)),
                     "give the same names on every rank",
                 )
-        self._are_agreed = True
-        numbers = [number if counts else 0.0 for name in self.names for number in self._sums[name]]
+        self._are_names_checked = True
+        numbers = [number if contributes else 0.0 for name in self.names for number in self._sums[name]]
         return tuple(torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers)
 
 
-def counted(
-    name: str, value: object, rows: int, by_position_of: Tensor | None = None
+def sum_and_count(
+    name: str, value: object, rows: int, per_position_targets: Tensor | None = None
 ) -> tuple[Tensor | float, Tensor | float]:
     """Return sum and count of a metric's value for `rows` samples.
 
@@ -199,40 +206,40 @@ def counted(
         name: name of the metric.
         value: value that the metric returned.
         rows: number of samples.
-        by_position_of: targets whose positions the values must have; None: samples or targets alike.
+        per_position_targets: targets whose positions the values must have; None: samples or targets alike.
 
     Raises:
         WanmaError: it was averaged already, or cannot be counted.
     """
     values, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(values, Tensor) and values.ndim > 0 and len(values) == rows:
-        if by_position_of is not None and values.shape[:2] != by_position_of.shape[:2]:
-            raise _by_position(name)
-        return _sums_of(name, values.detach(), weights)
+        if per_position_targets is not None and values.shape[:2] != per_position_targets.shape[:2]:
+            raise _per_position_error(name)
+        return _weighted_sum_and_count(name, values.detach(), weights)
     numbers = [one for one in (values, weights) if _is_number(one)]
     if len(numbers) == 2:
-        if by_position_of is not None:
-            raise _by_position(name)
+        if per_position_targets is not None:
+            raise _per_position_error(name)
         total, count = (one.detach().double() if isinstance(one, Tensor) else one for one in numbers)
         return total, count
     shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
     raise WanmaError(
         f"metric '{name}' returned {type(values).__name__}{shape} for {count_text(rows, 'sample')}, which "
         "cannot be added up over ranks and micro-batches",
-        _WAYS,
+        _RETURN_HINT,
     )
 
 
-def own_metrics(
-    given: Mapping[str, MetricFunction] | None, named: Mapping[str, str]
+def user_metrics(
+    passed: Mapping[str, MetricFunction] | None, import_paths: Mapping[str, str]
 ) -> dict[str, MetricFunction]:
     """Return the metrics that the user passed, and those that the job names.
 
     Raises:
         JobError: one cannot be imported or called.
     """
-    functions = {name: import_object(path, f"train.metrics.{name}") for name, path in named.items()}
-    return check_metrics({**functions, **(given or {})})
+    functions = {name: import_object(path, f"train.metrics.{name}") for name, path in import_paths.items()}
+    return check_metrics({**functions, **(passed or {})})
 
 
 def check_metrics(metrics: object) -> dict[str, MetricFunction]:
@@ -245,7 +252,7 @@ def check_metrics(metrics: object) -> dict[str, MetricFunction]:
         raise JobError(
             f"metrics is a {type(metrics).__name__}", "give a dict: name -> function (output, targets)"
         )
-    check_names(metrics)
+    check_metric_names(metrics)
     for name, function in metrics.items():
         if not callable(function) or isinstance(function, type):
             raise JobError(
@@ -254,7 +261,7 @@ def check_metrics(metrics: object) -> dict[str, MetricFunction]:
     return dict(metrics)
 
 
-def check_names(metrics: Mapping[str, object]) -> None:
+def check_metric_names(metrics: Mapping[str, object]) -> None:
     """Check the names of metrics.
 
     Raises:
@@ -265,6 +272,15 @@ def check_names(metrics: Mapping[str, object]) -> None:
             raise JobError(f"metrics: {name!r} is no name for a metric", "give it another name")
 
 
+def split_metrics(result: ValidationResult) -> tuple[Losses, Mapping[str, MetricValue]]:
+    """Return the losses and the metrics by name of what a user's validation function returned."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        losses: Any = result[0]
+        return losses, result[1]
+    plain: Any = result
+    return plain, {}
+
+
 def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of a validation's record: the user's own metrics are apart, under `metrics`."""
     usual = {name: value for name, value in metrics.items() if name in _USUAL}
@@ -272,13 +288,15 @@ def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
     return {**usual, **({"metrics": own} if own else {})}
 
 
-def class_accuracy(output: Any, targets: Tensor) -> Value:
+def class_accuracy(output: Any, targets: Tensor) -> MetricValue:
     """Return the share of samples whose largest logit is that of their class; no count without classes."""
-    right = right_classes(output, targets)
-    return right, (targets != IGNORED).sum() if isinstance(right, Tensor) else 0
+    right = correct_count(output, targets)
+    return right, (targets != IGNORE_INDEX).sum() if isinstance(right, Tensor) else 0
 
 
-def _sums_of(name: str, values: Tensor, weights: object) -> tuple[Tensor | float, Tensor | float]:
+def _weighted_sum_and_count(
+    name: str, values: Tensor, weights: object
+) -> tuple[Tensor | float, Tensor | float]:
     values = values.double()
     if weights is None:
         return values.sum(), float(values.numel())
@@ -288,7 +306,8 @@ def _sums_of(name: str, values: Tensor, weights: object) -> tuple[Tensor | float
         weights = weights.detach().expand_as(values)
     except (TypeError, RuntimeError) as error:
         raise WanmaError(
-            f"metric '{name}' returned a pair, but its second part does not say what counts: {error}", _WAYS
+            f"metric '{name}' returned a pair, but its second part does not say what counts: {error}",
+            _RETURN_HINT,
         ) from error
     if weights.dtype == torch.bool:
         return torch.where(weights, values, 0.0).sum(), weights.sum()
@@ -299,7 +318,7 @@ def _is_number(value: object) -> TypeGuard[Tensor | float]:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _by_position(name: str) -> WanmaError:
+def _per_position_error(name: str) -> WanmaError:
     return WanmaError(
         f"metric '{name}' does not give the values of single positions, but under parallel.cp a rank sees a "
         "part of each sequence",
@@ -307,7 +326,7 @@ def _by_position(name: str) -> WanmaError:
     )
 
 
-def _rows_of(output: Any, kept: Tensor, rows: int) -> Any:
+def _select_rows(output: Any, kept: Tensor, rows: int) -> Any:
     """Return the kept rows of every tensor in a model's output that has as many rows."""
     if isinstance(output, Tensor):
         if output.ndim == 0:
@@ -320,9 +339,9 @@ def _rows_of(output: Any, kept: Tensor, rows: int) -> Any:
             )
         return output[kept]
     if isinstance(output, Mapping):
-        parts = {key: _rows_of(value, kept, rows) for key, value in output.items()}
+        parts = {key: _select_rows(value, kept, rows) for key, value in output.items()}
         return type(output)(**parts) if hasattr(output, "to_tuple") else parts
     if isinstance(output, tuple | list):
-        items = [_rows_of(value, kept, rows) for value in output]
+        items = [_select_rows(value, kept, rows) for value in output]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     return output

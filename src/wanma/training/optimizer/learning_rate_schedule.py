@@ -8,19 +8,21 @@ from collections.abc import Callable
 from wanma.job.sections.job import TrainSection
 
 
-def rates(train: TrainSection, share: Callable[[int], float] | None) -> Callable[[int], float]:
+def learning_rate_function(
+    train: TrainSection, user_schedule: Callable[[int], float] | None
+) -> Callable[[int], float]:
     """Return the function from an optimizer step (from 0) to its learning rate.
 
     Args:
         train: `[train]` of the job.
-        share: user's schedule: step -> share of the peak; None: the job's schedule.
+        user_schedule: user's schedule: step -> share of the peak; None: the job's schedule.
     """
-    if share is None:
-        return lambda step: learning_rate(step, train)
-    return lambda step: train.learning_rate * share(step)
+    if user_schedule is None:
+        return lambda step: learning_rate_at(step, train)
+    return lambda step: train.learning_rate * user_schedule(step)
 
 
-def learning_rate(step: int, train: TrainSection) -> float:
+def learning_rate_at(step: int, train: TrainSection) -> float:
     """Return the rate of step `step` (from 0): linear warm-up, then decay to the final share of the peak."""
     peak, final = train.learning_rate, train.learning_rate * train.final_learning_rate_share
     if step < train.warmup_steps:

@@ -13,12 +13,12 @@ from wanma.job.sections.job import TrainSection
 
 GROWTH_INTERVAL = 2000
 """Steps without overflow after which the scale doubles."""
-LARGEST = 65504.0 / 4
+MAX_SCALED_GRADIENT = 65504.0 / 4
 """Largest allowed element of a scaled gradient: a quarter of the largest fp16 number.
 
 Sums over parts of a batch may be larger than the sum over all of it.
 """
-SMALLEST = 1.0
+MIN_SCALE = 1.0
 """Smallest scale; a gradient that overflows at it is not the scale's fault."""
 
 
@@ -31,18 +31,18 @@ class LossScale:
     good_steps: int = 0
 
     @classmethod
-    def start(cls, train: TrainSection) -> LossScale:
+    def from_section(cls, train: TrainSection) -> LossScale:
         enabled = train.precision == "fp16"
         return cls(train.loss_scale if enabled else 1.0, enabled)
 
-    def is_too_large_for(self, largest: float) -> bool:
+    def is_too_large_for(self, largest_gradient: float) -> bool:
         """Return whether gradients with this largest element need a smaller scale."""
-        return self.value > SMALLEST and largest > LARGEST
+        return self.value > MIN_SCALE and largest_gradient > MAX_SCALED_GRADIENT
 
-    def overflowed(self) -> None:
-        self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
+    def record_overflow(self) -> None:
+        self.value, self.good_steps = max(self.value / 2, MIN_SCALE), 0
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         if not self.enabled:
             return
         self.good_steps += 1

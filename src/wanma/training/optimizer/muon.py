@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from wanma.checkpoint.format.local_shards import local_box, local_part
+from wanma.checkpoint.format.local_shards import local_box, local_tensor
 
-_QUINTIC = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients with the steepest slope at zero; singular values end between about 0.7 and 1.2."""
 _ITERATIONS = 5
 _EPSILON = 1e-7
@@ -64,28 +64,28 @@ class Muon(Optimizer):
         here = tuple(mesh.get_coordinate() or ()) if mesh is not None else ()
         mine = torch.empty(0)
         for matrix, rank in zip(matrices, ranks, strict=False):
-            whole = _whole(self._direction(matrix, group["momentum"]), matrix)
+            whole = _full_matrix(self._nesterov_update(matrix, group["momentum"]), matrix)
             if rank == here:
                 mine = orthogonalize(whole)
         for matrix, rank in zip(matrices, ranks, strict=False):
             if rank == here:
                 result = mine.contiguous()
             else:
-                result = torch.empty(matrix.shape, dtype=torch.bfloat16, device=local_part(matrix).device)
+                result = torch.empty(matrix.shape, dtype=torch.bfloat16, device=local_tensor(matrix).device)
             if mesh is not None:
-                _send(result, mesh, rank, here)
+                _broadcast(result, mesh, rank, here)
             rate = group["lr"] * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1]))
-            local_part(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(
-                _part(result, matrix), alpha=-rate
+            local_tensor(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                _local_shard(result, matrix), alpha=-rate
             )
 
-    def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
+    def _nesterov_update(self, matrix: Tensor, momentum: float) -> Tensor:
         """Advance the momentum, and return this rank's part of the matrix to orthogonalise, in bf16."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-        gradient, average = local_part(matrix.grad), local_part(state["momentum_buffer"])
+        gradient, average = local_tensor(matrix.grad), local_tensor(state["momentum_buffer"])
         average.lerp_(gradient, 1 - momentum)
         return gradient.lerp(average, momentum).bfloat16()
 
@@ -96,7 +96,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Args:
         matrix: (rows, columns) bf16.
     """
-    a, b, c = _QUINTIC
+    a, b, c = _NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=_EPSILON)  # the largest singular value is at most 1
@@ -106,7 +106,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return x.T if is_tall else x
 
 
-def _whole(part: Tensor, like: Tensor) -> Tensor:
+def _full_matrix(part: Tensor, like: Tensor) -> Tensor:
     """Gather the matrix of which each rank has the part that it has of `like`."""
     if not isinstance(like, DTensor):
         return part
@@ -116,15 +116,19 @@ def _whole(part: Tensor, like: Tensor) -> Tensor:
     return split.full_tensor()
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `whole` that this rank has of `like`."""
+def _local_shard(matrix: Tensor, like: Tensor) -> Tensor:
+    """Return the part of `matrix` that this rank has of `like`."""
     box = local_box("", like)
     assert box is not None  # parameters lie on this rank's own mesh
-    return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
+    return matrix[
+        tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+    ]
 
 
-def _send(tensor: Tensor, mesh: DeviceMesh, source: tuple[int, ...], here: tuple[int, ...]) -> None:
+def _broadcast(
+    tensor: Tensor, mesh: DeviceMesh, source: tuple[int, ...], coordinate: tuple[int, ...]
+) -> None:
     """Broadcast from the rank at `source` to all of `mesh`, along its dimensions from last to first."""
     for axis in reversed(range(mesh.ndim)):
-        if mesh.size(axis) > 1 and here[:axis] == source[:axis]:
+        if mesh.size(axis) > 1 and coordinate[:axis] == source[:axis]:
             dist.broadcast(tensor, group=mesh.get_group(axis), group_src=source[axis])

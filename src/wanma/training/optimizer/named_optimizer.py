@@ -1,7 +1,7 @@
 """Optimizers whose parameters and state are addressed by name, and their parameter groups.
 
-An `Updater` is one or two torch optimizers over named parameters. Rates are set from the schedule before each
-step; state is exposed by parameter name, so that checkpoints do not depend on order.
+An `NamedOptimizer` is one or two torch optimizers over named parameters. Rates are set from the schedule
+before each step; state is exposed by parameter name, so that checkpoints do not depend on order.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError, WanmaError, did_you_mean
-from wanma.job.plan.plan import UPDATED_TOGETHER, Plan
+from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
 from wanma.job.sections.job import ParameterGroupSection, TrainSection
-from wanma.models.structure.parameter_roles import Role, group_of, is_frozen
-from wanma.planner.rules.capabilities import split_factors
+from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_group, is_frozen
+from wanma.planner.rules.capabilities import factored_optimizer_error
 from wanma.training.optimizer.muon import Muon
-from wanma.training.optimizer.optimizer_state_offload import StateHome
-from wanma.training.optimizer.user_optimizer import OwnOptimizer, take_step
+from wanma.training.optimizer.optimizer_state_offload import OptimizerStateOffload
+from wanma.training.optimizer.user_optimizer import UserOptimizer, step_optimizer
 
-_COUNT = "step"
+_STEP_KEY = "step"
 """Key under which torch's optimizers count the updates of one parameter."""
 
 
 @dataclass(frozen=True)
-class GroupRule:
+class ParameterRule:
     """Optimizer settings of one parameter."""
 
     learning_rate_scale: float
@@ -44,39 +44,40 @@ class GroupRule:
     """True if Muon updates the parameter."""
 
 
-class Updater:
+class NamedOptimizer:
     """Optimizer of named parameters.
 
     Args:
         parameters: parameters of this rank by name.
         rules: settings by name of the parameters that are trained, or may be later.
         train: `[train]` of the job.
-        copies: name of a tied copy -> name of its tensor on another stage, which counts and saves it.
-        home: offload of the state between updates; it limits the number of parameters updated together.
-        own: user's optimizer, instead of `train.optimizer`.
+        tied_copies: name of a tied copy -> name of its tensor on another stage, which counts and saves it.
+        state_offload: offload of the state between updates; it limits the number of parameters updated
+            together.
+        user_optimizer: user's optimizer, instead of `train.optimizer`.
     """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
-        rules: dict[str, GroupRule],
+        rules: dict[str, ParameterRule],
         train: TrainSection,
-        copies: Mapping[str, str] = MappingProxyType({}),
-        home: StateHome | None = None,
-        own: OwnOptimizer | None = None,
+        tied_copies: Mapping[str, str] = MappingProxyType({}),
+        state_offload: OptimizerStateOffload | None = None,
+        user_optimizer: UserOptimizer | None = None,
     ):
         self.parameters = {name: parameters[name] for name in rules}
-        self._own = own
-        self.copies = copies
-        self._home = home
-        self._updates = 0
-        self._left_out: Counter[str] = Counter()
+        self._user_optimizer = user_optimizer
+        self.tied_copies = tied_copies
+        self._state_offload = state_offload
+        self._update_count = 0
+        self._missed_updates: Counter[str] = Counter()
         """Number of updates in which a parameter had no gradient: it was frozen, or took no part."""
-        self._reserved: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._preallocated: dict[Tensor, tuple[Tensor, Tensor]] = {}
         matrices = [name for name in rules if rules[name].is_orthogonalised]
         others = [name for name in rules if not rules[name].is_orthogonalised]
-        self._local = {
-            name: nn.Parameter(local_part(self.parameters[name]))
+        self._local_parameters = {
+            name: nn.Parameter(local_tensor(self.parameters[name]))
             for name in others
             if isinstance(self.parameters[name], DTensor)
         }
@@ -85,21 +86,23 @@ class Updater:
         All rules but Muon's compute element by element, and torch takes longer to take a hundred DTensors
         apart than to update small ones (Adafactor, which does not, is never split).
         """
-        updated = {**self.parameters, **self._local}
+        updated = {**self.parameters, **self._local_parameters}
         self._names = {id(parameter): name for name, parameter in updated.items()}
         self._optimizers: list[Optimizer] = []
-        for names in self._together(matrices):
-            groups = _groups(names, updated, rules)
+        for names in self._update_chunks(matrices):
+            groups = _parameter_groups(names, updated, rules)
             self._optimizers.append(Muon(groups, lr=train.learning_rate, momentum=train.momentum))
-        for names in self._together(others):
-            self._optimizers.append(_optimizer(_groups(names, updated, rules), train, own))
+        for names in self._update_chunks(others):
+            self._optimizers.append(
+                _new_optimizer(_parameter_groups(names, updated, rules), train, user_optimizer)
+            )
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def counted_gradients(self) -> list[Tensor]:
+    def owned_gradients(self) -> list[Tensor]:
         """Return the gradients without those of tied copies: each tensor is counted by one stage."""
-        own = (p for name, p in self.parameters.items() if name not in self.copies)
+        own = (p for name, p in self.parameters.items() if name not in self.tied_copies)
         return [p.grad for p in own if p.grad is not None]
 
     def zero_gradients(self) -> None:
@@ -110,35 +113,38 @@ class Updater:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
-        self._left_out.update(name for name, one in self.parameters.items() if one.grad is None)
-        self._run()
-        self._updates += 1
+        self._missed_updates.update(name for name, one in self.parameters.items() if one.grad is None)
+        self._step_optimizers()
+        self._update_count += 1
 
-    def reserve_state(self) -> None:
+    def preallocate_state(self) -> None:
         """Allocate AdamW's moments of trained parameters that have none yet; a first update takes them over.
 
         Where memory is a heap, moments that are made in the first update would lie scattered over the room of
         the activations, which then find no holes of their size.
         """
         for optimizer in self._optimizers:
-            if self._own is None and isinstance(optimizer, AdamW):
-                for parameter in self._of(optimizer):
+            if self._user_optimizer is None and isinstance(optimizer, AdamW):
+                for parameter in self._parameters_of(optimizer):
                     owner = self.parameters[self._names[id(parameter)]]
                     if parameter not in optimizer.state and owner.requires_grad:
-                        self._reserved[parameter] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                        self._preallocated[parameter] = (
+                            torch.zeros_like(parameter),
+                            torch.zeros_like(parameter),
+                        )
 
-    def allocate_state(self, saved: Iterable[str]) -> None:
+    def allocate_state(self, saved_names: Iterable[str]) -> None:
         """Allocate state tensors for a load from a checkpoint, without changing a parameter.
 
         Args:
-            saved: names as in `state_tensors`. A parameter that has had no gradient yet has no state.
+            saved_names: names as in `state_tensors`. A parameter that has had no gradient yet has no state.
         """
-        saved = set(saved)
-        owners = {name.rpartition(".")[0] for name in saved}
+        saved_names = set(saved_names)
+        owners = {name.rpartition(".")[0] for name in saved_names}
         for name, parameter in self.parameters.items():
-            if f"{self.copies.get(name, name)}.{_COUNT}" in saved:
-                self._left_out[name] = 1  # until the count itself is loaded
-            if self.copies.get(name, name) in owners:
+            if f"{self.tied_copies.get(name, name)}.{_STEP_KEY}" in saved_names:
+                self._missed_updates[name] = 1  # until the count itself is loaded
+            if self.tied_copies.get(name, name) in owners:
                 parameter.grad = torch.zeros_like(parameter)
         before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
         decays = [[group.get("weight_decay", 0.0) for group in o.param_groups] for o in self._optimizers]
@@ -147,7 +153,7 @@ class Updater:
                 group["lr"] = 0.0
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
-        self._run()
+        self._step_optimizers()
         for optimizer, rates, decay in zip(self._optimizers, before, decays, strict=True):
             for group, rate, share in zip(optimizer.param_groups, rates, decay, strict=True):
                 group["lr"] = rate
@@ -156,17 +162,17 @@ class Updater:
         self.zero_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `updates`."""
+        """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `update_count`."""
         found = {}
         for name, key, value in self._entries():
-            if key == _COUNT and self._left_out[name] and not isinstance(value, Tensor):
-                assert self._own is not None  # torch's count in tensors
+            if key == _STEP_KEY and self._missed_updates[name] and not isinstance(value, Tensor):
+                assert self._user_optimizer is not None  # torch's count in tensors
                 raise WanmaError(
-                    f"{name} had no gradient in {self._left_out[name]} steps, and the optimizer "
-                    f"{self._own.name} counts in plain numbers, which no checkpoint has",
+                    f"{name} had no gradient in {self._missed_updates[name]} steps, and the optimizer "
+                    f"{self._user_optimizer.name} counts in plain numbers, which no checkpoint has",
                     'let it keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
                 )
-            if isinstance(value, Tensor) and (key != _COUNT or self._left_out[name]):
+            if isinstance(value, Tensor) and (key != _STEP_KEY or self._missed_updates[name]):
                 found[f"{name}.{key}"] = value
         return found
 
@@ -179,52 +185,56 @@ class Updater:
         return kinds
 
     @property
-    def updates(self) -> int:
+    def update_count(self) -> int:
         """Number of optimizer steps that changed the weights; the same on a rank that trains none of them."""
-        return self._updates
+        return self._update_count
 
-    @updates.setter
-    def updates(self, count: int) -> None:
+    @update_count.setter
+    def update_count(self, count: int) -> None:
         """Set the count of all parameters too, except counts of their own, which have been loaded."""
-        self._updates = count
+        self._update_count = count
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 name = self._names[id(parameter)]
-                if _COUNT not in state:
+                if _STEP_KEY not in state:
                     continue
-                if self._left_out[name]:
-                    self._left_out[name] = count - int(state[_COUNT])
-                elif isinstance(state[_COUNT], Tensor):
-                    state[_COUNT].fill_(count)
+                if self._missed_updates[name]:
+                    self._missed_updates[name] = count - int(state[_STEP_KEY])
+                elif isinstance(state[_STEP_KEY], Tensor):
+                    state[_STEP_KEY].fill_(count)
                 else:
-                    state[_COUNT] = count
+                    state[_STEP_KEY] = count
 
-    def _run(self) -> None:
-        for name, local in self._local.items():
-            local.data = local_part(self.parameters[name])
+    def _step_optimizers(self) -> None:
+        for name, local in self._local_parameters.items():
+            local.data = local_tensor(self.parameters[name])
             local.grad = local_gradient(self.parameters[name])
-        self._hand_out()
+        self._assign_preallocated()
         for optimizer in self._optimizers:
-            with self._home.visit(optimizer) if self._home is not None else nullcontext():
-                optimizer.step() if self._own is None else take_step(self._own.name, optimizer)
-        for local in self._local.values():
+            with (
+                self._state_offload.on_device(optimizer) if self._state_offload is not None else nullcontext()
+            ):
+                optimizer.step() if self._user_optimizer is None else step_optimizer(
+                    self._user_optimizer.name, optimizer
+                )
+        for local in self._local_parameters.values():
             local.grad = None
 
-    def _hand_out(self) -> None:
+    def _assign_preallocated(self) -> None:
         """Give parameters that have their first gradient the moments that are reserved for them."""
         for optimizer in self._optimizers:
-            for parameter in self._of(optimizer):
-                if parameter.grad is not None and parameter in self._reserved:
-                    first, second = self._reserved.pop(parameter)
+            for parameter in self._parameters_of(optimizer):
+                if parameter.grad is not None and parameter in self._preallocated:
+                    first, second = self._preallocated.pop(parameter)
                     # As `torch.optim.AdamW` begins; fused, it counts in fp32 beside the parameter.
-                    step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-                    optimizer.state[parameter] = {_COUNT: step, "exp_avg": first, "exp_avg_sq": second}
+                    step = torch.zeros((), dtype=torch.float32, device=local_tensor(parameter).device)
+                    optimizer.state[parameter] = {_STEP_KEY: step, "exp_avg": first, "exp_avg_sq": second}
 
     @staticmethod
-    def _of(optimizer: Optimizer) -> Iterator[Tensor]:
+    def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def _together(self, names: list[str]) -> Iterator[list[str]]:
+    def _update_chunks(self, names: list[str]) -> Iterator[list[str]]:
         """Yield names of parameters that are updated together: all, unless their state is offloaded.
 
         They are the same on every rank: sizes are those of full parameters.
@@ -233,7 +243,7 @@ class Updater:
         size = 0
         for name in names:
             elements = self.parameters[name].numel()
-            if self._home is not None and together and size + elements > UPDATED_TOGETHER:
+            if self._state_offload is not None and together and size + elements > OPTIMIZER_CHUNK_PARAMETERS:
                 yield together
                 together, size = [], 0
             together.append(name)
@@ -248,23 +258,23 @@ class Updater:
                 name = self._names[id(parameter)]
                 for key, value in state.items():
                     has_shape = isinstance(value, Tensor) and value.shape == parameter.shape
-                    if name in self._local and has_shape and key != _COUNT:
-                        yield name, key, placed_as(value, self.parameters[name])
+                    if name in self._local_parameters and has_shape and key != _STEP_KEY:
+                        yield name, key, wrap_local(value, self.parameters[name])
                     else:
                         yield name, key, value
 
 
-def build_updater(
+def build_optimizer(
     parameters: dict[str, nn.Parameter],
     train: TrainSection,
     plan: Plan,
     *,
-    roles: Mapping[str, Role],
+    roles: Mapping[str, ParameterRole],
     trainable: Iterable[str] | None = None,
-    copies: Mapping[str, str] = MappingProxyType({}),
-    home: StateHome | None = None,
-    own: OwnOptimizer | None = None,
-) -> Updater:
+    tied_copies: Mapping[str, str] = MappingProxyType({}),
+    state_offload: OptimizerStateOffload | None = None,
+    user_optimizer: UserOptimizer | None = None,
+) -> NamedOptimizer:
     """Build the optimizer of `train` over a model's parameters.
 
     Parameters that only the model itself freezes take part as soon as they have a gradient: their state
@@ -277,9 +287,9 @@ def build_updater(
         roles: roles of the full model's parameters, by name.
         trainable: names of the full model's parameters that are not frozen for good; None: all of
             `parameters` except those that `train` freezes.
-        copies: name of a tied copy -> name of its tensor; a copy follows the rule of its tensor.
-        home: offload of the state between updates.
-        own: user's optimizer, instead of `train.optimizer`.
+        tied_copies: name of a tied copy -> name of its tensor; a copy follows the rule of its tensor.
+        state_offload: offload of the state between updates.
+        user_optimizer: user's optimizer, instead of `train.optimizer`.
 
     Raises:
         JobError: nothing is left to train, or Muon does not know what to do with a matrix.
@@ -287,21 +297,21 @@ def build_updater(
     if trainable is None:
         trainable = [name for name in parameters if not is_frozen(name, train.parameter_groups)]
     trainable = set(trainable)
-    require_trained(trainable)
-    if own is None and (error := split_factors(train.optimizer, plan)):
+    require_trainable(trainable)
+    if user_optimizer is None and (error := factored_optimizer_error(train.optimizer, plan)):
         raise error
     roles = {name: role for name, role in roles.items() if name in trainable}
-    by_saved_name = group_rules(roles, train, own is not None)
+    by_saved_name = parameter_rules(roles, train, user_optimizer is not None)
     rules = {}
     for name, parameter in parameters.items():
-        if (rule := by_saved_name.get(copies.get(name, name))) is not None:
+        if (rule := by_saved_name.get(tied_copies.get(name, name))) is not None:
             rules[name] = rule
         else:
             parameter.requires_grad_(False)
-    return Updater(parameters, rules, train, copies, home, own)
+    return NamedOptimizer(parameters, rules, train, tied_copies, state_offload, user_optimizer)
 
 
-def require_trained(names: Collection[str]) -> None:
+def require_trainable(names: Collection[str]) -> None:
     """Refuse a job that freezes all of its model.
 
     Args:
@@ -314,7 +324,7 @@ def require_trained(names: Collection[str]) -> None:
         raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
 
 
-def check_patterns(names: Iterable[str], train: TrainSection) -> None:
+def check_parameter_patterns(names: Iterable[str], train: TrainSection) -> None:
     """Refuse a pattern of `train.parameter_groups` that matches no parameter of the full model.
 
     Raises:
@@ -330,29 +340,32 @@ def check_patterns(names: Iterable[str], train: TrainSection) -> None:
             )
 
 
-def group_rules(roles: Mapping[str, Role], train: TrainSection, is_own: bool = False) -> dict[str, GroupRule]:
+def parameter_rules(
+    roles: Mapping[str, ParameterRole], train: TrainSection, is_user_optimizer: bool = False
+) -> dict[str, ParameterRule]:
     """Return the rule by parameter name: that of the first matching group, else that of the role.
 
     Args:
         roles: roles of the parameters by name.
         train: `[train]` of the job.
-        is_own: true if the optimizer is the user's, with a weight decay of its own where the job sets none.
+        is_user_optimizer: true if the optimizer is the user's, with a weight decay of its own where the job
+            sets none.
 
     Raises:
         JobError: Muon is to update a matrix whose role is not known, or a parameter that is no matrix of a
             hidden layer.
     """
     rules = {}
-    says_decay = not is_own or "weight_decay" in train.model_fields_set
+    says_decay = not is_user_optimizer or "weight_decay" in train.model_fields_set
     for name, role in roles.items():
-        group = group_of(name, train.parameter_groups)
-        decay = (train.weight_decay if role.decays else 0.0) if says_decay else None
+        group = find_parameter_group(name, train.parameter_groups)
+        decay = (train.weight_decay if role.has_weight_decay else 0.0) if says_decay else None
         scale = 1.0
         if group is not None:
             scale = group.learning_rate_scale
             decay = decay if group.weight_decay is None else group.weight_decay
         orthogonalised = train.optimizer == "muon" and _is_for_muon(name, role, group)
-        rules[name] = GroupRule(scale, decay, orthogonalised)
+        rules[name] = ParameterRule(scale, decay, orthogonalised)
     return rules
 
 
@@ -366,13 +379,13 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-def placed_as(local: Tensor, like: nn.Parameter) -> Tensor:
+def wrap_local(local: Tensor, like: nn.Parameter) -> Tensor:
     """Return the DTensor of which `local` is this rank's part, in whatever memory that is."""
     assert isinstance(like, DTensor)
     return DTensor(local, like._spec, requires_grad=False)
 
 
-def _is_for_muon(name: str, role: Role, group: ParameterGroupSection | None) -> bool:
+def _is_for_muon(name: str, role: ParameterRole, group: ParameterGroupSection | None) -> bool:
     """Return whether Muon updates a parameter: hidden matrices only (Jordan et al. 2024).
 
     Embeddings, heads, norms and biases go to AdamW.
@@ -395,10 +408,10 @@ def _is_for_muon(name: str, role: Role, group: ParameterGroupSection | None) -> 
     return role.is_hidden_matrix
 
 
-def _groups(
-    names: list[str], parameters: dict[str, nn.Parameter], rules: dict[str, GroupRule]
+def _parameter_groups(
+    names: list[str], parameters: dict[str, nn.Parameter], rules: dict[str, ParameterRule]
 ) -> list[dict[str, Any]]:
-    by_rule: dict[GroupRule, list[nn.Parameter]] = {}
+    by_rule: dict[ParameterRule, list[nn.Parameter]] = {}
     for name in names:
         by_rule.setdefault(rules[name], []).append(parameters[name])
     return [
@@ -411,10 +424,12 @@ def _groups(
     ]
 
 
-def _optimizer(groups: list[dict[str, Any]], train: TrainSection, own: OwnOptimizer | None) -> Optimizer:
+def _new_optimizer(
+    groups: list[dict[str, Any]], train: TrainSection, user_optimizer: UserOptimizer | None
+) -> Optimizer:
     rate = train.learning_rate
-    if own is not None:
-        return own([{**group, "lr": rate} for group in groups], rate)
+    if user_optimizer is not None:
+        return user_optimizer([{**group, "lr": rate} for group in groups], rate)
     if train.optimizer == "sgd":
         return SGD(groups, lr=rate, momentum=train.momentum)
     if train.optimizer == "adafactor":

@@ -11,63 +11,63 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Offload
-from wanma.parallel.memory.disk_pool import Scratch
+from wanma.parallel.memory.disk_pool import DiskPool
 
 
-class StateHome:
+class OptimizerStateOffload:
     """Offload of optimizer state, which returns to the device for the update of one optimizer at a time.
 
     State on disk is updated in place if its parameters are on the CPU. Between updates an optimizer holds the
     offloaded tensors, which checkpoints read and write.
     """
 
-    def __init__(self, place: Offload, scratch: Scratch | None) -> None:
-        self._place = place
-        self._scratch = scratch
-        self._homes: dict[tuple[Tensor, str], Tensor] = {}
+    def __init__(self, target: Offload, disk_pool: DiskPool | None) -> None:
+        self._target = target
+        self._disk_pool = disk_pool
+        self._offloaded: dict[tuple[Tensor, str], Tensor] = {}
 
     @contextmanager
-    def visit(self, optimizer: Optimizer) -> Iterator[None]:
+    def on_device(self, optimizer: Optimizer) -> Iterator[None]:
         """Move the optimizer's state to its parameters' device, within the context.
 
         Raises:
             WanmaError: the disk is full.
         """
         for parameter, state in optimizer.state.items():
-            device = local_part(parameter).device
+            device = local_tensor(parameter).device
             for key, value in _with_shape(state):
-                if local_part(value).device != device:
-                    state[key] = _like(value, local_part(value).to(device, non_blocking=True))
+                if local_tensor(value).device != device:
+                    state[key] = _wrap_like(value, local_tensor(value).to(device, non_blocking=True))
         yield
         for parameter, state in optimizer.state.items():
             for key, value in _with_shape(state):
-                state[key] = self._home(parameter, key, value)
-        if self._scratch is not None:
-            self._scratch.rest()
+                state[key] = self._move_to_target(parameter, key, value)
+        if self._disk_pool is not None:
+            self._disk_pool.release_pages()
 
-    def _home(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+    def _move_to_target(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         """Return `value` in its offload target."""
-        local = local_part(value)
-        if self._place == "none" or (self._place == "host" and local.device.type == "cpu"):
+        local = local_tensor(value)
+        if self._target == "none" or (self._target == "host" and local.device.type == "cpu"):
             return value
-        home = self._homes.get((parameter, key))
+        home = self._offloaded.get((parameter, key))
         if home is None:
-            home = self._homes[parameter, key] = _like(value, self._empty_like(local))
-        if local_part(home).data_ptr() != local.data_ptr():
-            local_part(home).copy_(local)
+            home = self._offloaded[parameter, key] = _wrap_like(value, self._empty_like(local))
+        if local_tensor(home).data_ptr() != local.data_ptr():
+            local_tensor(home).copy_(local)
         return home
 
     def _empty_like(self, local: Tensor) -> Tensor:
-        if self._place == "host":
+        if self._target == "host":
             return torch.empty_like(local, device="cpu", pin_memory=True)
-        assert self._scratch is not None
-        return self._scratch.empty_like(local)
+        assert self._disk_pool is not None
+        return self._disk_pool.empty_like(local)
 
 
-def state_home(plan: Plan, scratch: Scratch | None) -> StateHome | None:
+def build_state_offload(plan: Plan, disk_pool: DiskPool | None) -> OptimizerStateOffload | None:
     """Create the offload that `plan` asks for.
 
     Returns:
@@ -75,13 +75,13 @@ def state_home(plan: Plan, scratch: Scratch | None) -> StateHome | None:
     """
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return None
-    return StateHome(plan.offload_optimizer, scratch)
+    return OptimizerStateOffload(plan.offload_optimizer, disk_pool)
 
 
 def _with_shape(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return [(key, value) for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
 
 
-def _like(value: Tensor, local: Tensor) -> Tensor:
+def _wrap_like(value: Tensor, local: Tensor) -> Tensor:
     """Return `local` with the placements of `value`, on whatever device it is."""
     return DTensor(local, value._spec, requires_grad=False) if isinstance(value, DTensor) else local

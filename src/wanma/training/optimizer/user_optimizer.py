@@ -20,41 +20,41 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import TrainSection
-from wanma.job.user_frames import users_line
+from wanma.job.user_frames import user_frame_text
 
-Reach = Literal["elements", "tensors", "model"]
+UpdateScope = Literal["elements", "tensors", "model"]
 """Scope that one element's update depends on: itself alone, its complete tensor, or other tensors too."""
-Schedule = Callable[[int], float]
+LearningRateSchedule = Callable[[int], float]
 """Function: optimizer step (from 0) -> share of `train.learning_rate`."""
 
 _CLOSE = 1e-5
 
 
 @dataclass(frozen=True)
-class OwnOptimizer:
+class UserOptimizer:
     """User's optimizer, by its factory.
 
     Attributes:
         name: name of the factory for messages.
-        make: function (parameter groups, keyword arguments) -> optimizer.
+        factory: function (parameter groups, keyword arguments) -> optimizer.
         arguments: keyword arguments of the factory.
     """
 
     name: str
-    make: Callable[..., Any]
+    factory: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, groups: list[dict[str, Any]], rate: float) -> Optimizer:
+    def __call__(self, groups: list[dict[str, Any]], learning_rate: float) -> Optimizer:
         """Make the optimizer of some groups, each of which has its `lr`.
 
         Raises:
             JobError: the factory fails, or does not take the groups as they are.
         """
         arguments = dict(self.arguments)
-        if "lr" not in arguments and "lr" in _parameters(self.make):
-            arguments["lr"] = rate
+        if "lr" not in arguments and "lr" in _parameters(self.factory):
+            arguments["lr"] = learning_rate
         try:
-            made = self.make(groups, **arguments)
+            made = self.factory(groups, **arguments)
         except WanmaError:
             raise
         except Exception as error:  # whatever the user's code raises
@@ -79,41 +79,41 @@ class OwnOptimizer:
 
 
 @dataclass(frozen=True)
-class OwnUpdate:
+class UserOptimization:
     """Optimizer and schedule that the user has given; None: the job's own."""
 
-    optimizer: OwnOptimizer | None = None
-    schedule: Schedule | None = None
+    optimizer: UserOptimizer | None = None
+    schedule: LearningRateSchedule | None = None
 
 
-NONE_OWN = OwnUpdate()
+NO_USER_OPTIMIZATION = UserOptimization()
 """Optimizer and schedule of a job without the user's own."""
 
 
-def own_update(train: TrainSection, objects: Mapping[str, Any]) -> OwnUpdate:
+def load_user_optimization(train: TrainSection, user_objects: Mapping[str, Any]) -> UserOptimization:
     """Return the optimizer and the schedule that the user passed or the job names.
 
     Raises:
         JobError: one cannot be imported or called, or is given twice.
     """
-    factory, name = objects.get("optimizer"), ""
+    factory, name = user_objects.get("optimizer"), ""
     if factory is None and train.optimizer_factory is not None:
         factory, name = (
             import_object(train.optimizer_factory, "train.optimizer_factory"),
             train.optimizer_factory,
         )
-    schedule = objects.get("schedule")
+    schedule = user_objects.get("schedule")
     if schedule is None and train.schedule_factory is not None:
         schedule = import_object(train.schedule_factory, "train.schedule_factory")
     optimizer = None
     if factory is not None:
-        check_factory(factory)
+        check_optimizer_factory(factory)
         name = name or str(getattr(factory, "__qualname__", type(factory).__qualname__))
-        optimizer = OwnOptimizer(name, factory, train.optimizer_arguments)
-    return OwnUpdate(optimizer, None if schedule is None else check_schedule(schedule, train.steps))
+        optimizer = UserOptimizer(name, factory, train.optimizer_arguments)
+    return UserOptimization(optimizer, None if schedule is None else check_schedule(schedule, train.steps))
 
 
-def check_factory(factory: object) -> None:
+def check_optimizer_factory(factory: object) -> None:
     """Refuse an object that is no factory of an optimizer.
 
     Raises:
@@ -131,7 +131,7 @@ def check_factory(factory: object) -> None:
         )
 
 
-def check_schedule(schedule: object, steps: int) -> Schedule:
+def check_schedule(schedule: object, steps: int) -> LearningRateSchedule:
     """Return a schedule as a function of the step alone.
 
     Raises:
@@ -168,19 +168,19 @@ def check_schedule(schedule: object, steps: int) -> Schedule:
     return share
 
 
-def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
+def refuse_split_tensors(optimizer: UserOptimizer, scope: UpdateScope, plan: Plan) -> None:
     """Refuse a plan that splits tensors which the optimizer needs in full.
 
     Raises:
         JobError: it names the mesh dimension.
     """
-    if reach == "elements":
+    if scope == "elements":
         return
     axes = [axis for axis in ("dp_shard", "cp", "tp", "ep") if getattr(plan, axis) > 1]
     what = "whole tensors"
-    if plan.shard_ranks == plan.tp == plan.ep == 1:
+    if plan.shard_group_size == plan.tp == plan.ep == 1:
         axes = []
-    if reach == "model":
+    if scope == "model":
         what = "several tensors together"
         axes += ["pp"] if plan.pp > 1 else []
         if not axes and plan.offload_optimizer != "none":
@@ -197,7 +197,7 @@ def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
         )
 
 
-def reach_of(optimizer: OwnOptimizer) -> Reach:
+def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
     """Determine on small tensors which elements the optimizer couples.
 
     Raises:
@@ -234,18 +234,18 @@ def reach_of(optimizer: OwnOptimizer) -> Reach:
     return "elements"
 
 
-def _updated(optimizer: OwnOptimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+def _updated(optimizer: UserOptimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
     """Return `values` after a step with each of `gradients`."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     made = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        take_step(optimizer.name, made)
+        step_optimizer(optimizer.name, made)
     return [parameter.detach() for parameter in parameters]
 
 
-def take_step(name: str, optimizer: Optimizer) -> None:
+def step_optimizer(name: str, optimizer: Optimizer) -> None:
     """Make one update.
 
     Raises:
@@ -281,5 +281,5 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _line(error: BaseException) -> str:
-    line = users_line(error)
+    line = user_frame_text(error)
     return f"\n    {line}" if line else ""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.format.local_shards import local_tensor
 
 
 class WeightAverage:
@@ -29,19 +29,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        averages = [local_part(tensor) for tensor in self.tensors.values()]
-        weights = [local_part(parameter) for parameter in self._weights.values()]
+        averages = [local_tensor(tensor) for tensor in self.tensors.values()]
+        weights = [local_tensor(parameter) for parameter in self._weights.values()]
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
     @torch.no_grad()
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Reset the average to the weights as they are now."""
         for name, parameter in self._weights.items():
-            local_part(self.tensors[name]).copy_(local_part(parameter))
+            local_tensor(self.tensors[name]).copy_(local_tensor(parameter))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_average(self) -> Iterator[None]:
         """Make the model compute with the average, within the context."""
         self._swap()
         try:
@@ -52,7 +52,7 @@ class WeightAverage:
     def _swap(self) -> None:
         with torch.no_grad():
             for name, parameter in self._weights.items():
-                average, weight = local_part(self.tensors[name]), local_part(parameter)
+                average, weight = local_tensor(self.tensors[name]), local_tensor(parameter)
                 held = weight.clone()
                 weight.copy_(average)
                 average.copy_(held)

@@ -9,17 +9,17 @@ import torch
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 
-VECTOR_MATH = (
+VECTOR_MATH_OPERATORS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2",
     "sin", "sqrt", "tan", "tanh", "trunc",
 )  # fmt: skip
 """Operators that torch gives to Intel's vector math library (ATen/cpu/vml.h)."""
 
 
-def set_numerics(job: Job, plan: Plan) -> None:
+def configure_numerics(job: Job, plan: Plan) -> None:
     """Apply the settings of the job and the plan: threads, determinism, choice of kernels."""
     torch.set_num_threads(plan.threads_per_rank)
-    settle_vector_math()
+    warm_up_vector_math()
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
         if plan.device == "cuda":
@@ -29,7 +29,7 @@ def set_numerics(job: Job, plan: Plan) -> None:
         torch.backends.cudnn.benchmark = not job.train.deterministic
 
 
-def settle_vector_math() -> None:
+def warm_up_vector_math() -> None:
     """Call every function of the vector math library once, in one thread, before several do at once.
 
     The library (oneMKL 2024.2, in torch's wheels) chooses each function's kernel in its first call. Threads
@@ -39,5 +39,5 @@ def settle_vector_math() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
-        for name in VECTOR_MATH:
+        for name in VECTOR_MATH_OPERATORS:
             getattr(torch, name)(one)

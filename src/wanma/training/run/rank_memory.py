@@ -6,7 +6,7 @@ from wanma.collectives.shared_memory.backend import allocated_bytes
 from wanma.observe.metrics.memory import peak_memory_bytes
 
 
-def held_bytes(device: str) -> int:
+def peak_rank_memory_bytes(device: str) -> int:
     """Return the peak memory of this rank in bytes: `peak_memory_bytes` and its tensors in shared memory.
 
     Shared memory is left out of a process's own, for it would be counted in each: here this rank's part of it

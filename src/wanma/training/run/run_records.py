@@ -9,39 +9,39 @@ from pathlib import Path
 
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.run.worker import Restart, Worker
+from wanma.job.run.worker import Restart, WorkerContext
 from wanma.job.sections.job import Job
 from wanma.observe.recorder import Recorder, Sink
 from wanma.observe.sinks.jsonl import JsonLinesSink
-from wanma.observe.sinks.supervisor import ForwardSink
+from wanma.observe.sinks.supervisor import SupervisorSink
 from wanma.observe.sinks.tensorboard import TensorBoardSink
-from wanma.training.run.rank_memory import held_bytes
+from wanma.training.run.rank_memory import peak_rank_memory_bytes
 
 
-def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
+def open_recorder(job: Job, worker: WorkerContext, first_step: int) -> Recorder:
     """Open rank 0's recorder: files in the run directory, and the supervisor's console."""
-    sinks: list[Sink] = [JsonLinesSink(), ForwardSink(worker.control)]
+    sinks: list[Sink] = [JsonLinesSink(), SupervisorSink(worker.supervisor_client)]
     if job.observe.tensorboard:
         sinks.append(TensorBoardSink())
-    return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.still_mine)
+    return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.check_fence)
 
 
-def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> None:
+def warn_per_node(text: str, worker: WorkerContext, recorder: Recorder | None) -> None:
     """Warn of a matter of one node: its first rank does, and rank 0 records it."""
     if recorder is not None:
         recorder.message(text, "warning")
     elif worker.local_rank == 0:
-        worker.control.event({"kind": "message", "level": "warning", "text": text})
+        worker.supervisor_client.send_event({"kind": "message", "level": "warning", "text": text})
 
 
-def tell_start(
+def record_start(
     recorder: Recorder,
     step: int,
     steps: int,
     plan: Plan,
     targets_per_sample: int,
     *,
-    again: bool,
+    is_restart: bool,
     source: str = "",
 ) -> None:
     """Record that the ranks begin after `step` of `steps` steps.
@@ -52,16 +52,16 @@ def tell_start(
         steps: optimizer steps of the job.
         plan: plan of the run.
         targets_per_sample: targets of a sample; where it is 1, speed is in samples rather than tokens.
-        again: true if the ranks were started again.
+        is_restart: true if the ranks were started again.
         source: name of the checkpoint that a run continues from; empty at its beginning.
     """
     fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
     rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
     fields |= {"rate_unit": rate_unit} | ({"source": source} if source else {})
-    recorder.event("start", **fields, **({"is_restart": True} if again else {}))
+    recorder.event("start", **fields, **({"is_restart": True} if is_restart else {}))
 
 
-def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:
+def record_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:
     """Record a failure or resize, and its cost.
 
     Args:
@@ -70,30 +70,30 @@ def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) 
         source: source of the state that the ranks have restored.
         step: step of that state.
     """
-    change = asdict(restart.change) if restart.change is not None else None
+    change = asdict(restart.resize) if restart.resize is not None else None
     recorder.event(
         "recovery" if restart.failure else "resize",
         **({"failure": restart.failure, "attempt": restart.attempt} if restart.failure else {}),
         **({"change": change} if change is not None else {}),
         source=source,
         step=step,
-        repeated_steps=max(restart.reached_step - step, 0),
+        repeated_steps=max(restart.last_finished_step - step, 0),
         seconds=time.monotonic() - restart.failed_at,
     )
 
 
-class StepLog:
+class RankStepLog:
     """Log of one rank: a line with the run's loss every few steps, on every rank and not only rank 0.
 
     The file is the one to which a supervisor has sent this process's output; without one nobody else writes
     it.
     """
 
-    def __init__(self, job: Job, worker: Worker) -> None:
+    def __init__(self, job: Job, worker: WorkerContext) -> None:
         self._every, self._steps = job.observe.log_every_steps, job.train.steps
-        self._path: Path = RunDirectory(worker.run_directory).log(worker.rank)
+        self._path: Path = RunDirectory(worker.run_directory).rank_log(worker.rank)
 
-    def step(self, step: int, loss: float, gradient_norm: float, seconds: float, device: str) -> None:
+    def log_step(self, step: int, loss: float, gradient_norm: float, seconds: float, device: str) -> None:
         """Write the line of `step` if it is due.
 
         Args:
@@ -106,7 +106,7 @@ class StepLog:
         if step % self._every and step != self._steps:
             return
         numbers = f"loss {loss:.6f}  gradient norm {gradient_norm:.4g}  {seconds:.3f} s"
-        numbers += f"  peak memory {held_bytes(device)} bytes"
+        numbers += f"  peak memory {peak_rank_memory_bytes(device)} bytes"
         with contextlib.suppress(OSError):  # a full disk costs this line and not the run
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as log:

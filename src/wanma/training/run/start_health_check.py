@@ -1,7 +1,7 @@
 """Health check before the ranks begin, and after a failure: each device, and the links between nodes.
 
-`before_joining` checks this rank's own device, so that a rank that computes wrongly never meets the others;
-`together` compares the results of all.
+`check_local_device` checks this rank's own device, so that a rank that computes wrongly never meets the
+others; `check_cluster` compares the results of all.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.measurement.node_links import Link, measure_links, slow_links, slow_nodes
+from wanma.collectives.measurement.node_links import NodeLink, measure_links, slow_links, slow_nodes
 from wanma.hardware.checks.device_check import DeviceHealth, check_device
-from wanma.job.errors import UnfitError
+from wanma.job.errors import HealthCheckError
 from wanma.job.plan.plan import Plan
-from wanma.job.run.worker import Worker
+from wanma.job.run.worker import WorkerContext
 from wanma.job.sections.job import ClusterSection
 from wanma.observe.units import duration_text
 
 
 @dataclass(frozen=True)
-class Health:
+class HealthReport:
     """Result of the health check, the same on all ranks."""
 
     text: str
-    fields: dict[str, Any]
+    event_fields: dict[str, Any]
     """Fields of the event."""
     warnings: tuple[str, ...]
 
 
-def before_joining(cluster: ClusterSection, plan: Plan, worker: Worker) -> DeviceHealth | None:
+def check_local_device(cluster: ClusterSection, plan: Plan, worker: WorkerContext) -> DeviceHealth | None:
     """Check this rank's device; None where the job, or `auto`, asks for no check.
 
     Raises:
-        UnfitError: the device computes wrongly, or its memory is faulty.
+        HealthCheckError: the device computes wrongly, or its memory is faulty.
     """
     after_failure = worker.restart is not None
-    several = len(worker.ranks_by_node) > 1
+    several = len(worker.local_world_sizes) > 1
     if cluster.health_check == "never" or (cluster.health_check == "auto" and not (several or after_failure)):
         return None
     if plan.device == "cpu":
@@ -51,50 +51,52 @@ def before_joining(cluster: ClusterSection, plan: Plan, worker: Worker) -> Devic
     return check_device(torch.device("cuda", worker.local_rank))
 
 
-def together(mine: DeviceHealth, cluster: ClusterSection, worker: Worker) -> Health:
+def check_cluster(local_health: DeviceHealth, cluster: ClusterSection, worker: WorkerContext) -> HealthReport:
     """Measure the links and compare the devices; every rank calls it.
 
     Raises:
-        UnfitError: the network of this node is much slower than the others'.
+        HealthCheckError: the network of this node is much slower than the others'.
     """
     began = time.perf_counter()
     hosts: list[str] = [socket.gethostname()] * worker.world_size
-    found: list[DeviceHealth] = [mine] * worker.world_size
-    links: list[Link] = []
+    found: list[DeviceHealth] = [local_health] * worker.world_size
+    links: list[NodeLink] = []
     if worker.world_size > 1:
         answers: list[Any] = [None] * worker.world_size
-        dist.all_gather_object(answers, (hosts[0], mine))
+        dist.all_gather_object(answers, (hosts[0], local_health))
         hosts, found = [host for host, _ in answers], [device for _, device in answers]
-    if len(worker.ranks_by_node) > 1:
-        links = measure_links(worker.rank, worker.ranks_by_node)
-    firsts = [sum(worker.ranks_by_node[:node]) for node in range(len(worker.ranks_by_node))]
+    if len(worker.local_world_sizes) > 1:
+        links = measure_links(worker.rank, worker.local_world_sizes)
+    firsts = [sum(worker.local_world_sizes[:node]) for node in range(len(worker.local_world_sizes))]
     nodes = [hosts[first] for first in firsts]
     if worker.node_rank in slow_nodes(links):
-        told = "; ".join(link.text(nodes) for link in links if worker.node_rank in (link.source, link.target))
+        told = "; ".join(
+            link.text(nodes) for link in links if worker.node_rank in (link.source_node, link.target_node)
+        )
         usual = median(link.bandwidth_bytes_per_second for link in links) / 1e6
-        raise UnfitError(
+        raise HealthCheckError(
             f"the network of node {worker.node_rank} ({nodes[worker.node_rank]}) is slow: {told}; "
             f"half of all links pass {usual:,.0f} MB/s or more",
             "run the same command on another machine, or set cluster.health_check = 'never'",
         )
-    return _summary(found, hosts, links, nodes, cluster.straggler_factor, time.perf_counter() - began)
+    return _health_report(found, hosts, links, nodes, cluster.straggler_factor, time.perf_counter() - began)
 
 
-def _summary(
+def _health_report(
     found: list[DeviceHealth],
     hosts: list[str],
-    links: list[Link],
+    links: list[NodeLink],
     nodes: list[str],
-    slow_factor: float,
+    straggler_factor: float,
     seconds: float,
-) -> Health:
+) -> HealthReport:
     rates = [device.flops_per_second for device in found]
     usual = median(rates)
     warnings = [
         f"rank {rank} ({hosts[rank]}, {found[rank].device}) computes a matrix product at {rate / 1e9:,.0f} "
         f"GFLOP/s, half of all ranks at {usual / 1e9:,.0f} or more"
         for rank, rate in enumerate(rates)
-        if rate * slow_factor < usual
+        if rate * straggler_factor < usual
     ]
     warnings += [f"slow beside the other links: {link.text(nodes)}" for link in slow_links(links)]
     seconds += max(device.seconds for device in found)
@@ -111,4 +113,4 @@ def _summary(
         fields["least_bandwidth_bytes_per_second"] = least.bandwidth_bytes_per_second
         fields["most_latency_seconds"] = max(link.latency_seconds for link in links)
         text += f", slowest link {least.text(nodes)}"
-    return Health(f"{text} ({duration_text(seconds)})", fields, tuple(warnings))
+    return HealthReport(f"{text} ({duration_text(seconds)})", fields, tuple(warnings))

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from wanma.data.datasets.dataset import Data
-from wanma.data.datasets.stream_dataset import StreamData
-from wanma.job.errors import AgreedError
+from wanma.data.datasets.dataset import BatchedDataset
+from wanma.data.datasets.stream_dataset import StreamDataset
+from wanma.job.errors import AllRanksError
 from wanma.training.run.trainer import Trainer
 
 
-def take_up_stream(trainer: Trainer, data: Data) -> None:
+def seek_stream(trainer: Trainer, data: BatchedDataset) -> None:
     """Advance a stream to the run's position; nothing for data with sample indices. Every rank calls it.
 
     Raises:
-        AgreedError: the stream gives other samples on other ranks.
+        AllRanksError: the stream gives other samples on other ranks.
     """
-    if not isinstance(data, StreamData):
+    if not isinstance(data, StreamDataset):
         return
     prints = [data.fingerprint] * trainer.plan.world_size
     if trainer.plan.world_size > 1:
         dist.all_gather_object(prints, data.fingerprint)
     if other := next((rank for rank, one in enumerate(prints) if one != prints[0]), None):
-        raise AgreedError(
+        raise AllRanksError(
             f"data: {data.reader.name} gives other samples on rank {other} than on rank 0",
             "let it give all samples everywhere (no RANK, no split by node): each rank takes its share",
         )
-    state, progress = trainer.state, trainer.worker.control.progress
+    state, progress = trainer.state, trainer.worker.supervisor_client.report_progress
     data.reader.every_steps = trainer.job.checkpoint.every_steps
-    data.reader.resume(state.stream_values)
-    state.stream = data.reader
+    data.reader.restore_state(state.stream_values)
+    state.stream_reader = data.reader
     data.reader.seek(
         state.samples,
         lambda position: progress(

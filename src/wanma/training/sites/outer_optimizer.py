@@ -25,39 +25,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.checkpoint.format.local_shards import local_part
-from wanma.collectives.all_reduce.site_all_reduce import Sum
+from wanma.checkpoint.format.local_shards import local_tensor
+from wanma.collectives.all_reduce.site_all_reduce import SiteAllReduce
 from wanma.job.plan.synchronization import Synchronization
-from wanma.parallel.gradients.gradient_norm import squared_norm_share
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.mesh.site_tensors import over_sites
-from wanma.parallel.pipeline.tied_weights import Ties
+from wanma.parallel.gradients.gradient_norm import local_squared_norm
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.mesh.site_tensors import replicate_local_over_sites
+from wanma.parallel.pipeline.tied_weights import TiedWeights
 
-UNDER_WAY = "under_way."
+PENDING_PREFIX = "under_way."
 """Prefix of names in a checkpoint: 'under_way.STEP.NAME' is an average move of the sites since STEP."""
 
 
 @dataclass(frozen=True)
-class OuterStep:
+class OuterStepResult:
     """Result of the exchanges that ended after one step."""
 
     fragments: int
     seconds: float
     """Seconds that this rank waited for them and computed with them."""
-    norm: float
+    pseudo_gradient_norm: float
     """Norm of the average pseudo-gradient of all fragments that arrived."""
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics for the step's record."""
         return {
             "outer_seconds": self.seconds,
-            "pseudo_gradient_norm": self.norm,
+            "pseudo_gradient_norm": self.pseudo_gradient_norm,
             "outer_fragments": self.fragments,
         }
 
 
 @dataclass
-class _Difference:
+class _PendingPseudoGradient:
     """Pseudo-gradient of a fragment that is being averaged over the sites."""
 
     step: int
@@ -65,115 +65,125 @@ class _Difference:
     names: list[str]
     flat: Tensor
     """Average of this rank's parts once it has arrived, (elements of all names,)."""
-    sum: Sum | None
+    all_reduce: SiteAllReduce | None
     """All-reduce in progress; None for one that a checkpoint has kept."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """Views of `flat` by parameter name, once asked for."""
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the average."""
-        if self.sum is not None:
-            self.sum.wait()
-            self.sum = None
+        if self.all_reduce is not None:
+            self.all_reduce.wait()
+            self.all_reduce = None
 
 
-class OuterUpdates:
+class OuterOptimizer:
     """Outer optimizer of one rank: the weights that all sites share, and the exchange that makes them.
 
     Args:
         synchronization: synchronization of the plan.
-        grid: device meshes of the plan.
+        parallel_mesh: device meshes of the plan.
         names: names of the full model's parameters, in its order.
         parameters: trained parameters of this rank, with which this site computes.
-        ties: tied weights of this rank.
+        tied_weights: tied weights of this rank.
     """
 
     def __init__(
         self,
         synchronization: Synchronization,
-        grid: Grid,
+        parallel_mesh: ParallelMesh,
         names: Iterable[str],
         parameters: Mapping[str, nn.Parameter],
-        ties: Ties,
+        tied_weights: TiedWeights,
     ) -> None:
-        self.synchronization, self._grid, self._ties = synchronization, grid, ties
-        self._group = grid.axes["site"].get_group()
+        self.synchronization, self._parallel_mesh, self._tied_weights = (
+            synchronization,
+            parallel_mesh,
+            tied_weights,
+        )
+        self._site_group = parallel_mesh.plan_mesh["site"].get_group()
         self._parameters = dict(parameters)
-        fragment_of = synchronization.fragment_by_name(names)
-        copies = ties.names  # a copy goes with the tensor that it is a copy of
-        self._names: list[list[str]] = [[] for _ in range(synchronization.fragments)]
+        fragment_of = synchronization.assign_fragments(names)
+        copies = tied_weights.saved_names  # a copy goes with the tensor that it is a copy of
+        self._names_by_fragment: list[list[str]] = [[] for _ in range(synchronization.fragments)]
         for name in self._parameters:
-            self._names[fragment_of[copies.get(name, name)]].append(name)
-        self.weights = {name: self._like(parameter) for name, parameter in self._parameters.items()}
+            self._names_by_fragment[fragment_of[copies.get(name, name)]].append(name)
+        self.weights = {
+            name: self._zeros_over_sites(parameter) for name, parameter in self._parameters.items()
+        }
         self.momentum: dict[str, Tensor] = {}
         if synchronization.momentum > 0:
-            self.momentum = {name: self._like(one) for name, one in self._parameters.items()}
-        self._under_way: list[_Difference] = []
-        self.targets = self._no_targets()
+            self.momentum = {name: self._zeros_over_sites(one) for name, one in self._parameters.items()}
+        self._pending: list[_PendingPseudoGradient] = []
+        self.targets_by_fragment = self._zero_targets()
         """Targets of each site since each fragment's last exchange began, by fragment and site."""
-        self.restart()
+        self.reset_to_weights()
 
     # ---------------------------------------------------------------- the steps
 
-    def step_done(self, step: int, targets: Sequence[float], is_last: bool) -> OuterStep | None:
+    def synchronize(
+        self, step: int, site_target_counts: Sequence[float], is_last: bool
+    ) -> OuterStepResult | None:
         """Begin and end the exchanges that are due after the update of `step`, counted from 1.
 
         Every rank calls it.
 
         Args:
             step: optimizer steps done.
-            targets: targets of each site in this step.
+            site_target_counts: targets of each site in this step.
             is_last: true for the last step of the job.
 
         Returns:
             result of the exchanges that ended; None without any.
         """
         plan = self.synchronization
-        if plan.is_synchronous(step):
-            self._copy_in()
+        if plan.is_synchronous_step(step):
+            self._copy_inner_weights()
             return None
-        for of_fragment in self.targets:
-            for site, count in enumerate(targets):
+        for of_fragment in self.targets_by_fragment:
+            for site, count in enumerate(site_target_counts):
                 of_fragment[site] += count
         began = time.perf_counter()
         squares: list[Tensor] = []
         count = 0
-        for difference in self._ripe(step, is_last):
-            squares.append(self._apply(difference, plan.overlap_mixing_factor))
+        for difference in self._pop_due(step, is_last):
+            squares.append(self._apply_outer_update(difference, plan.overlap_mixing_factor))
             count += 1
-        due = plan.due(step)
+        due = plan.fragments_to_exchange(step)
         for fragment in due:
-            difference = self._begin(fragment, step)
+            difference = self._start_all_reduce(fragment, step)
             if plan.overlap_steps and not is_last:
-                self._under_way.append(difference)
+                self._pending.append(difference)
             else:
-                squares.append(self._apply(difference))
+                squares.append(self._apply_outer_update(difference))
                 count += 1
         if is_last:
             for fragment in sorted(set(range(plan.fragments)).difference(due)):
-                squares.append(self._apply(self._begin(fragment, step), is_mean=True))
+                squares.append(
+                    self._apply_outer_update(self._start_all_reduce(fragment, step), averages=True)
+                )
                 count += 1
         if not count:
             return None
-        return OuterStep(count, time.perf_counter() - began, self._norm(squares))
+        return OuterStepResult(count, time.perf_counter() - began, self._norm(squares))
 
     @torch.no_grad()
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         """Reset the outer weights to this site's weights as they are now; they are alike on all sites."""
-        self._copy_in()
+        self._copy_inner_weights()
         for tensor in self.momentum.values():
-            local_part(tensor).zero_()
-        self._under_way, self.targets = [], self._no_targets()
+            local_tensor(tensor).zero_()
+        self._pending, self.targets_by_fragment = [], self._zero_targets()
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def reset_inner_weights(self) -> None:
         """Reset this site's weights to the outer weights, as if all sites had just met."""
         for name, parameter in self._parameters.items():
-            local_part(parameter).copy_(local_part(self.weights[name]))
-        self._under_way, self.targets = [], self._no_targets()
+            local_tensor(parameter).copy_(local_tensor(self.weights[name]))
+        self._pending, self.targets_by_fragment = [], self._zero_targets()
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_outer_weights(self) -> Iterator[None]:
         """Make the model compute with the outer weights, within the context."""
         self._swap()
         try:
@@ -183,144 +193,158 @@ class OuterUpdates:
 
     # ---------------------------------------------------------------- what is kept
 
-    def under_way(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return the pending averages, by name in a checkpoint; wait for them."""
         found: dict[str, Tensor] = {}
-        for difference in self._under_way:
-            difference.arrive()
+        for difference in self._pending:
+            difference.wait()
             for name, part in self._parts(difference).items():
-                found[f"{UNDER_WAY}{difference.step}.{name}"] = over_sites(
-                    part, self._parameters[name], self._grid
+                found[f"{PENDING_PREFIX}{difference.step}.{name}"] = replicate_local_over_sites(
+                    part, self._parameters[name], self._parallel_mesh
                 )
         return found
 
-    def expect(self, saved: Iterable[str]) -> None:
+    def allocate_for(self, saved_names: Iterable[str]) -> None:
         """Make room for the pending averages that a state with tensors of these names holds."""
-        copies = self._ties.names
+        copies = self._tied_weights.saved_names
         by_step: dict[int, set[str]] = {}
-        for name in saved:
-            if name.startswith(UNDER_WAY):
-                begun, _, of_parameter = name.removeprefix(UNDER_WAY).partition(".")
+        for name in saved_names:
+            if name.startswith(PENDING_PREFIX):
+                begun, _, of_parameter = name.removeprefix(PENDING_PREFIX).partition(".")
                 by_step.setdefault(int(begun), set()).add(of_parameter)
-        self._under_way = []
+        self._pending = []
         for step, there in sorted(by_step.items()):
-            names = [name for of_one in self._names for name in of_one if copies.get(name, name) in there]
-            self._under_way.append(_Difference(step, names, self._flat(names), None))
+            names = [
+                name
+                for of_one in self._names_by_fragment
+                for name in of_one
+                if copies.get(name, name) in there
+            ]
+            self._pending.append(_PendingPseudoGradient(step, names, self._flat_zeros(names), None))
 
-    def copy_ties(self) -> None:
+    def broadcast_tied_weights(self) -> None:
         """Copy tied tensors from the stage that saves them to the other stage; every rank calls it."""
-        self._ties.copy_first(self.weights)
+        self._tied_weights.broadcast_values(self.weights)
         if self.synchronization.momentum > 0:
-            self._ties.copy_first(self.momentum)
-        for difference in self._under_way:
-            self._ties.copy_first(self._parts(difference))
+            self._tied_weights.broadcast_values(self.momentum)
+        for difference in self._pending:
+            self._tied_weights.broadcast_values(self._parts(difference))
 
     # ---------------------------------------------------------------- inside
 
-    def _ripe(self, step: int, is_last: bool) -> list[_Difference]:
+    def _pop_due(self, step: int, is_last: bool) -> list[_PendingPseudoGradient]:
         """Remove and return the pending averages that are due."""
         late = self.synchronization.overlap_steps
-        ripe = [one for one in self._under_way if is_last or step >= one.step + late]
-        self._under_way = [one for one in self._under_way if not any(one is other for other in ripe)]
+        ripe = [one for one in self._pending if is_last or step >= one.step + late]
+        self._pending = [one for one in self._pending if not any(one is other for other in ripe)]
         return ripe
 
     @torch.no_grad()
-    def _begin(self, fragment: int, step: int) -> _Difference:
+    def _start_all_reduce(self, fragment: int, step: int) -> _PendingPseudoGradient:
         """Take this site's pseudo-gradient of a fragment, and begin to average it."""
-        names = self._names[fragment]
-        difference = _Difference(step, names, self._flat(names), None)
+        names = self._names_by_fragment[fragment]
+        difference = _PendingPseudoGradient(step, names, self._flat_zeros(names), None)
         for name, part in self._parts(difference).items():
-            part.copy_(local_part(self.weights[name])).sub_(local_part(self._parameters[name]))
-        counts, self.targets[fragment] = self.targets[fragment], [0] * self.synchronization.sites
+            part.copy_(local_tensor(self.weights[name])).sub_(local_tensor(self._parameters[name]))
+        counts, self.targets_by_fragment[fragment] = (
+            self.targets_by_fragment[fragment],
+            [0] * self.synchronization.sites,
+        )
         whole = sum(counts)
-        difference.flat.mul_(counts[self._grid.site] / whole if whole else 1 / len(counts))
-        difference.sum = Sum(difference.flat, self._group, self.synchronization.compression)
+        difference.flat.mul_(counts[self._parallel_mesh.site] / whole if whole else 1 / len(counts))
+        difference.all_reduce = SiteAllReduce(
+            difference.flat, self._site_group, self.synchronization.compression
+        )
         return difference
 
     @torch.no_grad()
-    def _apply(self, difference: _Difference, mix: float = 0.0, *, is_mean: bool = False) -> Tensor:
+    def _apply_outer_update(
+        self, pseudo_gradient: _PendingPseudoGradient, mixing: float = 0.0, *, averages: bool = False
+    ) -> Tensor:
         """Apply the outer update of a fragment, and set this site's weights from it.
 
         Args:
-            difference: pseudo-gradient of the fragment.
-            mix: share of its own weights that the site keeps, 0 .. 1.
-            is_mean: true to take the mean of the sites' weights, whatever rate and momentum.
+            pseudo_gradient: pseudo-gradient of the fragment.
+            mixing: share of its own weights that the site keeps, 0 .. 1.
+            averages: true to take the mean of the sites' weights, whatever rate and momentum.
 
         Returns:
             this rank's share of the squared norm of the difference.
         """
         plan = self.synchronization
-        difference.arrive()
+        pseudo_gradient.wait()
         own: dict[str, Tensor] = {}
-        for name, part in self._parts(difference).items():
-            outer, mine = local_part(self.weights[name]), local_part(self._parameters[name])
+        for name, part in self._parts(pseudo_gradient).items():
+            outer, mine = local_tensor(self.weights[name]), local_tensor(self._parameters[name])
             moved = part.to(outer)
-            if is_mean:
+            if averages:
                 outer.sub_(moved)
             elif plan.momentum > 0:
-                momentum = local_part(self.momentum[name])
+                momentum = local_tensor(self.momentum[name])
                 momentum.mul_(plan.momentum).add_(moved)
                 outer.sub_(moved.add(momentum, alpha=plan.momentum), alpha=plan.outer_learning_rate)
             else:
                 outer.sub_(moved, alpha=plan.outer_learning_rate)
-            if mix:
-                mine.lerp_(outer.to(mine), 1 - mix)
+            if mixing:
+                mine.lerp_(outer.to(mine), 1 - mixing)
             else:
                 mine.copy_(outer)
-            if name not in self._ties.names:
-                own[name] = over_sites(part, self._parameters[name], self._grid)
-        if self._ties.ties:
-            self._ties.copy_first(self.weights)
-            self._ties.copy_first(self.momentum)
-            self._ties.copy_first(self._parameters)
-        return squared_norm_share(own.values(), self._grid.plan)
+            if name not in self._tied_weights.saved_names:
+                own[name] = replicate_local_over_sites(part, self._parameters[name], self._parallel_mesh)
+        if self._tied_weights.pairs:
+            self._tied_weights.broadcast_values(self.weights)
+            self._tied_weights.broadcast_values(self.momentum)
+            self._tied_weights.broadcast_values(self._parameters)
+        return local_squared_norm(own.values(), self._parallel_mesh.plan)
 
     def _norm(self, squares: Sequence[Tensor]) -> float:
-        total = torch.stack([square.to(self._grid.device) for square in squares]).sum()
-        if self._grid.plan.world_size > 1:
+        total = torch.stack([square.to(self._parallel_mesh.device) for square in squares]).sum()
+        if self._parallel_mesh.plan.world_size > 1:
             dist.all_reduce(total)
         return float((total / self.synchronization.sites).sqrt())
 
-    def _parts(self, difference: _Difference) -> dict[str, Tensor]:
+    def _parts(self, pseudo_gradient: _PendingPseudoGradient) -> dict[str, Tensor]:
         """Return views of a pseudo-gradient in the shapes of this rank's parts."""
-        if not difference.parts:
-            locals_ = [local_part(self._parameters[name]) for name in difference.names]
-            views = difference.flat.split([local.numel() for local in locals_])
-            difference.parts = {
+        if not pseudo_gradient.parts:
+            locals_ = [local_tensor(self._parameters[name]) for name in pseudo_gradient.names]
+            views = pseudo_gradient.flat.split([local.numel() for local in locals_])
+            pseudo_gradient.parts = {
                 name: view.view_as(local)
-                for name, view, local in zip(difference.names, views, locals_, strict=True)
+                for name, view, local in zip(pseudo_gradient.names, views, locals_, strict=True)
             }
-        return difference.parts
+        return pseudo_gradient.parts
 
-    def _flat(self, names: Sequence[str]) -> Tensor:
+    def _flat_zeros(self, names: Sequence[str]) -> Tensor:
         """Return zeros (elements of all names,) on the computing device, in the widest dtype of the names."""
-        locals_ = [local_part(self._parameters[name]) for name in names]
+        locals_ = [local_tensor(self._parameters[name]) for name in names]
         wide = any(local.dtype == torch.float64 for local in locals_)
         dtype = torch.float64 if wide else torch.float32
-        return torch.zeros(sum(local.numel() for local in locals_), dtype=dtype, device=self._grid.device)
+        return torch.zeros(
+            sum(local.numel() for local in locals_), dtype=dtype, device=self._parallel_mesh.device
+        )
 
-    def _like(self, parameter: nn.Parameter) -> Tensor:
+    def _zeros_over_sites(self, parameter: nn.Parameter) -> Tensor:
         """Return zeros like `parameter`, alike on all sites, on the host where the plan offloads them."""
-        local = local_part(parameter)
+        local = local_tensor(parameter)
         if self.synchronization.offload == "host":
             held = torch.zeros_like(local, device="cpu", pin_memory=local.is_cuda)
         else:
             held = torch.zeros_like(local)
-        return over_sites(held, parameter, self._grid)
+        return replicate_local_over_sites(held, parameter, self._parallel_mesh)
 
-    def _no_targets(self) -> list[list[float]]:
+    def _zero_targets(self) -> list[list[float]]:
         plan = self.synchronization
         return [[0] * plan.sites for _ in range(plan.fragments)]
 
     @torch.no_grad()
-    def _copy_in(self) -> None:
+    def _copy_inner_weights(self) -> None:
         for name, parameter in self._parameters.items():
-            local_part(self.weights[name]).copy_(local_part(parameter))
+            local_tensor(self.weights[name]).copy_(local_tensor(parameter))
 
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self._parameters.items():
-            outer, mine = local_part(self.weights[name]), local_part(parameter)
+            outer, mine = local_tensor(self.weights[name]), local_tensor(parameter)
             held = mine.clone()
             mine.copy_(outer)
             outer.copy_(held)

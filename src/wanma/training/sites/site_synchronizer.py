@@ -19,45 +19,61 @@ from torch import Tensor
 
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.mesh.site_tensors import everywhere, on_site
-from wanma.parallel.parallelize import Parallel
-from wanma.training.optimizer.named_optimizer import Updater
-from wanma.training.sites.delayed_gradients import LATE, LateGradients, Summed
-from wanma.training.sites.outer_optimizer import UNDER_WAY, OuterStep, OuterUpdates
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.mesh.site_tensors import place_on_site, replicate_over_sites
+from wanma.parallel.parallelize import ParallelModel
+from wanma.training.optimizer.named_optimizer import NamedOptimizer
+from wanma.training.sites.delayed_gradients import DELAYED_PREFIX, DelayedGradients, GradientNormalization
+from wanma.training.sites.outer_optimizer import PENDING_PREFIX, OuterOptimizer, OuterStepResult
 
-_OWN = re.compile(r"^site\.(\d+)\.model\.")
-_ONLY_SITES = ("site.", "outer.", UNDER_WAY, LATE)
+_SITE_TENSOR = re.compile(r"^site\.(\d+)\.model\.")
+_SITE_PREFIXES = ("site.", "outer.", PENDING_PREFIX, DELAYED_PREFIX)
 """Prefixes of names in a checkpoint that plans without sites do not have."""
 
 
-class BetweenSites:
+class SiteSynchronizer:
     """Synchronizer of the sites on one rank."""
 
-    def __init__(self, plan: Plan, grid: Grid, parallel: Parallel, updater: Updater) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        parallel_mesh: ParallelMesh,
+        parallel_model: ParallelModel,
+        named_optimizer: NamedOptimizer,
+    ) -> None:
         seldom = plan.synchronization
         assert seldom is not None
-        self.synchronization, self._grid, self._copies = seldom, grid, parallel.ties.names
-        self.outer: OuterUpdates | None = None
-        self._late: LateGradients | None = None
-        trained = {name: one for name, one in updater.parameters.items() if one.requires_grad}
-        self._frozen = {name: one for name, one in updater.parameters.items() if name not in trained}
-        if seldom.is_local:
-            self.outer = OuterUpdates(seldom, grid, parallel.parameter_names, trained, parallel.ties)
-        if not seldom.is_local or seldom.synchronous_steps:
-            self._late = LateGradients(seldom.staleness, grid, trained, parallel.ties)
-        self._is_joining = False
+        self.synchronization, self._parallel_mesh, self._tied_copies = (
+            seldom,
+            parallel_mesh,
+            parallel_model.tied_weights.saved_names,
+        )
+        self.outer_optimizer: OuterOptimizer | None = None
+        self._delayed_gradients: DelayedGradients | None = None
+        trained = {name: one for name, one in named_optimizer.parameters.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in named_optimizer.parameters.items() if name not in trained}
+        if seldom.has_local_weights:
+            self.outer_optimizer = OuterOptimizer(
+                seldom, parallel_mesh, parallel_model.parameter_names, trained, parallel_model.tied_weights
+            )
+        if not seldom.has_local_weights or seldom.synchronous_steps:
+            self._delayed_gradients = DelayedGradients(
+                seldom.staleness, parallel_mesh, trained, parallel_model.tied_weights
+            )
+        self._site_count_changed = False
         """True if the state being loaded was saved by another number of sites."""
         self._has_momentum = True
 
     # ---------------------------------------------------------------- the steps
 
-    def gradients(self, step: int, factor: float, is_last: bool) -> Summed | None:
+    def exchange_gradients(
+        self, step: int, effective_loss_multiplier: float, is_last: bool
+    ) -> GradientNormalization | None:
         """Make the parameters' gradients those that the update of `step`, counted from 1, takes.
 
         Args:
             step: step, counted from 1.
-            factor: ratio of the present gradients to those of the summed losses.
+            effective_loss_multiplier: ratio of the present gradients to those of the summed losses.
             is_last: true for the last step of the job.
 
         Returns:
@@ -73,127 +89,139 @@ class BetweenSites:
                     "was trained from the start",
                     "release it before the run begins, or leave parallel.synchronization out",
                 )
-        if self._late is None or (self.outer is not None and not self.synchronization.is_synchronous(step)):
+        if self._delayed_gradients is None or (
+            self.outer_optimizer is not None and not self.synchronization.is_synchronous_step(step)
+        ):
             return None
-        self._late.send(step, factor)
-        return self._late.take(all_of_them=is_last) or Summed(0, 1.0)
+        self._delayed_gradients.start_all_reduce(step, effective_loss_multiplier)
+        return self._delayed_gradients.pop_due(flush=is_last) or GradientNormalization(0, 1.0)
 
-    def know(self, step: int, targets: float) -> None:
+    def set_target_count(self, step: int, target_count: float) -> None:
         """Note the number of targets over which all sites have summed the losses of `step`."""
-        if self._late is not None:
-            self._late.know(step, targets)
+        if self._delayed_gradients is not None:
+            self._delayed_gradients.set_target_count(step, target_count)
 
-    def late(self, is_last: bool) -> Summed | None:
-        """Give the parameters the next gradients that are due, as `gradients` did the first."""
-        return self._late.take(all_of_them=is_last) if self._late is not None else None
+    def pop_delayed_gradient(self, is_last: bool) -> GradientNormalization | None:
+        """Give the parameters the next gradients that are due, as `exchange_gradients` did the first."""
+        return self._delayed_gradients.pop_due(flush=is_last) if self._delayed_gradients is not None else None
 
-    def step_done(self, step: int, targets: tuple[float, ...], is_last: bool) -> OuterStep | None:
+    def synchronize(
+        self, step: int, site_target_counts: tuple[float, ...], is_last: bool
+    ) -> OuterStepResult | None:
         """Begin and end the exchanges of the outer optimizer that are due after `step`."""
-        return self.outer.step_done(step, targets, is_last) if self.outer is not None else None
+        return (
+            self.outer_optimizer.synchronize(step, site_target_counts, is_last)
+            if self.outer_optimizer is not None
+            else None
+        )
 
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         """Reset the outer weights, after this site's weights were filled, alike on all sites."""
-        if self.outer is not None:
-            self.outer.restart()
+        if self.outer_optimizer is not None:
+            self.outer_optimizer.reset_to_weights()
 
     # ---------------------------------------------------------------- what is kept
 
-    def named(
+    def checkpoint_tensors(
         self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], average: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return a run's tensors under their names in a checkpoint, from those that this rank uses."""
-        grid, outer = self._grid, self.outer
+        grid, outer = self._parallel_mesh, self.outer_optimizer
         if outer is None:
-            assert self._late is not None
+            assert self._delayed_gradients is not None
             shared = {**weights, **optimizer, **average}
-            late = self._without_copies(self._late.tensors())
-            return {name: everywhere(tensor, grid) for name, tensor in shared.items()} | late
+            late = self._without_tied_copies(self._delayed_gradients.checkpoint_tensors())
+            return {name: replicate_over_sites(tensor, grid) for name, tensor in shared.items()} | late
         found: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             if (shared_weight := outer.weights.get(name.removeprefix("model."))) is None:
-                found[name] = everywhere(tensor, grid)
+                found[name] = replicate_over_sites(tensor, grid)
                 continue
             found[name] = shared_weight
-            if not self._is_joining:
+            if not self._site_count_changed:
                 found[f"site.{grid.site}.{name}"] = tensor
-        found |= {self._own_prefix + name: on_site(tensor, grid) for name, tensor in optimizer.items()}
+        found |= {self._site_prefix + name: place_on_site(tensor, grid) for name, tensor in optimizer.items()}
         if self._has_momentum:
             found |= {
                 f"outer.{name}.momentum": tensor
                 for name, tensor in outer.momentum.items()
-                if name not in self._copies
+                if name not in self._tied_copies
             }
-        return found | self._without_copies(outer.under_way())
+        return found | self._without_tied_copies(outer.checkpoint_tensors())
 
-    def optimizer_names(self, saved: Collection[str]) -> list[str]:
+    def optimizer_names(self, saved_names: Collection[str]) -> list[str]:
         """Return the names of this site's optimizer state among the names of a saved state."""
-        prefix = f"{self._own_prefix}optimizer."
-        return [name.removeprefix(prefix) for name in saved if name.startswith(prefix)]
+        prefix = f"{self._site_prefix}optimizer."
+        return [name.removeprefix(prefix) for name in saved_names if name.startswith(prefix)]
 
-    def expect(self, saved: Collection[str]) -> None:
-        """Make room for a state with tensors of these names: `named` then gives the tensors to fill."""
-        if self.outer is None:
-            assert self._late is not None
-            self._late.expect(saved)
+    def allocate_for(self, saved_names: Collection[str]) -> None:
+        """Make room for a state with tensors of these names; `checkpoint_tensors` then gives them."""
+        if self.outer_optimizer is None:
+            assert self._delayed_gradients is not None
+            self._delayed_gradients.allocate_for(saved_names)
             return
-        self._is_joining = len(sites_of(saved)) != self.synchronization.sites
-        self._has_momentum = any(name.startswith("outer.") for name in saved)
-        self.outer.expect(() if self._is_joining else saved)
+        self._site_count_changed = len(saved_sites(saved_names)) != self.synchronization.sites
+        self._has_momentum = any(name.startswith("outer.") for name in saved_names)
+        self.outer_optimizer.allocate_for(() if self._site_count_changed else saved_names)
 
-    def restore(self, values: Mapping[str, Any]) -> None:
+    def restore_values(self, values: Mapping[str, Any]) -> None:
         """Restore the values after the tensors were filled.
 
         Args:
-            values: values as `values` returns them; may be another plan's, or empty.
+            values: values as `state_values` returns them; may be another plan's, or empty.
         """
-        if self.outer is None:
-            assert self._late is not None
-            self._late.restore(values.get("late", ()))
+        if self.outer_optimizer is None:
+            assert self._delayed_gradients is not None
+            self._delayed_gradients.restore_values(values.get("late", ()))
             return
-        self.outer.copy_ties()
+        self.outer_optimizer.broadcast_tied_weights()
         targets = values.get("targets", [])
-        if self._is_joining:
-            self.outer.spread()
+        if self._site_count_changed:
+            self.outer_optimizer.reset_inner_weights()
         elif len(targets) == self.synchronization.fragments:
-            self.outer.targets = [list(of_fragment) for of_fragment in targets]
-        self._is_joining, self._has_momentum = False, True
+            self.outer_optimizer.targets_by_fragment = [list(of_fragment) for of_fragment in targets]
+        self._site_count_changed, self._has_momentum = False, True
 
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """Return the values that are no tensors, the same on every rank."""
-        if self.outer is not None:
-            return {"targets": self.outer.targets}
-        assert self._late is not None
-        return {"late": self._late.values()}
+        if self.outer_optimizer is not None:
+            return {"targets": self.outer_optimizer.targets_by_fragment}
+        assert self._delayed_gradients is not None
+        return {"late": self._delayed_gradients.state_values()}
 
     @property
-    def _own_prefix(self) -> str:
+    def _site_prefix(self) -> str:
         """Prefix of the names of this site's optimizer state."""
-        is_shared = self.outer is None or self._is_joining
-        return "" if is_shared or self._grid.site == 0 else f"site.{self._grid.site}."
+        is_shared = self.outer_optimizer is None or self._site_count_changed
+        return "" if is_shared or self._parallel_mesh.site == 0 else f"site.{self._parallel_mesh.site}."
 
-    def _without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _without_tied_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `tensors` without tied copies, of names such as 'late.STEP.NAME'."""
-        return {name: tensor for name, tensor in tensors.items() if name.split(".", 2)[2] not in self._copies}
+        return {
+            name: tensor for name, tensor in tensors.items() if name.split(".", 2)[2] not in self._tied_copies
+        }
 
 
-def sites_of(saved: Collection[str]) -> set[int]:
+def saved_sites(saved_names: Collection[str]) -> set[int]:
     """Return the indices of the sites that have saved weights of their own among tensors of these names."""
-    return {int(match[1]) for name in saved if (match := _OWN.match(name))}
+    return {int(match[1]) for name in saved_names if (match := _SITE_TENSOR.match(name))}
 
 
-def left_out(saved: Collection[str], tensors: Collection[str], sites: int | None) -> tuple[list[str], str]:
+def ignored_site_tensors(
+    saved_names: Collection[str], tensors: Collection[str], sites: int | None
+) -> tuple[list[str], str]:
     """Return the names in a checkpoint that a run does not restore because they are of other sites.
 
     Args:
-        saved: names in the checkpoint.
+        saved_names: names in the checkpoint.
         tensors: names that are loaded.
         sites: number of sites of this run with weights of their own; None: it has none.
 
     Returns:
         the names, and a message for the user, if any.
     """
-    names = [name for name in saved if name.startswith(_ONLY_SITES) and name not in tensors]
-    before = len(sites_of(saved))
+    names = [name for name in saved_names if name.startswith(_SITE_PREFIXES) and name not in tensors]
+    before = len(saved_sites(saved_names))
     if before != (sites or 0):
         if before:
             return names, (
@@ -201,6 +229,6 @@ def left_out(saved: Collection[str], tensors: Collection[str], sites: int | None
                 "weights and the first site's optimizer state"
             )
         return names, f"it was saved without sites: all {sites} go on from its weights and optimizer state"
-    if any(name.startswith(LATE) for name in names):
+    if any(name.startswith(DELAYED_PREFIX) for name in names):
         return names, "the gradients that were under way between sites are left out"
     return names, ""

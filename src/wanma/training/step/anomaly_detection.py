@@ -13,46 +13,46 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from wanma.job.errors import AgreedError
+from wanma.job.errors import AllRanksError
 
-Policy = Literal["ignore", "stop", "skip", "retry"]
+AnomalyPolicy = Literal["ignore", "stop", "skip", "retry"]
 """Reaction to a step that is not finite or a spike."""
 
-WINDOW = 64
+HISTORY_STEPS = 64
 """Number of steps with which a new one is compared: the last ones that changed the weights."""
-FEWEST = 16
+MIN_HISTORY_STEPS = 16
 """Smallest number of earlier steps with which a step can be a spike."""
-MOST_SKIPPED = 10
+MAX_CONSECUTIVE_SKIPS = 10
 """Largest number of consecutive steps that may be left out: with more, the samples are not the cause."""
-_TO_DEVIATION = 1.4826
+_MAD_TO_STANDARD_DEVIATION = 1.4826
 """Ratio of standard deviation to median absolute deviation of a normal distribution (Hampel 1974)."""
-_SMALLEST_SHARE = 0.02
+_MIN_RELATIVE_DEVIATION = 0.02
 """Smallest deviation, as a share of the median: a loss that hardly moves would have spikes otherwise."""
 
 
-def is_spike(value: float, before: Sequence[float], deviations: float) -> bool:
+def is_spike(value: float, history: Sequence[float], deviations: float) -> bool:
     """Return whether `value` is over `deviations` robust standard deviations above the earlier median."""
-    if len(before) < FEWEST:
+    if len(history) < MIN_HISTORY_STEPS:
         return False
-    middle = median(before)
-    deviation = _TO_DEVIATION * median(abs(one - middle) for one in before)
-    return value > middle + deviations * max(deviation, _SMALLEST_SHARE * abs(middle))
+    middle = median(history)
+    deviation = _MAD_TO_STANDARD_DEVIATION * median(abs(one - middle) for one in history)
+    return value > middle + deviations * max(deviation, _MIN_RELATIVE_DEVIATION * abs(middle))
 
 
 @dataclass
-class Anomalies:
+class AnomalyDetector:
     """History of a run's steps by which the next is judged.
 
     It is saved, so that a run that goes back or resumes judges its steps as before.
     """
 
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    gradient_norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
+    gradient_norms: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
     """Gradient norms of the same steps."""
-    skipped: list[int] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
     """Steps that were left out by policy, counted from 1: samples consumed, weights unchanged."""
 
-    def what_is_wrong(self, loss: float, gradient_norm: float, deviations: float) -> str:
+    def describe_spike(self, loss: float, gradient_norm: float, deviations: float) -> str:
         """Return the reason why a finite step is a spike; empty where it is none."""
         for name, value, before in (
             ("loss", loss, self.losses),
@@ -63,62 +63,65 @@ class Anomalies:
                 return f"the {name} of {value:.4g} is a spike: {usual}"
         return ""
 
-    def applied(self, loss: float, gradient_norm: float) -> None:
+    def record_update(self, loss: float, gradient_norm: float) -> None:
         """Note a step that has changed the weights."""
         self.losses.append(loss)
         self.gradient_norms.append(gradient_norm)
 
-    def skip(self, step: int) -> None:
+    def record_skip(self, step: int) -> None:
         """Note that `step` is left out.
 
         Raises:
-            AgreedError: too many consecutive steps before it were left out.
+            AllRanksError: too many consecutive steps before it were left out.
         """
-        first = step - MOST_SKIPPED
-        if self.skipped[-MOST_SKIPPED:] == list(range(first, step)):
-            raise AgreedError(
-                f"step {step}: the {MOST_SKIPPED} steps before were left out, and this one would be too",
+        first = step - MAX_CONSECUTIVE_SKIPS
+        if self.skipped_steps[-MAX_CONSECUTIVE_SKIPS:] == list(range(first, step)):
+            raise AllRanksError(
+                f"step {step}: the {MAX_CONSECUTIVE_SKIPS} steps before were left out, and this one would be "
+                "too",
                 "so it is not the samples: lower train.learning_rate and carry on from an earlier checkpoint",
             )
-        self.skipped.append(step)
+        self.skipped_steps.append(step)
 
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """Return the history as JSON has it."""
         return {
             "losses": list(self.losses),
             "gradient_norms": list(self.gradient_norms),
-            "skipped": self.skipped.copy(),
+            "skipped": self.skipped_steps.copy(),
         }
 
-    def restore(self, values: dict[str, Any]) -> None:
-        """Restore the history that `values` returned."""
-        self.losses = deque(values["losses"], maxlen=WINDOW)
-        self.gradient_norms = deque(values["gradient_norms"], maxlen=WINDOW)
-        self.skipped = list(values["skipped"])
+    def restore_values(self, values: dict[str, Any]) -> None:
+        """Restore the history that `state_values` returned."""
+        self.losses = deque(values["losses"], maxlen=HISTORY_STEPS)
+        self.gradient_norms = deque(values["gradient_norms"], maxlen=HISTORY_STEPS)
+        self.skipped_steps = list(values["skipped"])
 
 
-def check_policy(step: int, wrong: str, policy: Policy, key: str, retried: Collection[int]) -> None:
+def enforce_policy(
+    step: int, reason: str, policy: AnomalyPolicy, key: str, retried_steps: Collection[int]
+) -> None:
     """Return if the policy leaves a step out whose numbers are wrong; raise otherwise.
 
     Args:
         step: step, counted from 1.
-        wrong: fault of the step, in words.
+        reason: fault of the step, in words.
         policy: policy of the job.
         key: key of the policy in the job.
-        retried: steps that are being made again already.
+        retried_steps: steps that are being made again already.
 
     Raises:
-        AgreedError: the run stops, or goes back to make the step again.
+        AllRanksError: the run stops, or goes back to make the step again.
     """
     if policy == "stop":
-        raise AgreedError(
-            f"step {step}: {wrong}",
+        raise AllRanksError(
+            f"step {step}: {reason}",
             "lower train.learning_rate, add train.warmup_steps, check the data, "
             f"or set {key} = 'skip' to leave such steps out",
         )
-    if policy == "retry" and step not in retried:
-        raise AgreedError(
-            f"step {step}: {wrong}",
+    if policy == "retry" and step not in retried_steps:
+        raise AllRanksError(
+            f"step {step}: {reason}",
             f"{key} = 'retry' makes the step again after a recovery (cluster.max_restarts), and leaves it "
             "out if that comes back",
             retry_step=step,

@@ -23,7 +23,7 @@ class EarlyStopping:
     waited: int = 0
     """Number of validations after it; none was better by more than `train.stop_min_delta`."""
 
-    def see(self, step: int, metrics: Mapping[str, float], train: TrainSection) -> str:
+    def record_validation(self, step: int, metrics: Mapping[str, float], train: TrainSection) -> str:
         """Note a validation.
 
         Returns:
@@ -58,22 +58,24 @@ class EarlyStopping:
         """Return whether the patience is used up."""
         return 0 < train.stop_patience <= self.waited
 
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """Return the state as a checkpoint keeps it."""
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> EarlyStopping:
+    def from_state_values(cls, values: Mapping[str, Any]) -> EarlyStopping:
         """Read the state from a checkpoint's values; older ones have none."""
         return cls(**values.get("early_stopping", {}))
 
 
-def check_stop_metric(train: TrainSection, known: Iterable[str] | None, validation_samples: int) -> None:
+def check_stop_metric(
+    train: TrainSection, metric_names: Iterable[str] | None, validation_samples: int
+) -> None:
     """Refuse to wait for a validation that does not come, or a metric that it does not give.
 
     Args:
         train: `[train]` of the job.
-        known: names of the metrics; None: not known yet.
+        metric_names: names of the metrics; None: not known yet.
         validation_samples: number of validation samples.
 
     Raises:
@@ -86,37 +88,37 @@ def check_stop_metric(train: TrainSection, known: Iterable[str] | None, validati
             f"train.stop_patience = {train.stop_patience}, but the data has no validation part",
             "set data.validation_fraction, or give a pair (training, validation)",
         )
-    if known is not None:
-        check_metric("train.stop_metric", train.stop_metric, known)
+    if metric_names is not None:
+        check_metric("train.stop_metric", train.stop_metric, metric_names)
 
 
-def check_validation_keys(job: Job, known: Iterable[str] | None, validation_samples: int) -> None:
+def check_validation_keys(job: Job, metric_names: Iterable[str] | None, validation_samples: int) -> None:
     """Refuse keys that wait for a metric that validation does not give.
 
     Args:
         job: job of the run.
-        known: names of the metrics; None: not known yet.
+        metric_names: names of the metrics; None: not known yet.
         validation_samples: number of validation samples.
 
     Raises:
         JobError: it names the key.
     """
-    names = None if known is None else list(known)
+    names = None if metric_names is None else list(metric_names)
     check_stop_metric(job.train, names, validation_samples)
     check_best_metric(job.checkpoint, names, validation_samples)
 
 
-def without_validation(job: Job, validation_samples: int, has_metrics: bool) -> str | None:
+def unused_validation_keys_note(job: Job, validation_samples: int, has_user_metrics: bool) -> str | None:
     """Return a note on the keys without effect on data without a validation part; None without such keys.
 
     Args:
         job: job of the run.
         validation_samples: number of validation samples.
-        has_metrics: true if the user has given metrics.
+        has_user_metrics: true if the user has given metrics.
     """
     every = job.train.validate_every_steps
     idle = [f"train.validate_every_steps = {every:,}"] if every else []
-    idle += ["metrics"] if has_metrics else []
+    idle += ["metrics"] if has_user_metrics else []
     if validation_samples > 0 or not idle:
         return None
     way_out = "" if job.data.validation_fraction else "set data.validation_fraction, or "

@@ -12,7 +12,7 @@ from wanma.job.errors import WanmaError
 
 
 @contextmanager
-def explaining_doubles(batch: Batch, precision: str) -> Iterator[None]:
+def explain_float64_errors(batch: Batch, precision: str) -> Iterator[None]:
     """Explain an operation's error about float64 by the names of the batch's tensors of that dtype.
 
     Raises:
@@ -21,7 +21,7 @@ def explaining_doubles(batch: Batch, precision: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        wide = doubles(batch)
+        wide = float64_tensor_names(batch)
         about_types = "Double" in str(error) or "dtype" in str(error)
         if precision == "fp64" or not wide or not about_types or isinstance(error, WanmaError):
             raise
@@ -33,7 +33,7 @@ def explaining_doubles(batch: Batch, precision: str) -> Iterator[None]:
         ) from error
 
 
-def doubles(batch: Batch) -> list[str]:
+def float64_tensor_names(batch: Batch) -> list[str]:
     """Return the names of a batch's float64 tensors."""
     given = {
         **{f"input {number}": tensor for number, tensor in enumerate(batch.inputs)},

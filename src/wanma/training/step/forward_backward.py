@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wanma.data.batch import IGNORED, Batch, stack_rows
+from wanma.data.batch import IGNORE_INDEX, Batch, concatenate_padded
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
-from wanma.models.keyed_random.forward_draws import Forward
-from wanma.models.layers.router import Routing, set_loss_factor
+from wanma.models.keyed_random.forward_draws import KeyedForward
+from wanma.models.layers.router import TopKRouter, set_auxiliary_loss_scale
 from wanma.models.user_modules.forward_error import forward_error
-from wanma.parallel.context.sequence_shards import residual_positions, split_sequence
-from wanma.parallel.data_parallel.fsdp_errors import explained
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parallelize import Parallel
-from wanma.parallel.pipeline.pipeline_runner import Loss
-from wanma.training.loss.foreign_weights import refuse_own_weights
-from wanma.training.loss.loss_functions import Classification, LossFunction, class_range
-from wanma.training.loss.model_outputs import tensors_of
-from wanma.training.loss.transformers_labels import SampleLabels
+from wanma.parallel.context.sequence_shards import residual_positions, shard_sequence
+from wanma.parallel.data_parallel.fsdp_errors import to_job_error
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parallelize import ParallelModel
+from wanma.parallel.pipeline.pipeline_runner import MicroBatchLoss
+from wanma.training.loss.foreign_weights import refuse_foreign_weights
+from wanma.training.loss.loss_functions import CrossEntropy, LossFunction, class_range
+from wanma.training.loss.model_outputs import output_tensors
+from wanma.training.loss.transformers_labels import SampleClassificationLoss
 from wanma.training.loss.validation_metrics import Metrics
-from wanma.training.step.float64_errors import doubles, explaining_doubles
+from wanma.training.step.float64_errors import explain_float64_errors, float64_tensor_names
 
-_EVALUATED_TOGETHER = 4
+_EVALUATION_MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage in one run of an evaluating pipeline: its bubble is a fifth of the time."""
 
 
@@ -38,63 +38,66 @@ class ForwardBackward:
 
     def __init__(
         self,
-        parallel: Parallel,
+        parallel_model: ParallelModel,
         job: Job,
         plan: Plan,
-        grid: Grid,
+        parallel_mesh: ParallelMesh,
         loss: LossFunction,
         metrics: Metrics | None = None,
     ) -> None:
         self.metrics = metrics or Metrics({})
         """Metrics that `evaluate` computes beside the loss."""
-        self._parallel = parallel
+        self._parallel_model = parallel_model
         self._plan = plan
         self._job = job
-        self._grid = grid
+        self._parallel_mesh = parallel_mesh
         self._loss = loss
-        self._checks_weights = not isinstance(loss, Classification | SampleLabels)
+        self._check_foreign_weights = not isinstance(loss, CrossEntropy | SampleClassificationLoss)
         """True if the loss is the user's, and has had no gradient yet."""
-        known = loss if isinstance(loss, Classification) else Classification(classes_last=True)
-        self._of_pipeline = replace(known, spend=True)
+        known = loss if isinstance(loss, CrossEntropy) else CrossEntropy(classes_last=True)
+        self._pipeline_loss = replace(known, overwrite_logits=True)
         """Cross entropy of a pipeline, whose logits nobody reads afterwards."""
-        self._routers = [module for module in parallel.modules() if isinstance(module, Routing)]
+        self._routers = [module for module in parallel_model.modules() if isinstance(module, TopKRouter)]
 
-    def __call__(self, batches: list[Batch], factor: float) -> tuple[Tensor, Tensor]:
-        """Add this rank's gradients of (sum of losses × `factor`).
+    def __call__(self, batches: list[Batch], loss_multiplier: float) -> tuple[Tensor, Tensor]:
+        """Add this rank's gradients of (sum of losses × `loss_multiplier`).
 
         Returns:
             (sum of losses, number of targets), both zero where another rank counts the same loss.
         """
-        set_loss_factor(self._routers, factor)
-        if self._parallel.pipeline is not None:
+        set_auxiliary_loss_scale(self._routers, loss_multiplier)
+        if self._parallel_model.pipeline is not None:
             classes = class_range(batches)
 
             def scaled(output: Tensor, targets: Tensor) -> Tensor:
-                return self._of_pipeline.sum(output, targets, classes) * factor
+                return self._pipeline_loss.sum(output, targets, classes) * loss_multiplier
 
-            return self._pipelined(batches, factor, scaled, backward=True)
-        loss_sum, targets = self._zero(), self._zero()
-        clock = self._parallel.clock
+            return self._run_pipeline(batches, loss_multiplier, scaled, backward=True)
+        loss_sum, targets = self._zero_scalar(), self._zero_scalar()
+        clock = self._parallel_model.compute_timer
         for index, batch in enumerate(batches):
-            self._parallel.begin_micro_batch(last=index == len(batches) - 1)
+            self._parallel_model.begin_micro_batch(is_last=index == len(batches) - 1)
             clock.start()
-            part, positions = self._part(batch)
-            with explaining_doubles(batch, self._plan.precision), self._drawing(part, positions) as forward:
+            part, positions = self._local_part(batch)
+            with (
+                explain_float64_errors(batch, self._plan.precision),
+                self._sample_context(part, positions) as forward,
+            ):
                 batch_loss, batch_targets = self._losses(part)
                 if not batch_loss.requires_grad:
                     raise WanmaError(
                         "the loss has no gradient: no parameter that it depends on is trained",
                         "leave requires_grad = True on what is to be trained, and do not detach the output",
                     )
-                forward.end()
-                clock.stop(forward=True)
+                forward.end_forward()
+                clock.stop(is_forward=True)
                 clock.start()
-                (batch_loss * factor).backward()
-            clock.stop(forward=False)
+                (batch_loss * loss_multiplier).backward()
+            clock.stop(is_forward=False)
             loss_sum += batch_loss.detach()
             targets += batch_targets
-        self._parallel.end_backward()
-        return self._counted(loss_sum, targets)
+        self._parallel_model.finalize_gradients()
+        return self._mask_duplicate_losses(loss_sum, targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, ...]:
         """Evaluate batches without gradients.
@@ -104,7 +107,9 @@ class ForwardBackward:
                 `__call__`.
         """
         sums = self.evaluate_losses(batches, self.metrics)
-        return *sums, *self.metrics.sums(self._grid.device, counts=self._grid.counts_loss)
+        return *sums, *self.metrics.sums(
+            self._parallel_mesh.device, contributes=self._parallel_mesh.contributes_loss
+        )
 
     def evaluate_losses(
         self, batches: Iterable[Batch], metrics: Metrics | None = None
@@ -115,42 +120,42 @@ class ForwardBackward:
             batches: micro-batches of this rank.
             metrics: metrics to which the values of the batches are added.
         """
-        loss_sum, targets, metrics = self._zero(), self._zero(), metrics or Metrics({})
-        metrics.begin()
-        if self._parallel.pipeline is not None:
+        loss_sum, targets, metrics = self._zero_scalar(), self._zero_scalar(), metrics or Metrics({})
+        metrics.reset()
+        if self._parallel_model.pipeline is not None:
             remaining = iter(batches)
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
-            while some := list(islice(remaining, _EVALUATED_TOGETHER * self._plan.pp)):
-                real = iter(self._stacked(some).real.to(self._grid.device).chunk(len(some)))
+            while some := list(islice(remaining, _EVALUATION_MICRO_BATCHES_PER_STAGE * self._plan.pp)):
+                real = iter(self._stacked(some).real.to(self._parallel_mesh.device).chunk(len(some)))
 
                 def loss(output: Tensor, of_batch: Tensor, real: Iterator[Tensor] = real) -> Tensor:
                     metrics.add(output, of_batch, next(real))
-                    return self._of_pipeline.sum(output, of_batch)
+                    return self._pipeline_loss.sum(output, of_batch)
 
-                some_loss, some_targets = self._pipelined(some, 1.0, loss, backward=False)
+                some_loss, some_targets = self._run_pipeline(some, 1.0, loss, backward=False)
                 loss_sum += some_loss
                 targets += some_targets
         else:
             with torch.no_grad():
                 for batch in batches:
-                    part, positions = self._part(batch)
-                    with self._drawing(part, positions) as forward:
+                    part, positions = self._local_part(batch)
+                    with self._sample_context(part, positions) as forward:
                         output = self._forward(part)
                         batch_loss, batch_targets = self._loss(output, part)
-                        forward.end()
+                        forward.end_forward()
                     loss_sum += batch_loss
                     targets += batch_targets
                     metrics.add(output, part.given_targets, part.real)
-        self._parallel.rest()
-        self._parallel.settle()
-        return self._counted(loss_sum, targets)
+        self._parallel_model.reshard()
+        self._parallel_model.wait_until_weights_unused()
+        return self._mask_duplicate_losses(loss_sum, targets)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, target count) of this rank's part of a micro-batch, without a pipeline."""
-        part, positions = self._part(batch)
-        with self._drawing(part, positions) as forward:
+        part, positions = self._local_part(batch)
+        with self._sample_context(part, positions) as forward:
             sums = self._losses(part)
-            forward.end()
+            forward.end_forward()
         return sums
 
     def _losses(self, part: Batch) -> tuple[Tensor, Tensor]:
@@ -161,34 +166,34 @@ class ForwardBackward:
         """
         output = self._forward(part)
         sums = self._loss(output, part)
-        if self._checks_weights and sums[0].requires_grad:
-            self._checks_weights = False
-            refuse_own_weights(sums[0], tensors_of(output), self._parallel, part.rows)
+        if self._check_foreign_weights and sums[0].requires_grad:
+            self._check_foreign_weights = False
+            refuse_foreign_weights(sums[0], output_tensors(output), self._parallel_model, part.rows)
         return sums
 
     def output(self, batch: Batch) -> Any:
         """Return the model's output for this rank's part of a micro-batch, without a pipeline."""
-        part, positions = self._part(batch)
-        with self._drawing(part, positions) as forward:
+        part, positions = self._local_part(batch)
+        with self._sample_context(part, positions) as forward:
             output = self._forward(part)
-            forward.end()
+            forward.end_forward()
         return output
 
-    def _part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+    def _local_part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """Return this rank's part of a micro-batch, and the sequence positions of its activations."""
         positions = self._positions(batch)
-        return split_sequence(batch.to(self._grid.device), self._grid), positions
+        return shard_sequence(batch.to(self._parallel_mesh.device), self._parallel_mesh), positions
 
-    def _drawing(self, part: Batch, positions: Tensor | None) -> Forward:
-        return self._parallel.draws.forward(self._parallel.module, part.samples, positions)
+    def _sample_context(self, part: Batch, positions: Tensor | None) -> KeyedForward:
+        return self._parallel_model.random_draws.forward(self._parallel_model.module, part.samples, positions)
 
     def _forward(self, part: Batch) -> Any:
         """Return the model's output for this rank's part of a micro-batch."""
-        module = self._parallel.module
+        module = self._parallel_model.module
         try:
             return module(*part.inputs, **part.keywords)
         except Exception as error:
-            if doubles(part) or explained(error, self._plan) is not None:
+            if float64_tensor_names(part) or to_job_error(error, self._plan) is not None:
                 raise  # explained further up
             told = forward_error(error, module, part.inputs, part.keywords, part.samples.tolist())
             if told is None:
@@ -197,35 +202,37 @@ class ForwardBackward:
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Return the sequence positions of the activations that this rank holds; None for all."""
-        positions = residual_positions(batch, self._plan, self._grid.rank)
-        return None if positions is None else positions.to(self._grid.device)
+        positions = residual_positions(batch, self._plan, self._parallel_mesh.rank)
+        return None if positions is None else positions.to(self._parallel_mesh.device)
 
-    def _pipelined(
-        self, batches: list[Batch], factor: float, loss: Loss, *, backward: bool
+    def _run_pipeline(
+        self, batches: list[Batch], loss_multiplier: float, loss: MicroBatchLoss, *, backward: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return sums as `__call__` does; `loss` gives `factor` times those of a micro-batch."""
-        pipeline = self._parallel.pipeline
+        """Return sums as `__call__` does; `loss` gives `loss_multiplier` times those of a micro-batch."""
+        pipeline = self._parallel_model.pipeline
         assert pipeline is not None
         stacked = self._stacked(batches)
         positions = self._positions(stacked)
-        whole = split_sequence(stacked.to(self._grid.device), self._grid)
-        run = pipeline.run if backward else pipeline.evaluate
+        whole = shard_sequence(stacked.to(self._parallel_mesh.device), self._parallel_mesh)
+        run = pipeline.forward_backward if backward else pipeline.evaluate
         scaled = run(whole, positions, len(batches), loss)
         if backward:
-            self._parallel.ties.sum_gradients()
-        return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())
+            self._parallel_model.tied_weights.all_reduce_gradients()
+        return self._mask_duplicate_losses(
+            scaled.double() / loss_multiplier, (whole.targets != IGNORE_INDEX).sum()
+        )
 
     def _stacked(self, batches: list[Batch]) -> Batch:
         """Stack the micro-batches of a schedule at equal size; padding has no targets, so no gradient.
 
         Checks before the first step may have more rows than the plan's.
         """
-        return stack_rows(batches, max(self._plan.micro_batch, *(batch.rows for batch in batches)))
+        return concatenate_padded(batches, max(self._plan.micro_batch, *(batch.rows for batch in batches)))
 
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self._grid.device)
+    def _zero_scalar(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._parallel_mesh.device)
 
-    def _counted(self, loss_sum: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self._grid.counts_loss:
-            return loss_sum, targets
-        return torch.zeros_like(loss_sum), torch.zeros_like(targets)
+    def _mask_duplicate_losses(self, loss_sum: Tensor, target_count: Tensor) -> tuple[Tensor, Tensor]:
+        if self._parallel_mesh.contributes_loss:
+            return loss_sum, target_count
+        return torch.zeros_like(loss_sum), torch.zeros_like(target_count)

@@ -9,54 +9,61 @@ import torch.distributed as dist
 
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.parallel.gradients.gradient_norm import squared_norm_share
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.training.optimizer.named_optimizer import Updater
+from wanma.parallel.gradients.gradient_norm import local_squared_norm
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.training.optimizer.named_optimizer import NamedOptimizer
 
 
-class LayerNorms:
+class LayerGradientNorms:
     """Norms by layer of the mean loss's gradient before clipping.
 
     Args:
         names: names of the full model's parameters.
         plan: plan of the run.
-        every: optimizer steps from one measurement to the next; 0: none.
+        interval_steps: optimizer steps from one measurement to the next; 0: none.
 
     Raises:
         JobError: sites do not take the same gradients.
     """
 
-    def __init__(self, names: Iterable[str], plan: Plan, every: int) -> None:
-        if every > 0 and plan.sites > 1:
+    def __init__(self, names: Iterable[str], plan: Plan, interval_steps: int) -> None:
+        if interval_steps > 0 and plan.sites > 1:
             raise JobError(
-                f"observe.gradient_norms_every_steps = {every}: {plan.sites} sites take different gradients",
+                f"observe.gradient_norms_every_steps = {interval_steps}: {plan.sites} sites take different "
+                "gradients",
                 "leave it out with parallel.synchronize",
             )
-        self._every = every
+        self._interval_steps = interval_steps
         self._layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(layer_of, names)))}
 
-    def measure(self, step: int, updater: Updater, grid: Grid, correction: float) -> dict[str, float]:
+    def measure(
+        self,
+        step: int,
+        named_optimizer: NamedOptimizer,
+        parallel_mesh: ParallelMesh,
+        gradient_multiplier: float,
+    ) -> dict[str, float]:
         """Return the norm by layer, of trained ones; empty where `step` is not due. Every rank calls it.
 
         Args:
             step: optimizer steps, this one included.
-            updater: optimizer of this rank's parameters.
-            grid: device meshes of the plan.
-            correction: factor from the gradients as they stand to those of the mean loss.
+            named_optimizer: optimizer of this rank's parameters.
+            parallel_mesh: device meshes of the plan.
+            gradient_multiplier: factor from the gradients as they stand to those of the mean loss.
         """
-        if self._every == 0 or step % self._every:
+        if self._interval_steps == 0 or step % self._interval_steps:
             return {}
         by_layer: dict[str, list[torch.Tensor]] = {}
-        for name, parameter in updater.parameters.items():
-            if parameter.grad is not None and name not in updater.copies:
+        for name, parameter in named_optimizer.parameters.items():
+            if parameter.grad is not None and name not in named_optimizer.tied_copies:
                 by_layer.setdefault(layer_of(name), []).append(parameter.grad)
-        squares = torch.zeros(2, len(self._layers), dtype=torch.float64, device=grid.device)
+        squares = torch.zeros(2, len(self._layers), dtype=torch.float64, device=parallel_mesh.device)
         for layer, gradients in by_layer.items():
-            squares[0, self._layers[layer]] = squared_norm_share(gradients, grid.plan)
+            squares[0, self._layers[layer]] = local_squared_norm(gradients, parallel_mesh.plan)
             squares[1, self._layers[layer]] = 1.0
-        if grid.plan.world_size > 1:
+        if parallel_mesh.plan.world_size > 1:
             dist.all_reduce(squares)
-        norms, held = (squares[0].sqrt() * correction).tolist(), squares[1].tolist()
+        norms, held = (squares[0].sqrt() * gradient_multiplier).tolist(), squares[1].tolist()
         return {layer: norms[index] for layer, index in self._layers.items() if held[index]}
 
 

@@ -6,21 +6,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.models.layers.batch_norm import noting_modules
-from wanma.models.layers.router import Routing
-from wanma.parallel.mesh.parallel_mesh import Grid
-from wanma.parallel.parallelize import Parallel
+from wanma.models.layers.batch_norm import find_step_statistics_modules
+from wanma.models.layers.router import TopKRouter
+from wanma.parallel.mesh.parallel_mesh import ParallelMesh
+from wanma.parallel.parallelize import ParallelModel
 
 
-def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, Tensor]:
+def update_model_statistics(
+    parallel_model: ParallelModel, parallel_mesh: ParallelMesh, applied: bool
+) -> dict[str, Tensor]:
     """Sum the statistics that all ranks noted since the last step, and update the modules that noted them.
 
     All statistics of a model travel in one all-reduce over the world, in which each module has its place,
     whichever pipeline stage holds it. Counts are integers below 2^53 and stay exact.
 
     Args:
-        model: this rank's part of the model.
-        grid: device meshes of the plan.
+        parallel_model: this rank's part of the model.
+        parallel_mesh: device meshes of the plan.
         applied: true if the step changes the weights. The statistics of one that does not are discarded: its
             activations may have been infinite.
 
@@ -29,35 +31,49 @@ def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, T
             most tokens of one expert over the mean, in the layer where that is worst; and `balance_loss`, the
             sum over tokens.
     """
-    if not model.noting:
+    if not parallel_model.statistics_modules:
         return {}
-    here = {name: module for part in model.parts for name, module in noting_modules(part).items()}
-    taken = {name: module.take() for name, module in here.items()}
+    here = {
+        name: module
+        for part in parallel_model.model_parts
+        for name, module in find_step_statistics_modules(part).items()
+    }
+    taken = {name: module.pop_sums() for name, module in here.items()}
     if not applied:
         return {}
-    zeros = torch.zeros((), dtype=torch.float64, device=grid.device)
+    zeros = torch.zeros((), dtype=torch.float64, device=parallel_mesh.device)
     packed = torch.cat(
         [
             torch.cat([part.flatten().to(zeros) for part in taken[name]])
             if name in here
-            else zeros.expand(module.statistics_elements)
-            for name, module in model.noting.items()
+            else zeros.expand(module.statistics_numel)
+            for name, module in parallel_model.statistics_modules.items()
         ]
     )
-    if grid.at("tp") > 0 and not grid.plan.sequence_parallel:
+    if parallel_mesh.coordinate("tp") > 0 and not parallel_mesh.plan.sequence_parallel:
         packed.zero_()  # the first tensor rank saw the same tokens
-    if grid.plan.world_size > 1:
+    if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(packed)
     sums = dict(
-        zip(model.noting, packed.split([m.statistics_elements for m in model.noting.values()]), strict=True)
+        zip(
+            parallel_model.statistics_modules,
+            packed.split([m.statistics_numel for m in parallel_model.statistics_modules.values()]),
+            strict=True,
+        )
     )
     for name, module in here.items():
         parts = sums[name].split([part.numel() for part in taken[name]])
-        module.commit(*(total.view_as(part) for total, part in zip(parts, taken[name], strict=True)))
-    return _of_experts([sums[name] for name, module in model.noting.items() if isinstance(module, Routing)])
+        module.apply_sums(*(total.view_as(part) for total, part in zip(parts, taken[name], strict=True)))
+    return _expert_metrics(
+        [
+            sums[name]
+            for name, module in parallel_model.statistics_modules.items()
+            if isinstance(module, TopKRouter)
+        ]
+    )
 
 
-def _of_experts(totals: list[Tensor]) -> dict[str, Tensor]:
+def _expert_metrics(totals: list[Tensor]) -> dict[str, Tensor]:
     if not totals:
         return {}
     worst = [total[:-1].max() * (len(total) - 1) / total[:-1].sum().clamp(min=1) for total in totals]
