@@ -63,18 +63,18 @@ def test_what_image_models_do_not_declare_the_runtime_cannot_split(preset: str, 
     with torch.device("meta"):
         model = spec.build_module()
     group = SimpleNamespace(get_group=lambda: None)
-    grid = cast(Any, SimpleNamespace(plan=plan, axis=lambda _: group))
+    parallel_mesh = cast(Any, SimpleNamespace(plan=plan, dim_mesh=lambda _: group))
     with pytest.raises(JobError, match=rf"parallel\.{axis} = 2: "):
-        _split(model, spec.require_parallel_spec(axis), axis, plan, grid)
+        _split(model, spec.require_parallel_spec(axis), axis, plan, parallel_mesh)
 
 
-def _split(model: nn.Module, layout: Any, axis: str, plan: Plan, grid: Any) -> None:
+def _split(model: nn.Module, parallel_spec: Any, axis: str, plan: Plan, parallel_mesh: Any) -> None:
     """As `parallelize` does."""
     if axis == "pp":
-        pipeline_parallel_spec(model, layout, plan)
+        pipeline_parallel_spec(model, parallel_spec, plan)
     else:
         {"tp": apply_tensor_parallel, "cp": apply_context_parallel, "ep": apply_expert_parallel}[axis](
-            model, layout, grid
+            model, parallel_spec, parallel_mesh
         )
 
 
