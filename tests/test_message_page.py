@@ -1,11 +1,11 @@
 """The page of all messages is the source's own text."""
 
-from tests.support import message_page
+from support import message_page
 
 
 def test_page_of_messages_is_that_of_the_source() -> None:
     assert message_page.PAGE.read_text() == message_page.page(), (
-        "a message has changed: python -m tests.support.message_page writes the page anew"
+        "a message has changed: PYTHONPATH=tests python -m support.message_page writes the page anew"
     )
 
 

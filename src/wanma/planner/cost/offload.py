@@ -1,9 +1,9 @@
 """Time of offload transfers: weights, optimizer state and activations in host memory or on disk.
 
-Keys are `parallel.offload_*`. It follows the runtime in `wanma.parallel.memory` and `wanma.training.optimizer`.
-On a GPU a block's weights arrive while the block before computes, and activations go to the host and back on
-a stream of their own. Copies of activations to and from files, and of optimizer state, block the device. On a
-CPU every transfer blocks. Pure functions, without torch.
+Keys are `parallel.offload_*`. It follows the runtime in `parallel.memory` and `training.optimizer`. On a GPU
+a block's weights arrive while the block before computes, and activations go to the host and back on a stream
+of their own. Copies of activations to and from files, and of optimizer state, block the device. On a CPU
+every transfer blocks. Pure functions, without torch.
 """
 
 from __future__ import annotations
