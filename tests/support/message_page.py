@@ -1,6 +1,6 @@
 """Generator of docs/reference/messages.md: every error and warning of the source that a user can meet.
 
-`PYTHONPATH=tests python -m support.message_page` writes the page; tests/test_message_page.py holds the two equal.
+`PYTHONPATH=tests python -m support.message_page` writes the page; test_message_page.py holds the two equal.
 """
 
 from __future__ import annotations
