@@ -321,7 +321,7 @@ def test_the_list_of_runs_knows_scripts_and_what_needs_a_training_says_so(desk: 
     assert desk.run("show", "waits").out.startswith("waits: Ended without a word")
     refused = desk.run("report", "told")
     assert refused.code == 2
-    assert "opened no wanma.session" in refused.told_once()
+    assert "did not open a wanma.session" in refused.told_once()
 
 
 def test_only_the_ranks_that_are_asked_for_are_shown(desk: Desk) -> None:

@@ -161,6 +161,6 @@ def test_the_command_takes_a_run_and_no_job(
     assert main(["plan", "--learn", str(tmp_path / "nowhere")]) == 2
     assert main(["plan"]) == 2
     said = capsys.readouterr().err
-    assert "--learn takes a run, and no job" in said
+    assert "--learn takes a run, not a job" in said
     assert "there is no run in" in said
     assert "JOB is missing" in said

@@ -85,7 +85,7 @@ def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path
     assert re.search("2 ranks on 2 nodes, (shared|gloo): ", first)
     assert "messages between two machines" in first
     assert "doubling" in first
-    assert second == "measured; the results are shown on the machine of rank 0\n"
+    assert second == "measurement complete; results are shown on the node of rank 0\n"
 
 
 @pytest.mark.parametrize(

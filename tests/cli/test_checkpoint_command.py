@@ -205,7 +205,7 @@ def test_convert_to_plain_safetensors_names_weights_as_the_model_does(run: RunDi
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["convert", "gpt", "out", "--format", "safetensors", "--files", "2"], "--files belongs to"),
+        (["convert", "gpt", "out", "--format", "safetensors", "--files", "2"], "--files needs --format"),
         (["convert", "gpt", "out", "--files", "0"], "0 files: at least one is needed"),
         (["verify", "elsewhere"], "there is no run 'elsewhere'"),
         (["verify", "runs/gpt/logs"], "'runs/gpt/logs' is a folder without checkpoints"),

@@ -51,7 +51,7 @@ def test_job_files_are_upgraded_and_each_change_is_said(
     )
     assert main(["job", "--upgrade", str(broken), str(old), str(new)]) == EXIT_USAGE
     said = capsys.readouterr()
-    assert said.out == f"{old}:4: cluster.retries → cluster.max_restarts\n{new}: nothing to rename\n"
+    assert said.out == f"{old}:4: cluster.retries → cluster.max_restarts\n{new}: no old keys\n"
     assert f"{broken}:1: not valid TOML" in said.err
     assert load_job(old).cluster.max_restarts == 1
 
@@ -71,6 +71,6 @@ def test_an_old_key_is_described_under_its_new_name(capsys: pytest.CaptureFixtur
     assert "'parallel.context' is renamed to 'parallel.cp_method'" in capsys.readouterr().err
 
 
-def test_a_dry_run_belongs_to_an_upgrade(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_an_upgrade(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["job", "--dry-run"]) == EXIT_USAGE
-    assert "--dry-run belongs to --upgrade" in capsys.readouterr().err
+    assert "--dry-run needs --upgrade" in capsys.readouterr().err

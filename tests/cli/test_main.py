@@ -34,19 +34,19 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["gpt.toml"], "error: 'gpt.toml' is not a command.\n  to train it: wanma train gpt.toml\n"),
         (["train"], "error: wanma train: the following arguments are required: JOB\n"),
         (["train", "x.toml", "--dry-rn"], "unknown option --dry-rn. Did you mean '--dry-run'?"),
-        (["train", "x.toml", "--train.steps=4"], "overrides have no dashes: train.steps=500"),
+        (["train", "x.toml", "--train.steps=4"], "write overrides without dashes: train.steps=500"),
         (["train", "x.toml", "--dry"], "unknown option --dry. "),
-        (["runs", "extra"], "error: wanma runs: 'extra' is one argument too many"),
-        (["--colour"], "error: wanma: unknown option --colour.\n  `wanma --help` shows how"),
+        (["runs", "extra"], "error: wanma runs: unexpected argument 'extra'"),
+        (["--colour"], "error: wanma: unknown option --colour.\n  see `wanma --help`"),
         (["job", "trian"], "error: the job file has no 'trian'. Did you mean 'train'?"),
         (["sample", "--prompt", "x", "--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
         (["sample", "--prompt", "x", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["sample", "--prompt", "x", "--temperature", "-1"], "temperature = -1.0: must be 0 or more"),
         (["launch", "--ranks", "2"], "the following arguments are required: SCRIPT\n"),
         (["launch", "--ranks", "2", "none.py"], "error: there is no script none.py"),
-        (["launch", __file__, "--ranks", "2"], f"give --ranks N, at least 1, before {__file__}"),
-        (["launch", "--ranks", "0", __file__], f"`wanma launch --ranks 2 {__file__}` starts two processes"),
-        (["launch", "--ranks", "2", "--show", "5", __file__], "--show 5: there is no such rank"),
+        (["launch", __file__, "--ranks", "2"], f"--ranks N, at least 1, is missing before {__file__}"),
+        (["launch", "--ranks", "0", __file__], f"for two processes: `wanma launch --ranks 2 {__file__}`"),
+        (["launch", "--ranks", "2", "--show", "5", __file__], "--show 5: no such rank"),
         (["launch", "--ranks", "x", "none.py"], "argument --ranks: invalid int value: 'x'"),
         (["launch", "--rank", "2", __file__], "unknown option --rank. Did you mean '--ranks'?"),
         (
@@ -153,7 +153,7 @@ def test_output_that_finds_a_full_disk_is_no_bug_of_wanma() -> None:
         )
         told = process.communicate(timeout=60)[1]
     assert told == (
-        "error: No space left on device: where the output of this command goes\n  free some space there\n"
+        "error: No space left on device: the output of this command\n  free some space on its disk\n"
     )
     assert process.returncode == 1
 

@@ -42,7 +42,7 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
     assert desk.run("train", "own.toml", "--run-dir", "raised").code == 1, "it is another model now"
     again = desk.run("train", "own.toml", "--run-dir", "raised", "checkpoint.resume=changed")
     assert again.code == 0, "the same command, the cause removed"
-    assert "carrying on from step 2" in again.out
+    assert "resuming from step 2" in again.out
     assert [step["step"] for step in training.metrics] == list(range(1, 9))
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
         assert "Traceback" not in ran.text
         assert "the checkpoint of step 15 was not saved: rank " in ran.text
         assert "No space left on device" in ran.text
-        assert "training goes on" in ran.text
+        assert "training continues" in ran.text
         assert "finished at step 20, but the checkpoint of step 20 was not saved" in ran.text
         saved = training.checkpoints()[0]
         assert saved == "step-00000005"
@@ -168,7 +168,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         again = desk.run("train", "text.toml", "--run-dir", "small/run", "train.steps=20")
         assert again.code == 0, again.text
-        assert "nothing is left to do: the run is at step 20 of 20" in again.out
+        assert "the run is complete: step 20 of 20" in again.out
         assert training.checkpoints()[-1] == "step-00000020"
         assert [step["step"] for step in training.metrics] == list(range(1, 21))
 

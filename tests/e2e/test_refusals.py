@@ -230,7 +230,7 @@ def test_a_fresh_start_keeps_the_older_checkpoints_apart(
 def test_a_run_that_has_ended_says_so(desk: Desk, whole: Training, finished: Training) -> None:
     ran = desk.run("train", "text.toml", "--run-dir", finished.path.name)
     assert ran.code == 0
-    assert "nothing is left to do: the run is at step 60 of 60; raise train.steps to go on" in ran.out
+    assert "the run is complete: step 60 of 60; raise train.steps to continue" in ran.out
     assert finished.metrics == whole.metrics
 
 

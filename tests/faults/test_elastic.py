@@ -64,8 +64,8 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     assert shrunk["plan"] == grown["plan_before"] == "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
     assert shrunk["plan_before"] == grown["plan"] == "3 ranks (dp_shard 3), parameters sharded, fp64, cpu"
     assert "steps save" in grown["reason"]
-    assert ran.out.count("the run goes on with 2 of at most 3 machines (3 before)") == 1
-    assert ran.out.count("the run goes on with 3 of at most 3 machines (2 before)") == 1
+    assert ran.out.count("resized: 2 of at most 3 nodes (3 before)") == 1
+    assert ran.out.count("resized: 3 of at most 3 nodes (2 before)") == 1
     note(row("a machine is lost, and the others go on", recovery))
     note(row("it comes back, and is taken", growth))
 

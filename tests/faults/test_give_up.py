@@ -49,7 +49,7 @@ def check_step_7_is_kept(desk: Desk, met: Met, whole: Training) -> None:
     assert [step["step"] for step in training.metrics] == list(range(1, 8))
     assert training.events[-1]["outcome"] == "failed"
     ran = again(desk, training.path.name, NO_CHECKPOINT)
-    assert f"carrying on from step 7 of {STEPS}" in ran.out
+    assert f"resuming from step 7 of {STEPS}" in ran.out
     check_whole(ran, training, whole)
 
 
@@ -119,7 +119,7 @@ def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_pat
         assert list(disk.iterdir()) == []
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         ran = again(desk, "both")
-        assert f"carrying on from step 7 of {STEPS}" in ran.out
+        assert f"resuming from step 7 of {STEPS}" in ran.out
         check_whole(ran, met.training, whole)
 
 
@@ -158,7 +158,7 @@ def test_the_supervisor_may_be_killed_while_the_run_gives_up(
 
 def check_step_5_counts(desk: Desk, met: Met, whole: Training) -> None:
     ran = again(desk, met.training.path.name)
-    assert f"carrying on from step 5 of {STEPS}" in ran.out
+    assert f"resuming from step 5 of {STEPS}" in ran.out
     assert met.training.checkpoints() == ["step-00000005", "step-00000010", "step-00000012"]
     check_whole(ran, met.training, whole)
 

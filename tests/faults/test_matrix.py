@@ -201,7 +201,7 @@ def check_cost(met: Met, cell: Cell) -> None:
     else:
         assert (recovery["source"], recovery["step"]) == ("checkpoint", cell.checkpoint)
     assert met.ran.out.count("recovered from: ") == 1
-    assert "carrying on" not in met.ran.out, "one message for one recovery"
+    assert "resuming from" not in met.ran.out, "one message for one recovery"
     if cell.loses_a_save:
         assert met.training.checkpoints() == ["step-00000010", "step-00000012"], "the one of step 5 failed"
 

@@ -50,7 +50,8 @@ def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(
     assert recovery["source"] == "partner"
     assert recovery["repeated_steps"] <= 2, "the copy of the step before was under way"
     assert "was lost" in recovery["failure"]
-    assert "carried on with the copy in memory, a lost node's from its partner, of step" in ran.text
+    assert "resumed from the in-memory checkpoint of step" in ran.text
+    assert "(lost node: from its partner)" in ran.text
     note(row("a machine is lost, and another comes", recovery))
 
 

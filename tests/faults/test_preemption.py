@@ -34,7 +34,7 @@ def preempt(running: Running, marks: Path, grace_seconds: float) -> Ran:
 def check_carries_on(desk: Desk, training: Training, whole: Training, step: int) -> None:
     ran = train(desk, training.path.name)
     assert ran.code == 0, ran.text
-    assert f"carrying on from step {step:,} of 12" in ran.out
+    assert f"resuming from step {step:,} of 12" in ran.out
     assert [line["step"] for line in training.metrics] == list(range(1, 13)), "each once, in order"
     assert training.losses == whole.losses
     assert_bitwise_equal(training.state(), whole.state())

@@ -65,10 +65,8 @@ def test_plain_lines_tell_the_run_from_start_to_end(run: RunDirectory) -> None:
 def test_a_resumed_run_says_where_it_carries_on(run: RunDirectory) -> None:
     start = {"kind": "start", "step": 20, "steps": 30, "source": "step-00000020"}
     lines = shown(run, "plain", [start, step(21)])
-    assert [line for line in lines if "carrying on" in line] == [
-        "carrying on from step 20 of 30 (step-00000020)"
-    ]
-    assert lines[1].startswith("carrying on")
+    assert [line for line in lines if "resuming" in line] == ["resuming from step 20 of 30 (step-00000020)"]
+    assert lines[1].startswith("resuming")
     assert lines[2].startswith("step 21/30")
 
 
@@ -92,7 +90,7 @@ def test_a_node_without_rank_0_says_what_it_is_and_waits_for_no_step(run: RunDir
     text = "joined the run at 10.0.0.1:29500: this is node 1 of 2"
     said = "\n".join(shown(run, mode, [{"kind": "joined", "text": text, "shows_the_run": False}]))
     assert text in said
-    assert ("the node with rank 0 shows the steps" in said) == (mode == "live")
+    assert ("progress is shown on the node of rank 0" in said) == (mode == "live")
     assert "waiting for the first step" not in said
 
 
@@ -201,7 +199,7 @@ def test_a_recovery_is_one_message_on_every_console(run: RunDirectory, mode: str
     lines = [line for line in shown(run, mode, events) if "run directory" not in line]
     assert lines == [
         "warning: recovered from: rank 1 (node 0, a) failed: its process was killed by SIGKILL",
-        "  carried on with the copy in memory of step 1,200, 1 step repeated; "
+        "  resumed from the in-memory checkpoint of step 1,200, 1 step repeated; "
         "0.48 s from the failure to the next finished step",
     ]
 
@@ -211,10 +209,10 @@ def test_a_recovery_is_one_message_on_every_console(run: RunDirectory, mode: str
     [
         (
             {"source": "checkpoint", "repeated_steps": 30},
-            "with the checkpoint of step 1,200, 30 steps repeated; ",
+            "from the checkpoint of step 1,200, 30 steps repeated; ",
         ),
         ({"source": "beginning", "step": 0}, "from the beginning, 1 step repeated; "),
-        ({"repeated_steps": 0}, "with the copy in memory of step 1,200, no step is repeated; "),
+        ({"repeated_steps": 0}, "from the in-memory checkpoint of step 1,200, no step is repeated; "),
         ({"attempt": 2}, "to the next finished step (attempt 2)"),
     ],
 )
@@ -235,7 +233,7 @@ CHANGE = {
 def test_a_recovery_on_fewer_machines_says_so_in_the_same_message(run: RunDirectory) -> None:
     lines = shown(run, "quiet", [{**RECOVERY, "change": CHANGE}])
     assert lines[2:4] == [
-        "  the run goes on with 3 of at most 4 machines (4 before): 4 ranks (dp_replicate 4), fp32, cpu -> "
+        "  resized: 3 of at most 4 nodes (4 before): 4 ranks (dp_replicate 4), fp32, cpu -> "
         "3 ranks (dp_replicate 3), fp32, cpu",
         "  change to it: there is room for 3",
     ]
@@ -245,10 +243,10 @@ def test_a_run_that_grows_says_what_it_took(run: RunDirectory) -> None:
     event = {"kind": "resize", "source": "memory", "step": 20, "repeated_steps": 0, "seconds": 1.25}
     lines = shown(run, "plain", [{**event, "change": {**CHANGE, "machines": 4, "machines_before": 3}}])
     assert [line for line in lines if "run directory" not in line] == [
-        "the run goes on with 4 of at most 4 machines (3 before): 4 ranks (dp_replicate 4), fp32, cpu -> "
+        "resized: 4 of at most 4 nodes (3 before): 4 ranks (dp_replicate 4), fp32, cpu -> "
         "3 ranks (dp_replicate 3), fp32, cpu",
         "  change to it: there is room for 3",
-        "  carried on after step 20; 1.25 s from the last step before to the first after it",
+        "  resumed after step 20; 1.25 s from the last step before the resize to the first after it",
     ]
 
 

@@ -82,8 +82,8 @@ def test_a_full_disk_is_reported_once_and_again_when_there_is_room(
     recorder.close()
     texts = [event["text"] for event in forwarded if event["kind"] == "message"]
     assert texts == [
-        "full.txt cannot be written: No space left on device; training goes on",
-        "full.txt can be written again; missing: 3 records",
+        "full.txt cannot be written: No space left on device; training continues",
+        "full.txt is writable again; missing: 3 records",
     ]
     assert [event["step"] for event in forwarded if event["kind"] == "step"] == [1, 2, 3, 4, 5]
     assert [event.get("step", event.get("text")) for event in full.seen] == [4, texts[1], 5]

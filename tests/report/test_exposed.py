@@ -91,7 +91,7 @@ def test_the_console_tells_the_share_of_the_last_steps() -> None:
     assert progress.exposed_communication_share() is None
     progress.update({**step, "step": 2, "exposed_communication_seconds": {"data": 0.5, "tensor": 0.1}})
     assert progress.exposed_communication_share() == pytest.approx(0.3)
-    assert "waiting 30.0 %" in progress.metric_texts()
+    assert "exposed communication 30.0 %" in progress.metric_texts()
 
 
 def test_tensorboard_draws_it() -> None:

@@ -53,7 +53,7 @@ def test_every_recovery_is_told(new_run: NewRun) -> None:
     assert len(report.recoveries) == 1
     assert (
         "\n\n  recovered from: rank 1 failed: ValueError\n"
-        "    carried on with the copy in memory of step 29, no step is repeated; "
+        "    resumed from the in-memory checkpoint of step 29, no step is repeated; "
         "0.50 s from the failure to the next finished step"
     ) in run_summary(report)
     assert "recovered from: rank 1 failed: ValueError" in render_report_page(report)

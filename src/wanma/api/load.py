@@ -156,7 +156,7 @@ def load(
     """
     run = run if isinstance(run, RunDirectory) else RunDirectory(Path(run))
     if not run.job.is_file():
-        raise WanmaError(f"there is no run in {run.path}", "`wanma runs` lists those there are", EXIT_USAGE)
+        raise WanmaError(f"there is no run in {run.path}", "list the runs with `wanma runs`", EXIT_USAGE)
     job = load_recorded_job(run.job)
     path = find_valid(run.checkpoints, step, on_message)
     saved, state = CheckpointReader(path), read_training_state(path)

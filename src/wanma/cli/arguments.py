@@ -32,7 +32,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, is_required: bool = Tr
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument RUN and its folder option; `resolve_run` reads them."""
     run = parser.add_argument(
-        "run_name", metavar="RUN", nargs="?", help="a run's name or folder; default: the newest"
+        "run_name", metavar="RUN", nargs="?", help="name or folder of a run; default: the newest"
     )
     set_completer(run, complete_run_names)
     add_runs_folder_option(parser)
@@ -44,7 +44,7 @@ def add_step_option(parser: argparse.ArgumentParser) -> None:
         "--step",
         metavar="N",
         type=int,
-        help="take the checkpoint of step N and no other; default: the newest that is whole",
+        help="use the checkpoint of step N; default: the newest complete one",
     )
 
 
@@ -73,7 +73,7 @@ def find_run(name: str | None, folder: Path, *, allow_scripts: bool = False) -> 
         if not runs:
             raise WanmaError(
                 f"there are no runs in {folder.absolute()}",
-                "`wanma train JOB` makes one; `--runs DIR` looks elsewhere",
+                "start one with `wanma train JOB`, or search another folder with `--runs DIR`",
                 EXIT_USAGE,
             )
         return runs[0]
@@ -82,8 +82,8 @@ def find_run(name: str | None, folder: Path, *, allow_scripts: bool = False) -> 
             return RunDirectory(path)
         if is_run(path):
             raise WanmaError(
-                f"the script that `wanma launch` has run in {path} opened no wanma.session",
-                "only what a session trains has records and checkpoints; `wanma show` tells how it went",
+                f"the script that `wanma launch` ran in {path} did not open a wanma.session",
+                "train in a wanma.session for records and checkpoints; see the outcome with `wanma show`",
                 EXIT_USAGE,
             )
     names = [run.name for run in runs]
@@ -110,7 +110,7 @@ def resolve_checkpoint_location(name: str | None, runs: Path) -> str:
         if Path(name).is_dir() and not (Path(name) / "job.toml").is_file():
             raise WanmaError(
                 f"'{name}' is a folder without checkpoints: neither manifest.json nor step-* is in it",
-                "name a run, a checkpoint's folder, or a folder of them",
+                "name a run, a checkpoint folder, or a folder of checkpoints",
                 EXIT_USAGE,
             )
     return str(find_run(name, runs).checkpoints)
@@ -123,7 +123,7 @@ def open_run(path: Path) -> RunDirectory:
         WanmaError: there is no run.
     """
     if not (path / "job.toml").is_file():
-        raise WanmaError(f"there is no run in {path}", "`wanma runs` lists those there are", EXIT_USAGE)
+        raise WanmaError(f"there is no run in {path}", "list the runs with `wanma runs`", EXIT_USAGE)
     return RunDirectory(path)
 
 
@@ -132,7 +132,7 @@ def parse_integers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers, such as 1,2,4") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers, such as 1,2,4") from None
 
 
 def set_completer(action: argparse.Action, completer: Completer) -> None:

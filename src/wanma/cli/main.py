@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-            where = error.filename or "where the output of this command goes"
-            _print_error(f"{error.strerror}: {where}", "free some space there")
+            where = error.filename or "the output of this command"
+            _print_error(f"{error.strerror}: {where}", "free some space on its disk")
             return EXIT_FAILED
         traceback.print_exc()
         _print_error(

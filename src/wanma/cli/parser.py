@@ -45,13 +45,13 @@ COMMANDS = (
 )
 
 _DESCRIPTION = """\
-Distributed AI training: plan, launch, train, heal, measure and explain.
+Distributed AI training: plan, train, recover, measure and explain.
 
 start here:
-  wanma doctor                          what this machine has, and what it lacks
-  wanma train JOB.toml --dry-run        check a job and see its plan; starts nothing
-  wanma train JOB.toml [KEY=VALUE ...]  train; the same command carries on after a stop
-  wanma show                            how the newest run went
+  wanma doctor                          check devices, network and packages of this node
+  wanma train JOB.toml --dry-run        check a job and show its plan; starts nothing
+  wanma train JOB.toml [KEY=VALUE ...]  train; the same command resumes after a stop
+  wanma show                            results of the newest run
 """
 
 
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **keywords)
 
     def error(self, message: str) -> NoReturn:
-        raise JobError(f"{self.prog}: {message}", f"`{self.prog} --help` shows how")
+        raise JobError(f"{self.prog}: {message}", f"see `{self.prog} --help`")
 
 
 def build_parser() -> Parser:
@@ -110,7 +110,7 @@ def _unknown_command(word: str, names: set[str]) -> JobError:
     if word.endswith((".toml", ".yaml", ".yml")):
         return JobError(f"'{word}' is not a command.", f"to train it: wanma train {word}")
     return JobError(
-        f"unknown command '{word}'.{did_you_mean(word, names)}", "`wanma --help` lists the commands"
+        f"unknown command '{word}'.{did_you_mean(word, names)}", "see the commands with `wanma --help`"
     )
 
 
@@ -118,12 +118,12 @@ def _unknown_argument(word: str, parsed: argparse.Namespace, parser: argparse.Ar
     for name in (parsed.command, getattr(parsed, "action", None)):
         parser = _command_parser(parser, name)
     prog = parser.prog
-    hint = f"`{prog} --help` shows how"
+    hint = f"see `{prog} --help`"
     if not word.startswith("-"):
-        return JobError(f"{prog}: '{word}' is one argument too many", hint)
+        return JobError(f"{prog}: unexpected argument '{word}'", hint)
     name = word.partition("=")[0]
     if "." in name:
-        return JobError(f"{prog}: unknown option {word}", "overrides have no dashes: train.steps=500")
+        return JobError(f"{prog}: unknown option {word}", "write overrides without dashes: train.steps=500")
     options = parser._option_string_actions
     return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
 

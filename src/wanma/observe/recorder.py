@@ -125,13 +125,13 @@ class Recorder:
             except OSError as error:
                 self._lost_events[sink.output_name] = self._lost_events.get(sink.output_name, 0) + 1
                 if self._lost_events[sink.output_name] == 1:
-                    text = f"{sink.output_name} cannot be written: {_error_text(error)}; training goes on"
+                    text = f"{sink.output_name} cannot be written: {_error_text(error)}; training continues"
                     self._broadcast_message(
                         [other for other in self._sinks if other is not sink], text, "warning"
                     )
             else:
                 if lost := self._lost_events.pop(sink.output_name, 0):
-                    text = f"{sink.output_name} can be written again; missing: {count_text(lost, 'record')}"
+                    text = f"{sink.output_name} is writable again; missing: {count_text(lost, 'record')}"
                     self._broadcast_message(self._sinks, text, "info")
 
     @staticmethod

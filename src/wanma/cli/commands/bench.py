@@ -10,47 +10,57 @@ from wanma.cli.arguments import parse_integers
 
 _EXAMPLES = """\
 examples:
-  wanma bench collectives                                    2, 4 ... ranks of this machine
+  wanma bench collectives                                    2, 4 ... ranks of this node
   wanma bench collectives --ranks 4 --collectives all_reduce --sizes 1K..64M --out bench
-  wanma bench collectives --ranks 2 --save                   forecasts use it from then on
-  wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500     the same on each machine
+  wanma bench collectives --ranks 2 --save                   used by later forecasts
+  wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500     the same on each node
 
 Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is measured in the same run.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure this machine, or several together")
+    parser = commands.add_parser("bench", help="measure the collectives of one or several nodes")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     found = actions.add_parser(
-        "collectives", help="time and bandwidth by collective, algorithm, size", epilog=_EXAMPLES
+        "collectives", help="time and bandwidth by collective, algorithm and size", epilog=_EXAMPLES
     )
     found.add_argument(
         "--ranks",
         metavar="N,N",
         type=parse_integers,
-        help="on one machine; default: 2, 4 ... to its GPUs or cores",
+        help="numbers of ranks, on one node; default: 2, 4 ... to its GPUs or cores",
     )
-    found.add_argument("--sizes", metavar="SIZES", help="such as 1K..64M or 4K,1M; default: 1K..256M")
     found.add_argument(
-        "--collectives", metavar="NAME,NAME", type=_parse_names, default=[], help="default: all"
+        "--sizes", metavar="SIZES", help="message sizes, such as 1K..64M or 4K,1M; default: 1K..256M"
+    )
+    found.add_argument(
+        "--collectives", metavar="NAME,NAME", type=_parse_names, default=[], help="collectives; default: all"
     )
     found.add_argument(
         "--algorithms",
         metavar="NAME,NAME",
         type=_parse_names,
         default=[],
-        help="backend, ring ...; default: all",
+        help="algorithms, such as backend,ring; default: all",
     )
-    found.add_argument("--dtypes", metavar="NAME,NAME", type=_parse_names, default=[], help="default: fp32")
-    found.add_argument("--seconds", metavar="N", type=float, help="for each number of ranks; default: 60")
-    found.add_argument("--out", metavar="DIR", type=Path, help="write JSON, CSV and a page of charts there")
-    found.add_argument("--save", action="store_true", help="add them to what forecasts know of this machine")
-    found.add_argument("--nodes", metavar="N", help="machines, each with this command: cluster.nodes")
-    found.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: cluster.rendezvous")
-    found.add_argument("--node-rank", metavar="R", help="this machine's number: cluster.node_rank")
     found.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="any key of [cluster]; repeatable"
+        "--dtypes", metavar="NAME,NAME", type=_parse_names, default=[], help="data types; default: fp32"
+    )
+    found.add_argument("--seconds", metavar="N", type=float, help="seconds per number of ranks; default: 60")
+    found.add_argument("--out", metavar="DIR", type=Path, help="folder for results as JSON, CSV and HTML")
+    found.add_argument("--save", action="store_true", help="save the results for forecasts of this node")
+    found.add_argument("--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)")
+    found.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
+    )
+    found.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
+    found.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override of a [cluster] key; repeatable",
     )
     found.set_defaults(run=run)
 
@@ -79,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
     if not sweeps:
-        print("measured; the results are shown on the machine of rank 0")
+        print("measurement complete; results are shown on the node of rank 0")
         return 0
     print_content(results_tables(sweeps))
     if arguments.out is not None:
         print(f"Written: {', '.join(map(str, write_results(sweeps, arguments.out)))}")
     if arguments.save:
-        print(f"Kept in {save_to_calibration(sweeps)}")
+        print(f"Saved to {save_to_calibration(sweeps)}")
     return 0
 
 

@@ -17,15 +17,15 @@ from wanma.job.errors import EXIT_FAILED, JobError
 
 _EXAMPLES = """\
 examples:
-  wanma checkpoint list                                   of the newest run
-  wanma checkpoint list s3://bucket/gpt                   what was uploaded
-  wanma checkpoint verify gpt                             every byte of every checkpoint
+  wanma checkpoint list                                   checkpoints of the newest run
+  wanma checkpoint list s3://bucket/gpt                   uploaded checkpoints
+  wanma checkpoint verify gpt                             read every byte of every checkpoint
   wanma checkpoint diff runs/gpt/checkpoints/step-00000100 gpt
   wanma checkpoint convert gpt out --files 1              one data file
   wanma checkpoint convert gpt out --format huggingface --precision bf16
 
-PLACE is a run, a checkpoint's folder, a folder of them, or (list, verify) a URL; where one checkpoint is
-meant, the newest whole one is taken.
+PLACE is a run, a checkpoint folder, a folder of checkpoints, or (list, verify) a URL. Commands on a single
+checkpoint use the newest complete one.
 """
 
 Handler = Callable[[argparse.Namespace], int]
@@ -37,37 +37,41 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
 
-    found = _add_action(actions, "list", "what there is, newest first", _list)
+    found = _add_action(actions, "list", "list checkpoints, newest first", _list)
     _add_location_argument(found, "place", "?")
     _add_json_option(found)
 
     verified = _add_action(
-        actions, "verify", "read every byte, and tell all that is wrong; exit code 1", _verify
+        actions, "verify", "read every byte and report all defects; exit code 1 if any", _verify
     )
     _add_location_argument(verified, "place", "?")
     _add_json_option(verified)
 
-    compared = _add_action(actions, "diff", "what differs between two; exit code 1 if anything", _diff)
+    compared = _add_action(actions, "diff", "compare two checkpoints; exit code 1 if they differ", _diff)
     _add_location_argument(compared, "a")
     _add_location_argument(compared, "b")
-    compared.add_argument("--all", action="store_true", help="all tensors; default: the 20 that differ most")
+    compared.add_argument(
+        "--all", action="store_true", help="show all tensors; default: the 20 with the largest differences"
+    )
     _add_json_option(compared)
 
-    converted = _add_action(actions, "convert", "write one anew; the one read is never changed", _convert)
+    converted = _add_action(
+        actions, "convert", "write a checkpoint in another format; the source is not changed", _convert
+    )
     _add_location_argument(converted, "place")
-    converted.add_argument("to", metavar="OUT", type=Path, help="folder to make")
+    converted.add_argument("to", metavar="OUT", type=Path, help="output folder")
     converted.add_argument(
         "--format",
         choices=["checkpoint", "safetensors", "huggingface"],
         default="checkpoint",
-        help="checkpoint: wanma's own (default); safetensors: the weights by the model's own names; "
-        "huggingface: as wanma export",
+        help="checkpoint: wanma's format (default); safetensors: weights under the model's names; "
+        "huggingface: as written by wanma export",
     )
     converted.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], help="of the weights; default: as they are"
+        "--precision", choices=["fp32", "bf16", "fp16"], help="precision of the weights; default: unchanged"
     )
-    converted.add_argument("--files", metavar="N", type=int, help="data files of a checkpoint; default: 1")
-    converted.add_argument("--weights", action="store_true", help="leave the optimizer's state away")
+    converted.add_argument("--files", metavar="N", type=int, help="data files of the checkpoint; default: 1")
+    converted.add_argument("--weights", action="store_true", help="omit the optimizer state")
 
 
 def _add_action(
@@ -80,7 +84,7 @@ def _add_action(
 
 
 def _add_location_argument(parser: argparse.ArgumentParser, name: str, nargs: str | None = None) -> None:
-    about = "a run, a checkpoint's folder, a folder of them, or a URL"
+    about = "a run, a checkpoint folder, a folder of checkpoints, or a URL"
     metavar = "PLACE" if name == "place" else name.upper()
     place = parser.add_argument(
         name, metavar=metavar, nargs=nargs, help=f"{about}; default: the newest run" if nargs else about
@@ -89,7 +93,7 @@ def _add_location_argument(parser: argparse.ArgumentParser, name: str, nargs: st
 
 
 def _add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -106,7 +110,7 @@ def _list(arguments: argparse.Namespace) -> int:
     else:
         print(place)
         print_content(inventory_table(entries))
-        print("As far as sizes tell; `wanma checkpoint verify` reads every byte.")
+        print("Only file sizes were checked; `wanma checkpoint verify` reads every byte.")
     return 0
 
 
@@ -147,7 +151,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     if form != "checkpoint" and (arguments.files is not None or arguments.weights):
         option = "--files" if arguments.files is not None else "--weights"
         raise JobError(
-            f"{option} belongs to --format checkpoint", f"{form} has weights only, in its own files"
+            f"{option} needs --format checkpoint",
+            f"remove {option}: {form} stores weights only, in its own files",
         )
     place = resolve_checkpoint_location(arguments.place, arguments.runs)
     from wanma.api.checkpoints.operations import convert

@@ -15,32 +15,34 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  wanma cluster                                       this machine
+  wanma cluster                                       this node
   wanma cluster "8x8 H100 SXM, 4x100G" > cluster.toml   a file to edit
   wanma plan JOB.toml --cluster cluster.toml            plan for it
-  wanma cluster --devices                             what can be named
-  wanma cluster --calibrate                           measure this machine in some minutes, for forecasts
+  wanma cluster --devices                             names of devices
+  wanma cluster --calibrate                           measure this node for forecasts; takes minutes
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("cluster", help="the machines, as a cluster file", epilog=_EXAMPLES)
+    parser = commands.add_parser("cluster", help="show or calibrate a cluster", epilog=_EXAMPLES)
     where = parser.add_argument(
-        "where", metavar="CLUSTER", nargs="?", help="cluster file, or one line; default: what is here"
+        "where", metavar="CLUSTER", nargs="?", help="cluster file, or one line; default: this node"
     )
     set_completer(where, complete_job_files)
-    parser.add_argument("--devices", action="store_true", help="list the catalogue of devices")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine, and keep the result")
-    calibrating = parser.add_argument_group("calibrating")
-    calibrating.add_argument("--seconds", metavar="N", type=float, help="to spend; default: 60")
+    parser.add_argument("--devices", action="store_true", help="list the device catalogue")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this node, and save the result for forecasts"
+    )
+    calibrating = parser.add_argument_group("calibration")
+    calibrating.add_argument("--seconds", metavar="N", type=float, help="duration in seconds; default: 60")
     calibrating.add_argument(
         "--ranks",
         metavar="N,N",
         type=parse_integers,
-        help="ranks that work at once; default: 1, 2, 4 ... to all",
+        help="numbers of ranks to measure; default: 1, 2, 4 ... to all",
     )
     calibrating.add_argument(
-        "--output", metavar="FILE", type=Path, help="default: in the user's cache folder"
+        "--output", metavar="FILE", type=Path, help="calibration file; default: in the user's cache folder"
     )
     parser.set_defaults(run=run)
 
@@ -55,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _calibrate(arguments)
     for option in ("seconds", "ranks", "output"):
         if getattr(arguments, option) is not None:
-            raise JobError(f"--{option} belongs to --calibrate", "give both of them")
+            raise JobError(
+                f"--{option} has no effect without --calibrate", f"add --calibrate, or remove --{option}"
+            )
     if arguments.devices:
         print_content(_catalogue_table())
     else:
@@ -71,7 +75,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from wanma.cli.output import print_content
 
     if arguments.where is not None or arguments.devices:
-        raise JobError("--calibrate measures the machine that it runs on", "run it there, without CLUSTER")
+        raise JobError(
+            "--calibrate measures this node only", "run it on the node, without CLUSTER or --devices"
+        )
     measured, path = calibrate(
         ranks=arguments.ranks or (),
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
@@ -82,10 +88,10 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if disturbed := sum(one.disturbed for one in measured):
         total = sum(len(one.points) for one in measured)
         print(
-            f"Other programs were busy during {disturbed} of {total} measurements: "
-            "repeat it when the machine is at rest."
+            f"{disturbed} of {total} measurements ran while other processes used the CPU; "
+            "repeat on an idle node."
         )
-    print(f"Kept in {path}")
+    print(f"Saved to {path}")
     return 0
 
 
@@ -95,7 +101,17 @@ def _catalogue_table() -> Table:
     from wanma.hardware.catalogue.lookup import CATALOGUE
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("device", "TFLOP/s bf16", "fp16", "fp8", "memory GB", "GB/s", "link", "GB/s each way", "W"):
+    for name in (
+        "device",
+        "TFLOP/s bf16",
+        "fp16",
+        "fp8",
+        "memory GB",
+        "GB/s",
+        "link",
+        "GB/s per direction",
+        "W",
+    ):
         table.add_column(name, justify="left" if name in ("device", "link") else "right")
     for kind in CATALOGUE:
         peak = kind.peak_flops_per_second

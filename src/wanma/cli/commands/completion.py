@@ -13,11 +13,11 @@ _RC = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fi
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "completion",
-        help="the line that makes TAB complete commands, keys and runs",
+        help="print the line that turns on TAB completion",
         epilog="example:\n  wanma completion bash >> ~/.bashrc",
     )
-    parser.add_argument("shell", choices=tuple(_RC), nargs="?", help="default: the one in $SHELL")
-    parser.add_argument("--code", action="store_true", help="the code that this line loads")
+    parser.add_argument("shell", choices=tuple(_RC), nargs="?", help="shell; default: $SHELL")
+    parser.add_argument("--code", action="store_true", help="print the completion code itself")
     parser.set_defaults(run=run)
 
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(shellcode(["wanma"], shell=shell))
         return 0
     if sys.stdout.isatty():
-        print(f"put this line into {_RC[shell]} and open a new shell:", file=sys.stderr)
+        print(f"add this line to {_RC[shell]} and open a new shell:", file=sys.stderr)
     load = f"wanma completion {shell} --code"
     print(f"{load} | source" if shell == "fish" else f'eval "$({load})"')
     return 0

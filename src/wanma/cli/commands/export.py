@@ -9,15 +9,18 @@ from wanma.cli.arguments import add_run_arguments, add_step_option, resolve_run
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("export", help="write a trained model as transformers reads it")
+    parser = commands.add_parser("export", help="export a trained model for transformers")
     add_run_arguments(parser)
     add_step_option(parser)
-    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to make")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
-        "--format", choices=["huggingface"], default="huggingface", help="safetensors and config.json"
+        "--format",
+        choices=["huggingface"],
+        default="huggingface",
+        help="output format: safetensors and config.json",
     )
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights; default: as trained"
+        "--precision", choices=["fp32", "bf16", "fp16"], help="precision of the weights; default: as trained"
     )
     parser.set_defaults(run=run)
 
@@ -34,12 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{done.folder}: {done.tensors} tensors, the {which} of {done.checkpoint.name}")
     if done.has_byte_tokenizer:
         print(
-            "the run read bytes and has no tokenizer file: tokenizer.json was made for it, "
-            "whose token numbers are the bytes (256: end of a document)"
+            "the run read bytes and has no tokenizer file: tokenizer.json was generated; "
+            "its token ids are the bytes (256: end of document)"
         )
     if done.rounded_parameters:
         print(
-            f"{done.rounded_parameters} frozen weights are as the run computed with them, in 16 bits: what "
-            "checkpoint.start_from names is not there, or holds others"
+            f"{done.rounded_parameters} frozen weights are exported as the run used them, in 16 bits: the "
+            "weights of checkpoint.start_from are missing or differ"
         )
     return 0

@@ -17,19 +17,17 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("job", help="every key of the job file, with defaults")
+    parser = commands.add_parser("job", help="list the keys of the job file with their defaults")
     about = parser.add_argument(
         "about", metavar="SECTION", nargs="?", help="only this section or key: train, train.precision"
     )
     set_completer(about, _complete_key_names)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--toml", action="store_true", help="as a commented job file to start from")
-    form.add_argument("--markdown", action="store_true", help="as the page of the guide")
-    form.add_argument(
-        "--upgrade", metavar="FILE", nargs="+", help="rewrite job files in place that have old names of keys"
-    )
+    form.add_argument("--toml", action="store_true", help="print a commented job file to start from")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/job-file.md")
+    form.add_argument("--upgrade", metavar="FILE", nargs="+", help="rename old keys of job files, in place")
     parser.add_argument(
-        "--dry-run", action="store_true", help="with --upgrade: say what would change, and write nothing"
+        "--dry-run", action="store_true", help="with --upgrade: print the changes, and write nothing"
     )
     parser.set_defaults(run=run)
 
@@ -43,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.upgrade:
         return _upgrade(arguments.upgrade, dry_run=arguments.dry_run)
     if arguments.dry_run:
-        raise JobError("wanma job: --dry-run belongs to --upgrade", "`wanma job --upgrade FILE --dry-run`")
+        raise JobError("wanma job: --dry-run needs --upgrade", "run `wanma job --upgrade FILE --dry-run`")
     if arguments.toml:
         print(reference.template_toml(), end="")
     elif arguments.markdown:
@@ -51,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown = [table for table in schema_tables() if _matches(table, arguments.about)]
         if (new := KEYS.get(arguments.about)) is not None:
-            raise JobError(f"'{arguments.about}' is renamed to '{new}'", f"`wanma job {new}` describes it")
+            raise JobError(f"'{arguments.about}' is renamed to '{new}'", f"see `wanma job {new}`")
         if not shown:
             raise JobError(
                 "the job file has no "
                 f"'{arguments.about}'.{did_you_mean(arguments.about, _complete_key_names(''))}",
-                "`wanma job` lists every key",
+                "see all keys with `wanma job`",
             )
         for position, table in enumerate(shown):
             if position:
@@ -81,7 +79,7 @@ def _upgrade(files: Sequence[str], *, dry_run: bool) -> int:
             for change in changes:
                 print(f"{file}:{change.line}: {change.text}")
             if not changes:
-                print(f"{file}: nothing to rename")
+                print(f"{file}: no old keys")
             elif not dry_run:
                 load_job(file)
         except JobError as error:

@@ -19,45 +19,49 @@ _TORCHRUN_OPTIONS = {
 _DESCRIPTION = """\
 Run your own training script in several processes: plain Python, as for torchrun, or with wanma.session(...).
 
-Options of `wanma launch` stand before SCRIPT. Everything after SCRIPT is the script's own.
+Options of `wanma launch` come before SCRIPT. Arguments after SCRIPT are passed to the script.
 """
 _EXAMPLES = """\
 examples:
   wanma launch --ranks 2 examples/own_loop.py
-  wanma launch --ranks 2 --run-dir runs/first my_script.py --learning-rate 3e-4    # the script's option
+  wanma launch --ranks 2 --run-dir runs/first my_script.py --learning-rate 3e-4    # option of the script
   wanma launch --ranks 2 -m my_package.train                                       # a module
-  wanma launch --ranks 8 --nodes 2 --rendezvous 10.0.0.1:29500 my_script.py        # on each machine
+  wanma launch --ranks 8 --nodes 2 --rendezvous 10.0.0.1:29500 my_script.py        # on each node
   wanma launch --ranks 2 --set cluster.max_restarts=3 my_script.py                 # torchrun --max-restarts 3
 
-Each process finds its rank by the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
-With wanma.session the same command carries on after a stop, and Ctrl-C finishes the step and saves; a second
-one leaves at once. Other scripts get the Ctrl-C as from a terminal.
+Each process reads its rank from the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
+With wanma.session, the same command resumes after a stop. Ctrl-C completes the step and saves a checkpoint; a
+second Ctrl-C exits at once. Other scripts receive SIGINT, as from a terminal.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "launch",
-        help="run your own script on several ranks",
+        help="run your own training script on several ranks",
         usage="wanma launch --ranks N [options] SCRIPT [ARGUMENT ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "--ranks", metavar="N", type=int, help="processes to start on this machine (required)"
-    )
+    parser.add_argument("--ranks", metavar="N", type=int, help="processes to start on this node (required)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/SCRIPT")
-    parser.add_argument("--nodes", metavar="N", help="machines, each with this command: cluster.nodes")
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: cluster.rendezvous")
-    parser.add_argument("--node-rank", metavar="R", help="this machine's number: cluster.node_rank")
+    parser.add_argument("--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)")
     parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="any key of [cluster]; repeatable"
+        "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
+    )
+    parser.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override of a [cluster] key; repeatable",
     )
     parser.add_argument(
         "--show",
         metavar="RANKS",
         type=_parse_shown_ranks,
-        help="whose output is shown: all (default), none, or e.g. 0,3",
+        help="ranks with output on the console: all (default), none, or e.g. 0,3",
     )
     for meaning, spelled in _TORCHRUN_OPTIONS.items():
         kind = int if meaning == "ranks" else str
@@ -70,14 +74,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             action="store_const",
             const=option,
             default="",
-            help=f"give each script {option}=N, as torch.distributed.launch does",
+            help=f"pass {option}=N to each process, as torch.distributed.launch does",
         )
     parser.add_argument(
-        "--use-env", "--use_env", action="store_true", help="the opposite, and the default: variables only"
+        "--use-env", "--use_env", action="store_true", help="pass the local rank by variables only (default)"
     )
     parser.add_argument("script", metavar="SCRIPT", help="Python file")
     rest = parser.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own"
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script"
     )
     rest.required = False  # argparse would list it among what is missing
     parser.set_defaults(run=run)
@@ -86,11 +90,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     script: str = arguments.script
     if not arguments.module and not Path(script).is_file():
-        raise JobError(f"there is no script {script}", "options stand before it: `wanma launch --help`")
+        raise JobError(
+            f"there is no script {script}",
+            "put options of wanma launch before SCRIPT; see `wanma launch --help`",
+        )
     if arguments.ranks is None or arguments.ranks < 1:
         raise JobError(
-            f"wanma launch: give --ranks N, at least 1, before {script}",
-            f"`wanma launch --ranks 2 {script}` starts two processes",
+            f"wanma launch: --ranks N, at least 1, is missing before {script}",
+            f"for two processes: `wanma launch --ranks 2 {script}`",
         )
     _check_shown_ranks(arguments.show, arguments.ranks, nodes=arguments.nodes or "1")
     from wanma.api.launch.script_launch import Program, launch_script
@@ -120,8 +127,8 @@ def _check_shown_ranks(shown_ranks: list[int] | None, ranks: int, nodes: str) ->
     for rank in shown_ranks or ():
         if rank < 0 or (nodes == "1" and rank >= ranks):
             raise JobError(
-                f"wanma launch: --show {rank}: there is no such rank",
-                f"ranks are 0 to {ranks - 1}; or all, or none" if nodes == "1" else "ranks begin at 0",
+                f"wanma launch: --show {rank}: no such rank",
+                f"ranks are 0 to {ranks - 1}; or give all or none" if nodes == "1" else "ranks begin at 0",
             )
 
 

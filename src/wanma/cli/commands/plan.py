@@ -17,7 +17,7 @@ _EXAMPLES = """\
 examples:
   wanma plan examples/gpt.toml
   wanma plan examples/gpt.toml --explain parallel.tp=2 parallel.pp=2
-  wanma plan --learn runs/gpt                            what this run took corrects the next forecasts
+  wanma plan --learn runs/gpt                            correct later forecasts by this run
   wanma plan examples/gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --why tp=16,pp=2
   wanma plan JOB.toml --cluster cluster.toml parallel=auto --what-if gpus=512 --what-if device=H200
@@ -26,38 +26,52 @@ examples:
       parallel.pp=16 parallel.dp_shard=8 parallel.tp=8 train.precision=bf16 train.global_batch=512
 
 --what-if changes gpus, nodes, device, memory (40GB), link.intra_node (450GB) or link.inter_node (8x400G),
-several at once with commas between them. --device and --cluster plan for machines that are not here. --rank
-builds one rank of any layout on this machine: its tensors have shapes but no memory, and nothing is sent.
+several at once separated by commas. --device and --cluster plan for nodes that need not exist. --rank builds
+one rank of any layout on this node: its tensors have shapes but no memory, and nothing is sent.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("plan", help="how a job would run, and who holds what", epilog=_EXAMPLES)
+    parser = commands.add_parser(
+        "plan", help="plan a job: layout, forecast time and memory, alternatives", epilog=_EXAMPLES
+    )
     add_job_arguments(parser, is_required=False)
-    parser.add_argument("--explain", action="store_true", help="show which rank holds what")
-    parser.add_argument("--rank", metavar="R", type=int, help="build this rank, and show its collectives")
+    parser.add_argument("--explain", action="store_true", help="show the shards of each rank")
     parser.add_argument(
-        "--device", metavar="NAME", help="as many of the catalogue's 'H100 SXM' as the job has ranks"
+        "--rank", metavar="R", type=int, help="build rank R without memory, and show its collectives"
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="device of the catalogue, e.g. 'H100 SXM'; as many as ranks"
     )
     where = parser.add_argument(
         "--cluster", metavar="FILE", help="cluster file, or a line such as '8x8 H100 SXM, 4x100G'"
     )
     set_completer(where, complete_job_files)
     parser.add_argument(
-        "--learn", metavar="RUN", type=Path, help="instead of a job: correct forecasts by what this run took"
+        "--learn", metavar="RUN", type=Path, help="instead of JOB: correct later forecasts by this run"
     )
-    asking = parser.add_argument_group("asking")
-    asking.add_argument(
-        "--why", metavar="SIZES", action="append", default=[], help="why another plan lost: tp=16,pp=2"
+    analysis = parser.add_argument_group("analysis")
+    analysis.add_argument(
+        "--why",
+        metavar="SIZES",
+        action="append",
+        default=[],
+        help="why another plan was not chosen, e.g. tp=16,pp=2",
     )
-    asking.add_argument(
-        "--what-if", metavar="CHANGES", action="append", default=[], help="on other machines: gpus=2048"
+    analysis.add_argument(
+        "--what-if",
+        metavar="CHANGES",
+        action="append",
+        default=[],
+        help="forecast on another cluster, e.g. gpus=2048",
     )
-    asking.add_argument("--scale", metavar="A..B", help="the best plan over numbers of GPUs: 64..4096")
-    told = parser.add_argument_group("telling")
-    told.add_argument("--json", action="store_true", help="print everything for programs instead")
-    told.add_argument("--html", metavar="FILE", type=Path, help="write everything as one page")
-    told.add_argument("--trace", metavar="FILE", type=Path, help="write one step for ui.perfetto.dev")
+    analysis.add_argument("--scale", metavar="A..B", help="best plan by number of GPUs, e.g. 64..4096")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the result as JSON")
+    output.add_argument("--html", metavar="FILE", type=Path, help="write the result as one HTML page")
+    output.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write the timeline of one step for ui.perfetto.dev"
+    )
     parser.set_defaults(run=run)
 
 
@@ -65,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.learn is not None:
         return _correct_calibration(arguments)
     if arguments.job is None:
-        raise JobError("wanma plan: JOB is missing", "name a job file, or a run with --learn RUN")
+        raise JobError("wanma plan: JOB is missing", "give a job file, or a run with --learn RUN")
     from wanma.job.file.loading import load_job
 
     job = load_job(arguments.job, arguments.overrides)
@@ -108,7 +122,7 @@ def _write_output_files(arguments: argparse.Namespace, report: PlanAnalysis) -> 
 
     if arguments.trace is not None:
         write_trace(report, arguments.trace)
-        print(f"One step: {arguments.trace}, to be opened in ui.perfetto.dev", file=sys.stderr)
+        print(f"Timeline of one step: {arguments.trace} (open it in ui.perfetto.dev)", file=sys.stderr)
     if arguments.html is not None:
         write_page(report, arguments.html, title=f"Plan of {arguments.job.stem}")
         print(f"Page: {arguments.html}", file=sys.stderr)
@@ -120,6 +134,6 @@ def _correct_calibration(arguments: argparse.Namespace) -> int:
     from wanma.cli.output import print_content
 
     if arguments.job is not None:
-        raise JobError("--learn takes a run, and no job", f"wanma plan --learn {arguments.learn}")
+        raise JobError("--learn takes a run, not a job", f"run `wanma plan --learn {arguments.learn}`")
     print_content(corrections_table(correct_calibration(open_run(arguments.learn))))
     return 0

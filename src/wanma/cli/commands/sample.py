@@ -9,7 +9,7 @@ from wanma.job.errors import JobError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("sample", help="let a trained text model carry on from a prompt")
+    parser = commands.add_parser("sample", help="generate text with a trained model")
     add_run_arguments(parser)
     add_step_option(parser)
     parser.add_argument(
@@ -17,28 +17,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="TEXT",
         action="append",
         required=True,
-        help="what the text starts with; repeatable",
-    )
-    parser.add_argument("--tokens", metavar="N", type=int, default=200, help="tokens to write; default: 200")
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest; default: 0.8"
+        help="beginning of the text; repeatable",
     )
     parser.add_argument(
-        "--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens; default: 0, all"
+        "--tokens", metavar="N", type=int, default=200, help="tokens to generate; default: 200"
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=0.8,
+        help="temperature; 0: always the likeliest token; default: 0.8",
+    )
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest tokens; default: 0 (all)"
     )
     parser.add_argument(
         "--top-p",
         metavar="P",
         type=float,
         default=1.0,
-        help="draw among the likeliest tokens that have the share P of the probability; default: 1",
+        help="draw from the likeliest tokens with total probability P; default: 1 (all)",
     )
     parser.add_argument(
         "--seed",
         metavar="S",
         type=int,
         default=1,
-        help="of the draws; the next prompt's is S + 1; default: 1",
+        help="seed of the first prompt; S + 1 for the next; default: 1",
     )
     parser.set_defaults(run=run)
 

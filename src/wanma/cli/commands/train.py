@@ -12,22 +12,26 @@ examples:
   wanma train examples/gpt.toml
   wanma train examples/gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16
   wanma train examples/gpt.toml --dry-run
-  wanma train examples/gpt.toml --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each machine
+  wanma train examples/gpt.toml --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each node
 
-After a crash or Ctrl-C the same command carries on from the last checkpoint.
-Ctrl-C finishes the step and saves; a second one leaves at once. `wanma job` lists every key.
+After a crash or Ctrl-C the same command resumes from the newest checkpoint.
+Ctrl-C completes the step and saves a checkpoint; a second Ctrl-C exits at once. `wanma job` lists all keys.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("train", help="train a job, or carry on with it", epilog=_EXAMPLES)
+    parser = commands.add_parser("train", help="train a job, or resume it", epilog=_EXAMPLES)
     add_job_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/NAME")
-    parser.add_argument("--dry-run", action="store_true", help="check and show the plan; start nothing")
-    parser.add_argument("--fresh", action="store_true", help="start anew: short for checkpoint.resume=false")
-    parser.add_argument("--nodes", metavar="N", help="machines, each with this command: cluster.nodes")
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: cluster.rendezvous")
-    parser.add_argument("--node-rank", metavar="R", help="this machine's number: cluster.node_rank")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the job and show its plan; start nothing"
+    )
+    parser.add_argument("--fresh", action="store_true", help="start from step 0 (checkpoint.resume=false)")
+    parser.add_argument("--nodes", metavar="N", help="nodes; run the same command on each (cluster.nodes)")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="rendezvous address of the nodes (cluster.rendezvous)"
+    )
+    parser.add_argument("--node-rank", metavar="R", help="rank of this node (cluster.node_rank)")
     parser.set_defaults(run=run)
 
 

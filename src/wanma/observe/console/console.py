@@ -117,13 +117,13 @@ def recovery_as_message(event: Event) -> Event:
 
 
 def start_text(progress: RunProgress) -> str:
-    """Return 'training 300 steps' or, after a resume, 'carrying on from step 200 of 300 (step-00000200)'."""
+    """Return 'training 300 steps' or, after a resume, 'resuming from step 200 of 300 (step-00000200)'."""
     if progress.first_step > progress.steps:
         return (
-            f"nothing is left to do: the run is at step {progress.first_step - 1:,} of {progress.steps:,}; "
-            "raise train.steps to go on"
+            f"the run is complete: step {progress.first_step - 1:,} of {progress.steps:,}; "
+            "raise train.steps to continue"
         )
     if progress.first_step > 1:
         source = f" ({progress.source})" if progress.source else ""
-        return f"carrying on from step {progress.first_step - 1:,} of {progress.steps:,}{source}"
+        return f"resuming from step {progress.first_step - 1:,} of {progress.steps:,}{source}"
     return f"training {progress.steps:,} steps"

@@ -156,7 +156,7 @@ class _WriteQueue:
             lines = (
                 f"{self._dropped_lines:,} {'line was' if self._dropped_lines == 1 else 'lines were'} dropped"
             )
-            note = f"\nwarning: {lines}: the terminal or pipe was not read; the run directory has all\n"
+            note = f"\nwarning: {lines}: the terminal or pipe was not read; the run directory has all lines\n"
             self._dropped_lines = 0
             self._pending.append(note.encode())
             self._pending_bytes += len(note)

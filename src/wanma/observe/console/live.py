@@ -69,7 +69,7 @@ class LiveConsole(Console):
     def _draw(self) -> RenderableType:
         with self._lock:
             if self.progress.is_rank_0_remote:
-                return Text("the node with rank 0 shows the steps", "dim")
+                return Text("progress is shown on the node of rank 0", "dim")
             return Group(self._bar(), self._metrics_line(), self._last_events_line())
 
     def _bar(self) -> Table:

@@ -142,7 +142,7 @@ class RunProgress:
         if last.get("mfu") is not None:
             words.append(f"MFU {percent_text(last['mfu'])}")
         if (waiting := self.exposed_communication_share()) is not None:
-            words.append(f"waiting {percent_text(waiting)}")
+            words.append(f"exposed communication {percent_text(waiting)}")
         if last.get("memory_bytes"):
             words.append(f"memory {bytes_text(last['memory_bytes'])}")
         return words
@@ -160,8 +160,8 @@ def validation_text(event: Event) -> str:
 
 
 RECOVERY_SOURCE_TEXTS = {
-    "memory": "the copy in memory",
-    "partner": "the copy in memory, a lost node's from its partner,",
+    "memory": "the in-memory checkpoint",
+    "partner": "the in-memory checkpoint",
     "checkpoint": "the checkpoint",
 }
 
@@ -171,8 +171,10 @@ def recovery_text(event: Event) -> str:
     repeated = int(event["repeated_steps"])
     cost = "no step is repeated" if not repeated else f"{count_text(repeated, 'step')} repeated"
     source = RECOVERY_SOURCE_TEXTS.get(event["source"])
-    where = f"with {source} of step {event['step']:,}" if source is not None else "from the beginning"
-    text = f"recovered from: {event['failure']}\n  carried on {where}, {cost}"
+    where = f"from {source} of step {event['step']:,}" if source is not None else "from the beginning"
+    if event["source"] == "partner":
+        where += " (lost node: from its partner)"
+    text = f"recovered from: {event['failure']}\n  resumed {where}, {cost}"
     text += f"; {event['seconds']:.2f} s from the failure to the next finished step"
     if event["attempt"] > 1:
         text += f" (attempt {event['attempt']})"
@@ -180,16 +182,16 @@ def recovery_text(event: Event) -> str:
 
 
 def resize_event_text(event: Event) -> str:
-    """Return 'the run goes on with 4 of at most 8 machines: ...' with the time that the growth took."""
-    took = f"{event['seconds']:.2f} s from the last step before to the first after it"
-    what = resize_text(event["change"]) if event.get("change") else "the run goes on as it was"
-    return f"{what}\n  carried on after step {event['step']:,}; {took}"
+    """Return 'resized: 4 of at most 8 nodes (2 before): ...' with the time that the resize took."""
+    took = f"{event['seconds']:.2f} s from the last step before the resize to the first after it"
+    what = resize_text(event["change"]) if event.get("change") else "resized: nodes and plan unchanged"
+    return f"{what}\n  resumed after step {event['step']:,}; {took}"
 
 
 def resize_text(resize: dict[str, Any]) -> str:
-    """Return 'the run goes on with 3 of at most 4 machines (4 before): PLAN -> PLAN' with the reason."""
+    """Return 'resized: 3 of at most 4 nodes (4 before): PLAN -> PLAN' with the reason."""
     machines, before, most = (resize[key] for key in ("machines", "machines_before", "most_machines"))
-    text = f"the run goes on with {machines} of at most {most} machines ({before} before)"
+    text = f"resized: {machines} of at most {most} nodes ({before} before)"
     if resize["plan"] != resize["plan_before"]:
         text += f": {resize['plan_before']} -> {resize['plan']}"
     return f"{text}\n  {resize['reason']}"

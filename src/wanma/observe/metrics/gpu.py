@@ -30,7 +30,7 @@ class GpuSampler:
         try:
             import pynvml
         except ImportError as error:
-            raise missing_extra_error("nvidia-ml-py", "gpu", "reading GPU utilisation and power") from error
+            raise missing_extra_error("nvidia-ml-py", "gpu", "reading GPU utilization and power") from error
         self.failure_reason = ""
         """Reason why sampling stopped, such as a GPU that does not report its power; empty while it runs."""
         self._nvml: Any = pynvml
@@ -78,4 +78,4 @@ class GpuSampler:
             finally:
                 nvml.nvmlShutdown()
         except nvml.NVMLError as error:
-            self.failure_reason = f"GPU utilisation and power are no longer read: {error}"
+            self.failure_reason = f"GPU utilization and power are no longer recorded: {error}"

@@ -48,7 +48,7 @@ class JsonLinesSink:
         except OSError as error:
             raise WanmaError(
                 f"cannot write {error.filename or run.path}: {error.strerror or error}",
-                "choose another run directory with --run-dir DIR, or free the place",
+                "choose another run directory with --run-dir DIR, or free space on its disk",
             ) from error
 
     def write(self, event: Event) -> None:

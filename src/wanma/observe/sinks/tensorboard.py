@@ -62,7 +62,7 @@ class TensorBoardSink:
         except OSError as error:
             raise WanmaError(
                 f"cannot write {path}: {error.strerror or error}",
-                "free the place, or switch observe.tensorboard off",
+                "free space on its disk, or set observe.tensorboard = false",
             ) from error
 
     def write(self, event: Event) -> None:
