@@ -309,7 +309,7 @@ def copies(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def interval(messages: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the steps between in-memory checkpoints that a run chose last; None if it chose none."""
-    texts = (re.match(r"snapshots in memory: every (?:(\d+) )?step", line["text"]) for line in messages)
+    texts = (re.match(r"in-memory checkpoint every (?:(\d+) )?step", line["text"]) for line in messages)
     chosen = [int(found[1] or 1) for found in texts if found is not None]
     return chosen[-1] if chosen else None
 

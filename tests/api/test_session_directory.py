@@ -77,7 +77,7 @@ def test_a_checkpoint_of_other_data_is_refused_and_all_stays_as_it_was(corpus: P
     (corpus / "0.txt").write_text("something else\n" * 20)
     with pytest.raises(wanma.WanmaError, match="was saved while training on other data") as refused:
         text_loop(text_job(corpus, steps=4), run)
-    assert "put the data back as it was" in str(refused.value)
+    assert "restore the data of that run" in str(refused.value)
     assert written(run) == before
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert events(run)[-1]["kind"] == "start_failed"

@@ -29,7 +29,7 @@ def test_a_session_that_failed_goes_on_from_memory_bit_for_bit(tmp_path: Path) -
     assert held.steps() == {1, 2}
     run_ranks(_loop, 2, (tmp_path / "run", [after.images(rank, held, 2) for rank in range(2)], None))
     whole, run = Outcome(tmp_path / "whole"), Outcome(tmp_path / "run")
-    assert '"source": "its snapshot"' in (tmp_path / "run" / "events.jsonl").read_text()
+    assert '"source": "its in-memory checkpoint"' in (tmp_path / "run" / "events.jsonl").read_text()
     assert run.losses == whole.losses
     for name, tensor in whole.tensors().items():
         assert torch.equal(tensor, run.tensors()[name]), name

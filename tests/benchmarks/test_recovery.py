@@ -160,9 +160,9 @@ def test_the_rank_is_that_of_the_first_start(tmp_path):
 
 def test_the_interval_that_counts_is_the_last_that_was_chosen():
     texts = [
-        "snapshots in memory: every 7 steps (3 ms beside 80 ms a step: 0.9%)",
+        "in-memory checkpoint every 7 steps: 3 ms each, step 80 ms, overhead 0.9%",
         "something else",
-        "snapshots in memory: every step (0.1 ms beside 80 ms a step: 0.1%)",
+        "in-memory checkpoint every step: 0.1 ms each, step 80 ms, overhead 0.1%",
     ]
     interval = module("contenders").interval
     assert interval([{"text": text} for text in texts]) == 1

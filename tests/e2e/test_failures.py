@@ -98,7 +98,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
 def test_a_loss_that_is_no_number_stops_with_step_and_rank(desk: Desk) -> None:
     ran = desk.run("train", "own.toml", "--run-dir", "nan", faulty("nan"), NO_RETRY)
     assert ran.code == 1
-    assert "step 3: the loss is nan and the gradient norm nan; seen on rank 1\n" in ran.told_once()
+    assert "step 3: the loss is nan and the gradient norm nan; non-finite on rank 1\n" in ran.told_once()
     assert "train.non_finite = 'skip'" in ran.text
     assert desk.training("nan").checkpoints() == ["step-00000002"]
 

@@ -203,8 +203,8 @@ def test_other_data_is_refused_and_the_way_out_works(desk: Desk, folder: Path, f
     name, override = finished.path.name, "data.text=[other.txt]"
     ran = desk.run("train", "text.toml", "--run-dir", name, override, "data.validation_fraction=0")
     assert ran.code == 1
-    assert "was saved while training on other data than there are now" in ran.told_once()
-    assert "with checkpoint.start_from" in ran.text
+    assert "was saved while training on other data than the job has now" in ran.told_once()
+    assert "checkpoint.start_from loads the weights" in ran.text
     new = desk.run(
         "train", "text.toml", "--run-dir", "from-there", override, "train.steps=2",
         "data.validation_fraction=0", f"checkpoint.start_from={name}/checkpoints/step-00000060",

@@ -127,7 +127,7 @@ def test_a_lost_site_is_gone_on_without_from_what_all_share(desk: Desk) -> None:
     change = recovery["change"]
     assert change["plan_before"].endswith("diloco between 3 sites every 5 steps")
     assert change["plan"] == "2 ranks (dp_replicate 2), fp64, cpu, diloco between 2 sites every 5 steps"
-    assert "it was saved by 3 sites: all ranks go on from the outer weights" in ran.text
+    assert "saved by 3 sites: all ranks resume from the outer weights" in ran.text
     met = [step["step"] for step in three.training.metrics if "pseudo_gradient_norm" in step]
     assert met == [5, 10, 15, 20]
 

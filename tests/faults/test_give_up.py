@@ -219,11 +219,11 @@ def test_full_disks_on_two_machines_at_once_cost_no_step(
 
         still_full = run()
         assert [one.code for one in still_full] == [1, 1]
-        assert "cannot be brought together: " in still_full[0].text, still_full[0].text
+        assert "the parts cannot be merged: " in still_full[0].text, still_full[0].text
         assert "free space on " in still_full[0].text
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         ended = run()
-        assert "that was saved in parts is now " in ended[0].out
+        assert " are merged into " in ended[0].out
         check_whole(ended[0], both.training, untroubled)
         assert both.training.checkpoints() == [f"step-{STEPS:08d}"]
         assert [list(state.glob("wanma/rescued/*")) for state in states] == [[], []]

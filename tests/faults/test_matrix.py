@@ -100,7 +100,7 @@ CELLS = {
         SIGKILLED, (KILL, Fault("kill", 0, 0, "building the model", generation=2)), attempt=2, plans="all"
     ),
     "a bit of a weight flips": Cell(
-        f"step 8: ranks 0 ({HOST}), 1 ({HOST}) should hold the same, but ", one("flip", phase="step done")
+        f"step 8: ranks 0 ({HOST}), 1 ({HOST}) are replicas, but ", one("flip", phase="step done")
     ),
     "a bit flips in the copies in memory, then SIGKILL": Cell(
         SIGKILLED, (SAVED, *one("flip snapshot"), KILL), checkpoint=5, plans="all"

@@ -115,7 +115,7 @@ def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_di
     running.until(lambda: training.steps_begun() >= 1)
     ran = preempt(running, marks, 6)
     assert ran.code == 143, ran.text
-    assert "warning: the last upload did not end within " in ran.out
+    assert "warning: the last upload did not finish within " in ran.out
     [saved] = training.checkpoints()
     assert training.events[-1]["outcome"] == "interrupted"
     assert f"step-{training.events[-1]['step']:08d}" == saved

@@ -57,7 +57,9 @@ def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_
     assert health["devices"] == 2
     assert health["least_bandwidth_bytes_per_second"] > 1e6
     assert health["seconds"] > 0
-    assert health["text"].startswith("health: 2 devices compute and remember rightly, slowest link node ")
+    assert health["text"].startswith(
+        "health check passed: 2 devices (arithmetic and memory); slowest link node "
+    )
     assert [step["step"] for step in desk.training("wrong").metrics] == [1, 2, 3, 4]
 
 

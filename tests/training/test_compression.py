@@ -168,7 +168,7 @@ def test_other_ways_of_summing_leave_behind_what_they_cannot_keep_and_say_so(tmp
     run_job(tmp_path / "run", job(tmp_path, steps=2), compressed(plan, "topk"))
     assert not remainders(run_job(tmp_path / "run", job(tmp_path), plan))
     told = (tmp_path / "run" / "events.jsonl").read_text()
-    assert "what compression left out of the gradients of" in told
+    assert "gradient compression: error feedback of" in told
     assert "is dropped" in told
 
 

@@ -183,7 +183,7 @@ def test_a_flag_that_reaches_no_module_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_of_which_nothing_is_trained_is_refused(tmp_path: Path) -> None:
     model = seeded(Body).requires_grad_(False)
-    with pytest.raises(AssertionError, match="the loss has no gradient: no parameter"):
+    with pytest.raises(AssertionError, match="the loss has no gradient: it depends on no trainable"):
         trained(tmp_path / "run", full_batch_job(1), LAYOUTS["one"], model, DATA)
 
 

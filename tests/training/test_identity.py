@@ -58,7 +58,7 @@ JOB = {
     [
         ({}, None),
         ({"model": seeded(Noisy)}, "another model"),
-        ({"model": seeded(Plain, seed=4)}, "other weights than this one has, and its run has ended"),
+        ({"model": seeded(Plain, seed=4)}, "other initial weights than this one, and its run is finished"),
         ({"data": Numbers(seed=1)}, "other data"),
         ({"data": Numbers(size=65)}, "other data"),
         ({"loss": smoothed}, "another loss"),
@@ -101,10 +101,10 @@ def test_an_unseeded_model_carries_on_with_a_word_and_a_seeded_one_is_refused(tm
     first, second = (identity_of(seeded(Plain, seed), seeded=False) for seed in (1, 2))
     kept, notes = checked(second, first, tmp_path)
     assert kept.weights == first.weights
-    assert "drawn without a seed" in notes[0]
-    with pytest.raises(WanmaError, match="began with other weights"):
+    assert "random weights without a seed" in notes[0]
+    with pytest.raises(WanmaError, match="with other initial weights"):
         checked(replace(second, seeded=True), replace(first, seeded=True), tmp_path)
-    with pytest.raises(WanmaError, match="its run has ended"):
+    with pytest.raises(WanmaError, match="its run is finished"):
         checked(second, first, tmp_path, is_over=True)
     assert checked(second, first, tmp_path, is_over=True, is_restart=True)[1] == []
 
@@ -166,12 +166,12 @@ def test_a_factorys_model_is_known_by_what_it_makes(tmp_path: Path, monkeypatch:
     of_factory(tmp_path)  # the same again
     with pytest.raises(WanmaError, match="another model"):
         of_factory(tmp_path, "Plain")
-    with pytest.raises(WanmaError, match=r"other weights .*ended") as error:
+    with pytest.raises(WanmaError, match=r"other initial weights .*finished") as error:
         of_factory(tmp_path, seed=1)
     assert "train.seed" in str(error.value)
     of_factory(tmp_path, seed=1, steps=3)  # whose numbers are other ones
     monkeypatch.setattr(nn.Linear, "reset_parameters", lambda line: nn.init.normal_(line.weight))
-    with pytest.raises(WanmaError, match="began with other weights"):
+    with pytest.raises(WanmaError, match="with other initial weights"):
         of_factory(tmp_path, steps=4)
 
 
@@ -249,6 +249,6 @@ def test_changes_are_accepted_where_the_job_says_so_until_the_run_is_over(tmp_pa
         checked(now, before, tmp_path)
     kept, notes = checked(now, before, tmp_path, accepts_changes=True)
     assert kept == now
-    assert "another model than this one; carrying on" in notes[0]
+    assert "another model than this one; resuming anyway" in notes[0]
     with pytest.raises(WanmaError, match="another model"):
         checked(now, before, tmp_path, accepts_changes=True, is_over=True)

@@ -154,7 +154,7 @@ def test_starting_from_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     damage.write_bytes(content)
     text = job(tmp_path)
     text["checkpoint"]["start_from"] = str(start)
-    with pytest.raises(AssertionError, match=r"checkpoint\.start_from = .*is not whole: .*rank-00000"):
+    with pytest.raises(AssertionError, match=r"checkpoint\.start_from = .*is not complete: .*rank-00000"):
         spread_over(tmp_path / "after", text, REPLICATE)
 
 

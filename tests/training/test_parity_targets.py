@@ -138,7 +138,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_the_whole_batch(tmp_path: Path
 def test_a_batch_without_any_target_is_an_error_that_names_the_step(tmp_path: Path) -> None:
     job = labels_job(global_batch=2, steps=1)
     job["data"] = {"factory": "support.own:Unlabelled"}
-    with pytest.raises(AssertionError, match="step 1: no sample of the global batch has a target"):
+    with pytest.raises(AssertionError, match="step 1: the global batch has no target"):
         spread_over(tmp_path / "run", job, Plan(dp_replicate=2, micro_batch=1))
 
 

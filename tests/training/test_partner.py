@@ -122,7 +122,7 @@ def test_an_exchange_that_breaks_off_ends_the_copies_and_not_the_run(tmp_path: P
     nodes = Nodes()
     broken = "support.faults:rank_1_breaks_off_the_exchange"
     run = run_job(tmp_path, job(tmp_path), PLAN, patch=broken, workers=nodes.workers())
-    assert "no more copies of snapshots on partner nodes: injected" in told(run)
+    assert "partner copies of in-memory checkpoints are disabled: injected" in told(run)
     assert run.steps[-1]["step"] == 6
     assert nodes.own.steps() == {4, 5}, "this node's go on"
 
@@ -130,7 +130,9 @@ def test_an_exchange_that_breaks_off_ends_the_copies_and_not_the_run(tmp_path: P
 def test_a_job_that_insists_on_partners_fails_without_them(tmp_path: Path) -> None:
     nodes = Nodes()
     broken = "support.faults:rank_1_breaks_off_the_exchange"
-    with pytest.raises(AssertionError, match="no more copies of snapshots on partner nodes: injected"):
+    with pytest.raises(
+        AssertionError, match="partner copies of in-memory checkpoints are disabled: injected"
+    ):
         run_job(tmp_path, job(tmp_path, partner=True), PLAN, patch=broken, workers=nodes.workers())
 
 

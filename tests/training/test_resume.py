@@ -143,7 +143,7 @@ def test_a_run_of_which_no_checkpoint_is_whole_stops_rather_than_begin_anew(tmp_
     with pytest.raises(AssertionError) as stopped:
         run_job(run, job(tmp_path), plan)
     told = str(stopped.value)
-    assert f"no checkpoint in {run}/checkpoints is whole:" in told
+    assert f"no complete checkpoint in {run}/checkpoints:" in told
     assert told.index("step-00000004 is skipped: rank-00001") < told.index(
         "step-00000002 is skipped: rank-00001"
     )
@@ -160,7 +160,10 @@ def test_a_run_of_which_no_checkpoint_is_whole_stops_rather_than_begin_anew(tmp_
 def test_a_run_whose_checkpoints_somebody_has_removed_says_that_it_begins_anew(tmp_path: Path) -> None:
     plan, run = Plan(micro_batch=6), tmp_path / "run"
     run_job(run, job(tmp_path, steps=4), plan)
-    said = f"this run has recorded 4 steps, and {run}/checkpoints has no checkpoint: it begins anew"
+    said = (
+        f"metrics of 4 steps exist, but {run}/checkpoints holds no checkpoint: "
+        "training starts again at step 0"
+    )
     assert said not in (run / "events.jsonl").read_text()
     shutil.rmtree(run / "checkpoints")
     assert [step["step"] for step in run_job(run, job(tmp_path, steps=4), plan).steps] == [1, 2, 3, 4]
@@ -244,7 +247,7 @@ def test_an_average_of_the_weights_may_begin_and_end_on_the_way(plan: Plan, tmp_
     run_job(run, job(folder, steps=2, weight_average=0.0), plan)
     averaged = run_job(run, job(folder, steps=3, weight_average=0.5), plan)
     said = (run / "events.jsonl").read_text()
-    assert "step-00000002 was saved without averaged weights: the average begins at its weights" in said
+    assert "step-00000002 has no averaged weights: the average starts from its weights" in said
     before, after = averaged.tensors(2), averaged.tensors(3)
     names = [name.removeprefix("average.") for name in after if name.startswith("average.")]
     assert set(names) == {name.removeprefix("model.") for name in before if name.startswith("model.")}
@@ -254,6 +257,6 @@ def test_an_average_of_the_weights_may_begin_and_end_on_the_way(plan: Plan, tmp_
 
     left = run_job(run, job(folder, steps=4, weight_average=0.0), plan)
     said = (run / "events.jsonl").read_text()
-    assert "the averaged weights of step-00000003 are left out: train.weight_average is 0" in said
+    assert "the averaged weights of step-00000003 are not loaded: train.weight_average is 0" in said
     assert not [name for name in left.tensors(4) if name.startswith("average.")]
     assert [step["step"] for step in left.steps] == [1, 2, 3, 4]

@@ -154,7 +154,7 @@ def test_a_job_in_fp32_does_not_carry_rounded_weights_on(tmp_path: Path, one: Ou
     text["checkpoint"]["start_from"] = str(one.directory / "checkpoints" / "step-00000004")
     run_here(tmp_path / "new", text, Plan(micro_batch=4), {})
     said = (tmp_path / "new" / "events.jsonl").read_text()
-    assert "were saved in BF16: they begin rounded to it" in said
+    assert "were saved in BF16: their initial values have only that precision" in said
 
 
 def test_an_export_has_the_weights_that_were_published(tmp_path: Path) -> None:

@@ -134,10 +134,7 @@ def test_a_run_carries_on_with_the_shares_of_its_checkpoint_bit_for_bit(tmp_path
     for steps in (FIRST, FIRST + 1, FIRST + 3):
         parts = spread_over(tmp_path / "parts", job(tmp_path, ON, steps=steps), plan, patch=SLOW)
     assert moves(parts) == moves(whole) == [(FIRST, [6, 2])]
-    assert (
-        f"going on with the shares of the batch that the run had moved to at step {FIRST} ([6, 2])"
-        in told(parts)
-    )
+    assert f"restored the batch shares [6, 2] of step {FIRST}" in told(parts)
     same_bits(whole, parts)
     listed = job(tmp_path, {"batch_share_schedule": moves(whole)}, steps=FIRST + 3)
     same_bits(whole, spread_over(tmp_path / "listed", listed, plan))
@@ -150,7 +147,7 @@ def test_on_another_layout_or_without_balance_the_moved_shares_are_left_and_it_i
     run = spread_over(
         tmp_path / "run", job(tmp_path, ON, steps=FIRST + 1), Plan(dp_replicate=4, micro_batch=2)
     )
-    assert any("are left: there are 4 data ranks now" in text for text in told(run))
+    assert any("are not restored: the run now has 4 data ranks" in text for text in told(run))
     one = one_process(tmp_path / "one", job(tmp_path, {}, steps=FIRST + 1), BATCH)
     same_numbers(one, run, 1e-9)
 

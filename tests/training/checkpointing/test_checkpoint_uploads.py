@@ -94,7 +94,10 @@ def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_p
 
 
 def test_storage_that_cannot_be_asked_stops_a_run_that_has_nothing_here(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"no checkpoint is here, and that of checkpoint\.upload cannot"):
+    with pytest.raises(
+        AssertionError,
+        match=r"the run directory has no checkpoint, and none can be fetched from checkpoint\.upload",
+    ):
         run_job(
             tmp_path / "run",
             job(tmp_path, 2, f"failing://{tmp_path}/there"),

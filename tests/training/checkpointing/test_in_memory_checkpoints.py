@@ -64,7 +64,10 @@ def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path:
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
     held.flip(1, 3, HEADER_BYTES + held.heads(1)[0].content_bytes - 1)
     run, _ = recover(tmp_path / "run", text, plan, held, 3)
-    assert "the snapshot of step 3 is not used: rank 1's snapshot of step 3 is damaged" in messages(run)
+    assert (
+        "the in-memory checkpoint of step 3 is not used: rank 1's snapshot of step 3 is damaged"
+        in messages(run)
+    )
     assert '"source": "checkpoint", "step": 2,' in messages(run)
     assert run.losses == whole.losses
     equal(whole, run)
@@ -134,7 +137,7 @@ def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_pat
         patch="support.faults:rank_1_has_no_memory_for_snapshots",
         workers=workers(held, range(2)),
     )
-    told = "no more snapshots in memory: snapshots of this node's ranks take"
+    told = "in-memory checkpoints are disabled: in-memory checkpoints of this node's ranks need"
     assert messages(run).count(told) == 1
     assert held.steps() == set()
     assert run.losses == whole.losses
@@ -142,7 +145,7 @@ def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_pat
 
 def test_a_job_that_insists_on_snapshots_fails_without_memory(tmp_path: Path) -> None:
     held = Held(1)
-    with pytest.raises(AssertionError, match="of memory, of which"):
+    with pytest.raises(AssertionError, match="of memory, but only"):
         run_job(
             tmp_path / "run",
             job(tmp_path, 2),
@@ -156,7 +159,7 @@ def test_state_on_disk_has_no_copy_in_memory(tmp_path: Path) -> None:
     held = Held(1)
     plan = Plan(micro_batch=6, offload_optimizer="disk")
     run = run_job(tmp_path / "run", job(tmp_path, "auto"), plan, workers=workers(held, [0]))
-    assert "no snapshots in memory: this plan keeps state on disk" in messages(run)
+    assert "in-memory checkpoints are disabled: the plan offloads state to disk" in messages(run)
     assert held.steps() == set()
     with pytest.raises(AssertionError, match=r"set checkpoint\.in_memory_every_steps = 'off'"):
         run_job(tmp_path / "other", job(tmp_path, 3), plan, workers=workers(held, [0]))
@@ -166,7 +169,7 @@ def test_an_automatic_interval_is_chosen_once_it_is_known_and_told(tmp_path: Pat
     plan = Plan(dp_replicate=2, micro_batch=3)
     held = Held(2)
     run = run_job(tmp_path / "run", job(tmp_path, "auto"), plan, workers=workers(held, range(2)))
-    assert "snapshots in memory: every " in messages(run)
+    assert "in-memory checkpoint every " in messages(run)
     assert 3 in held.steps()
 
 
@@ -174,13 +177,13 @@ def test_the_interval_is_told_again_after_a_recovery_only_where_it_is_another(tm
     text, plan, held = job(tmp_path, "auto", steps=14), Plan(micro_batch=3), Held(1)
     patch = "support.faults:snapshots_may_come_every_five_steps"
     first = run_job(tmp_path / "first", text, plan, patch=patch, workers=workers(held, [0]))
-    assert messages(first).count("snapshots in memory: every 6 steps") == 1  # a fifth more than it had to be
+    assert messages(first).count("in-memory checkpoint every 6 steps") == 1  # a fifth more than it had to be
     assert held.steps() == {3, 9}  # once it is known, which takes three
     for step, told, then in ((9, 0, {11, 12}), (3, 1, {6, 12})):
         after = Held(1)
         fields = {"memory_files": after.images(0, held, step), "generation": 2, "restart": RESTART}
         run = run_job(tmp_path / f"from-{step}", text, plan, patch=patch, workers={0: fields})
-        assert messages(run).count("snapshots in memory: every 6 steps") == told
+        assert messages(run).count("in-memory checkpoint every 6 steps") == told
         assert after.steps() == then  # the first three step by step, in either case
 
 

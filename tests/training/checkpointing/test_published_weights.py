@@ -213,7 +213,7 @@ def test_what_differs_is_told_in_one_error(tmp_path: Path) -> None:
     assert "rms_norm_eps: 1e-06 here, 0.5 in its config.json" in told
     assert "model.norm.weight: missing. Did you mean 'model.norms.weight'?" in told
     assert "lm_head.weight: shape (320, 32) here, (300, 32) in the files" in told
-    assert "model.norms.weight: only in the files" in told
+    assert "model.norms.weight: not in this model" in told
 
 
 def test_two_tensors_where_the_model_ties_one_are_refused_unless_equal(tmp_path: Path) -> None:

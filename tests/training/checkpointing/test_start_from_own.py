@@ -1,4 +1,4 @@
-"""Modules of one's own start from their state dict in safetensors; adapters of peft are told apart."""
+"""Modules of one's own start from their state dict in safetensors; only PEFT adapters are told apart."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def test_adapters_of_peft_are_told_with_a_way_out(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     save_file({"base_model.a": torch.zeros(2)}, folder / "adapter_model.safetensors")
-    with pytest.raises(AssertionError, match=r"adapters of peft(.|\n)*merge_and_unload"):
+    with pytest.raises(AssertionError, match=r"only PEFT adapters(.|\n)*merge_and_unload"):
         trained(tmp_path / "run", job(folder), Plan(micro_batch=8), seeded(Centred), Numbers(size=ROWS))

@@ -52,7 +52,7 @@ def test_a_run_ends_after_the_patience_and_goes_on_from_a_checkpoint_as_if_never
 ) -> None:
     whole = run_here(tmp_path / "whole", job(), PLAN, objects())
     assert [step["step"] for step in whole.steps] == list(range(1, 9))  # the first, and three more
-    assert "the run ends, for steady has not improved in 3 validations" in events(whole.directory)
+    assert "the run ends: steady has not improved in 3 validations" in events(whole.directory)
     assert '"outcome": "finished"' in events(whole.directory) or '"outcome":"finished"' in events(
         whole.directory
     )
@@ -134,7 +134,7 @@ def test_what_counts_as_better() -> None:
         for n, loss in enumerate((1.0, 0.95, 0.85, math.nan, 0.8))
     ]
     assert told[:4] == ["", "", "", ""]
-    assert told[4].endswith("(train.stop_patience = 2); 0.85 of step 2 is best")
+    assert told[4].endswith("(train.stop_patience = 2); best 0.85 at step 2")
     higher = lower.model_copy(update={"stop_mode": "max"})
     stopping = EarlyStopping()
     assert [stopping.record_validation(n, {"loss": v}, higher) for n, v in enumerate((0.5, 0.7, 0.9))] == [

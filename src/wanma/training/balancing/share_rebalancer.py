@@ -52,9 +52,7 @@ class ShareChange:
 
     @property
     def text(self) -> str:
-        return (
-            f"shares of the batch move after step {self.step}: {_format_shares(self.shares)}; {self.reason}"
-        )
+        return f"batch shares rebalanced after step {self.step}: {_format_shares(self.shares)}; {self.reason}"
 
 
 class ShareRebalancer:
@@ -89,7 +87,8 @@ class ShareRebalancer:
         ):  # the run has grown or shrunk since
             self._moves = []
             self.messages.append(
-                f"parallel.batch_share_schedule is left: there are {plan.data_parallel_size} data ranks now"
+                f"parallel.batch_share_schedule is ignored: the run now has {plan.data_parallel_size} "
+                "data ranks"
             )
         self._is_enabled = is_load_balancing(job, plan)
         self._granularity = share_granularity(job, plan, parallel_model)
@@ -155,11 +154,11 @@ class ShareRebalancer:
             if not self._refusal_reported:
                 self._refusal_reported = True
                 self.messages.append(
-                    f"shares of the batch stay, though {_format_shares(rebalance.shares)} would fit: {wrong}"
+                    f"batch shares not changed to {_format_shares(rebalance.shares)}: {wrong}"
                 )
             return None
         reason = (
-            f"the slowest rank computes {duration_text(rebalance.current_seconds)} a step, and would "
+            f"slowest rank {duration_text(rebalance.current_seconds)} per step, predicted "
             f"{duration_text(rebalance.predicted_seconds)} ({rebalance.gain:.0%} less)"
         )
         self._set_shares(rebalance.shares)
@@ -184,21 +183,21 @@ class ShareRebalancer:
     def _restored_shares(self) -> tuple[int, ...] | None:
         """Return the shares that the run had when it was saved; None where it does not keep them."""
         step, shares = self._state.share_changes[-1]
-        told = f"the shares of the batch that the run had moved to at step {step} ({_format_shares(shares)})"
+        told = f"the batch shares {_format_shares(shares)} of step {step}"
         why: str | None
         if not self._is_enabled:
-            why = "nothing moves shares now (parallel.load_balancing)"
+            why = "load balancing is off (parallel.load_balancing)"
         elif len(shares) != self.plan.data_parallel_size:
-            why = f"there are {self.plan.data_parallel_size} data ranks now"
+            why = f"the run now has {self.plan.data_parallel_size} data ranks"
         else:
             why = invalid_shares_reason(
                 self._job, self.plan, shares, self._granularity.row_multiple, self._state.step
             )
         if why is not None:
             self._state.share_changes.clear()
-            self.messages.append(f"{told} are left: {why}")
+            self.messages.append(f"{told} are not restored: {why}")
             return None
-        self.messages.append(f"going on with {told}")
+        self.messages.append(f"restored {told}")
         return shares
 
     def _set_shares(self, shares: tuple[int, ...] | None) -> None:

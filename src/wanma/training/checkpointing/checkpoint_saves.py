@@ -101,7 +101,7 @@ class CheckpointSaves:
         self.report(self._checkpointer.poll())
         self.uploads.report_results(self._message)
 
-    def report(self, results: Sequence[SaveResult], continuation_text: str = "; training goes on") -> None:
+    def report(self, results: Sequence[SaveResult], continuation_text: str = "; training continues") -> None:
         """Report results of saves, and request the upload of the new checkpoints."""
         for result in results:
             if result.error is not None:

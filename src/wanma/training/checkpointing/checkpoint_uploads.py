@@ -75,9 +75,12 @@ class CheckpointUploads:
         until = time.monotonic() + limit
         while not self._uploader.wait(_tick(until)) and time.monotonic() < until:
             self._worker.supervisor_client.report_progress(step, "uploading a checkpoint")
-        self.report_results(report, "the same command")
+        self.report_results(report, "the next start of the same command")
         if not self._uploader.close():
-            told = f"the last upload did not end within {duration_text(limit)}; the same command tries again"
+            told = (
+                f"the last upload did not finish within {duration_text(limit)}; the next start of the "
+                "same command retries it"
+            )
             report(told, "warning")
 
     def close(self) -> None:
@@ -103,8 +106,9 @@ def fetch_newest(folder: Path, url: str, worker: WorkerContext, messages: list[s
         path, told = _run_on_rank_zero(fetch, worker, f"fetching a checkpoint from {url}")
     except WanmaError as error:
         raise WanmaError(
-            f"no checkpoint is here, and that of {UPLOAD_KEY} cannot be had: {error.message}",
-            f"{error.hint}; or start anew: --fresh with another {UPLOAD_KEY}".lstrip("; "),
+            f"the run directory has no checkpoint, and none can be fetched from {UPLOAD_KEY}: "
+            f"{error.message}",
+            f"{error.hint}; or start a new run: --fresh with another {UPLOAD_KEY}".lstrip("; "),
         ) from error
     messages += told
     if path is not None:
@@ -119,12 +123,14 @@ def require_unused_url(url: str, worker: WorkerContext) -> None:
         WanmaError: `url` holds checkpoints.
     """
     steps = _run_on_rank_zero(
-        lambda: RemoteCheckpoints(RemoteStorage(url, key=UPLOAD_KEY)).steps(), worker, f"looking at {url}"
+        lambda: RemoteCheckpoints(RemoteStorage(url, key=UPLOAD_KEY)).steps(),
+        worker,
+        f"listing the checkpoints at {url}",
     )
     if steps:
         raise WanmaError(
             f"{UPLOAD_KEY} = '{url}' holds the checkpoints of an earlier run, up to step {steps[0]}",
-            "name another URL for the run that starts anew, or remove those",
+            "set another URL for the new run, or remove those checkpoints",
         )
 
 
@@ -165,9 +171,9 @@ def _tick(until: float) -> float:
 
 def _text(upload: UploadResult, next_try: str) -> tuple[str, str]:
     if upload.error is not None:
-        told = WanmaError(f"{upload.error.message}; {next_try} tries again", upload.error.hint)
+        told = WanmaError(f"{upload.error.message}; retried with {next_try}", upload.error.hint)
         return str(told), "warning"
     if not upload.bytes:
-        return f"the checkpoint of step {upload.step} is at {upload.url} already", "info"
+        return f"the checkpoint of step {upload.step} is already at {upload.url}", "info"
     took = f"{bytes_text(upload.bytes)} in {duration_text(upload.seconds)}"
     return f"checkpoint of step {upload.step} uploaded to {upload.url}, {took}", "info"

@@ -74,7 +74,7 @@ def split_compression_state(
     notes = []
     if shared:
         before, now = saved[shared[0]].shape[0], tensors[shared[0]].shape[0]
-        notes.append(f"what compression left out of gradients on {before} ranks is shared among {now} now")
+        notes.append(f"gradient compression: error feedback of {before} ranks redistributed to {now} ranks")
     if dropped:
         more = (
             f" and {len(dropped) - _MAX_NAMES_IN_MESSAGE} more"
@@ -82,9 +82,8 @@ def split_compression_state(
             else ""
         )
         notes.append(
-            "what compression left out of the gradients of "
-            f"{', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{more} is dropped: "
-            "they are no longer exchanged in a way that keeps it"
+            f"gradient compression: error feedback of {', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{more} "
+            "is dropped: the compression of these parameters no longer keeps any"
         )
     return alike, others, notes
 

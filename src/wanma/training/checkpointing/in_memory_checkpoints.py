@@ -115,19 +115,20 @@ class InMemoryCheckpoints:
         if images is None:
             if self._fixed_interval is not None:
                 self.messages.append(
-                    f"checkpoint.in_memory_every_steps = {wanted} has no effect: without a supervisor nobody "
-                    "keeps them"
+                    f"checkpoint.in_memory_every_steps = {wanted} has no effect: a run without a "
+                    "supervisor keeps no in-memory checkpoints"
                 )
             return None
         if "disk" in (self._plan.offload_parameters, self._plan.offload_optimizer):
-            reason = "this plan keeps state on disk, because memory has no room for it"
+            reason = "the plan offloads state to disk, because it does not fit in memory"
             if self._fixed_interval is not None:
                 raise JobError(
                     f"checkpoint.in_memory_every_steps = {wanted}, but {reason}",
                     "set checkpoint.in_memory_every_steps = 'off'",
                 )
             self.messages.append(
-                f"no snapshots in memory: {reason}; a failure goes back to the newest checkpoint"
+                f"in-memory checkpoints are disabled: {reason}; recovery from a failure uses the "
+                "newest checkpoint on disk"
             )
             return None
         worker = self._worker
@@ -228,8 +229,8 @@ class InMemoryCheckpoints:
             return []
         every = self._interval.steps or 1
         return [
-            f"snapshots in memory: every {f'{every} steps' if every > 1 else 'step'} "
-            f"({duration_text(cost)} beside {duration_text(step)} a step: {cost / (every * step):.2%})"
+            f"in-memory checkpoint every {f'{every} steps' if every > 1 else 'step'}: "
+            f"{duration_text(cost)} each, step {duration_text(step)}, overhead {cost / (every * step):.2%}"
         ]
 
     def start_if_due(self, seconds: float, is_last: bool) -> None:
@@ -370,9 +371,9 @@ class InMemoryCheckpoints:
         free = min(psutil.virtual_memory().available, usable_memory_bytes())
         if needed > free:
             raise WanmaError(
-                f"snapshots of this node's ranks take {bytes_text(needed)} of memory, of which "
-                f"{bytes_text(free)} are free",
-                "set checkpoint.in_memory_every_steps = 'off', use more machines, or shard the state "
+                f"in-memory checkpoints of this node's ranks need {bytes_text(needed)} of memory, but "
+                f"only {bytes_text(free)} are free",
+                "set checkpoint.in_memory_every_steps = 'off', use more nodes, or shard the state "
                 "(parallel.shard)",
             )
 
@@ -389,10 +390,12 @@ class InMemoryCheckpoints:
         )
         self._checkpointer.stop_replication()
         reason = next(filter(None, self._gather_reasons(mine or None)))
-        text = f"no more copies of snapshots on partner nodes: {reason}"
+        text = f"partner copies of in-memory checkpoints are disabled: {reason}"
         if self._requires_partner:
-            raise WanmaError(text, "without checkpoint.partner = true the run would go on without them")
-        return f"{text}; after the loss of a node the run goes back to its newest checkpoint"
+            raise WanmaError(
+                text, "set checkpoint.partner = 'auto' to continue the run without partner copies"
+            )
+        return f"{text}; recovery from a node failure uses the newest checkpoint on disk"
 
     def _gather_reasons(self, mine: str | None) -> list[str | None]:
         reasons: list[str | None] = [mine] * self._worker.world_size
@@ -405,11 +408,11 @@ class InMemoryCheckpoints:
         reasons = self._gather_reasons(self._failure.message if self._failure is not None else None)
         self.close()
         reason = next(reason for reason in reasons if reason is not None)
-        return _without(f"no more snapshots in memory: {reason}")
+        return _without(f"in-memory checkpoints are disabled: {reason}")
 
 
 def _without(text: str) -> str:
-    return f"{text}; after a failure the run goes back to its newest checkpoint"
+    return f"{text}; recovery from a failure uses the newest checkpoint on disk"
 
 
 def layout_key(plan: Plan, worker: WorkerContext) -> str:

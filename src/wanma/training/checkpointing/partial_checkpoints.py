@@ -66,16 +66,17 @@ def assemble_flushed_parts(folder: Path, worker: WorkerContext, min_step: int) -
         missing = [rank for rank in range(moment.world_size) if rank not in writers]
         if missing:
             messages.append(
-                f"a copy of step {moment.step:,} was saved in parts, and of {ranks_text(missing)} none is on "
-                "these machines: it stays where it is, and the run goes on from what is older"
+                f"the in-memory checkpoint of step {moment.step:,} was written to disk in parts, but no "
+                f"node has the parts of {ranks_text(missing)}: it is not used, and the run resumes from "
+                "an older checkpoint"
             )
             continue
-        worker.supervisor_client.report_progress(0, "bringing the parts of a copy together")
+        worker.supervisor_client.report_progress(0, "merging the parts of a checkpoint")
         share = {rank: images[moment][rank] for rank, writer in writers.items() if writer == worker.rank}
         _assemble(folder, moment, share, worker)
         home = moment.step
         messages.append(
-            f"the copy of step {moment.step:,} that was saved in parts is now "
+            f"the parts of the in-memory checkpoint of step {moment.step:,} are merged into "
             f"{folder / step_folder_name(home)}"
         )
         break
@@ -100,10 +101,10 @@ def _assemble(
     problems = [one for one in _all_gather_objects(problem, worker) if one is not None]
     if problems:
         raise WanmaError(
-            f"the copy of step {moment.step:,} that was saved in parts on the machines of the run cannot be "
-            f"brought together: {'; '.join(dict.fromkeys(problems))}",
-            f"free space on {folder} and give the same command again, or begin anew with --fresh, which "
-            "keeps the parts beside the new ones",
+            f"the in-memory checkpoint of step {moment.step:,} was written to disk in parts on the nodes, "
+            f"and the parts cannot be merged: {'; '.join(dict.fromkeys(problems))}",
+            f"free space on {folder} and run the same command again, or start a new run with --fresh, "
+            "which keeps the parts",
         )
 
 

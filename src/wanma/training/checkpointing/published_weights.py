@@ -102,7 +102,9 @@ def _map_weights(part: nn.Module, weights: HuggingFaceWeights) -> _WeightMapping
         if weights.shape(tensor) != shape:
             found.differences.append(f"{tensor}: shape {shape} here, {weights.shape(tensor)} in the files")
         elif weights.dtype(tensor) not in _FLOATS:
-            found.differences.append(f"{tensor}: dtype {weights.dtype(tensor)}, of quantized weights")
+            found.differences.append(
+                f"{tensor}: dtype {weights.dtype(tensor)}; quantized weights are not supported"
+            )
     found.ignored = {tensor for tensor in weights.files if model.is_ignored_tensor(tensor)}
     for name, buffer in _user_buffers(part):
         if name not in weights.files:
@@ -196,22 +198,23 @@ def _require_no_differences(
     """
     folder = weights.folder
     extra = sorted(weights.files.keys() - set(matched_tensors))
-    differences = [*differences, *(f"{tensor}: only in the files" for tensor in extra)]
+    differences = [*differences, *(f"{tensor}: not in this model" for tensor in extra)]
     if differences:
         more = (
             [f"and {len(differences) - _MAX_DIFFERENCES_IN_MESSAGE} more"]
             if len(differences) > _MAX_DIFFERENCES_IN_MESSAGE
             else []
         )
-        way_out = f"describe the model that was published: model.huggingface = '{folder}'"
+        way_out = f"set the published model in the job: model.huggingface = '{folder}'"
         if weights.files.keys() >= set(parameter_names):
             way_out = (
-                "it has wanma's own names, as `wanma checkpoint convert --format safetensors` writes them: "
-                "start from the checkpoint itself, or from what `convert --weights` makes of it"
+                "the tensors have wanma's parameter names (`wanma checkpoint convert --format "
+                "safetensors`): set checkpoint.start_from to the checkpoint itself, or to the output of "
+                "`wanma checkpoint convert --weights`"
             )
         raise WanmaError(
-            f"checkpoint.start_from = '{folder}' holds another model than {model} as the job describes "
-            "it:\n    " + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + more),
+            f"checkpoint.start_from = '{folder}' does not match the model {model} of the job:\n    "
+            + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + more),
             way_out,
             EXIT_USAGE,
         )

@@ -78,7 +78,7 @@ class ReplicaCheck:
 
     def _gather_digests(self, groups: Sequence[ReplicaHashes]) -> list[list[int]]:
         """Return every rank's groups and digests, as `find_mismatched_groups` takes them."""
-        assert len(groups) <= _GROUPS, "a set of ranks for each set of axes that is not split"
+        assert len(groups) <= _GROUPS, "one set of ranks for each set of mesh dimensions without a split"
         row = [number for group in groups for number in (group.group_hash, group.content_hash)]
         mine = torch.tensor(row + [0] * (2 * _GROUPS - len(row)), dtype=torch.int64, device=self._device)
         everyones = mine.new_empty(self._worker.world_size, len(mine))
@@ -133,18 +133,18 @@ def replica_mismatch_error(
         if len(differences) > _MAX_NAMES_IN_MESSAGE
         else ""
     )
-    what = f"their copies of {names}{more} are not the same"
+    what = f"their values of {names}{more} differ"
     if odd:
         who = f"rank{'s' if len(odd) > 1 else ''} {named(odd)}"
         text = f"step {step}: {who} differ{'' if len(odd) > 1 else 's'} from most other replicas: {what}"
     else:
         text = (
-            f"step {step}: ranks {named(undecided)} should hold the same, but {what}; "
-            "which of them is wrong, no majority can tell"
+            f"step {step}: ranks {named(undecided)} are replicas, but {what}; no majority shows which "
+            "rank is wrong"
         )
     return AllRanksError(
         text,
-        "memory or a processor has erred, or a device computes otherwise than its peers: test the machine; "
-        "checkpoint.compare_replicas = false leaves the comparison out",
+        "possible hardware fault, or arithmetic that differs between devices: test the node, or set "
+        "checkpoint.compare_replicas = false to skip this check",
         outlier_ranks=tuple(f"rank {rank} ({hosts[rank]})" for rank in odd),
     )

@@ -120,7 +120,9 @@ def resume(
         raise _no_complete_checkpoint(folder, skipped)
     if path is not None or snapshot is not None:
         source, label = (
-            (open_disk_source(path), path.name) if path is not None else (snapshot, "its snapshot")
+            (open_disk_source(path), path.name)
+            if path is not None
+            else (snapshot, "its in-memory checkpoint")
         )
         assert source is not None
         identity, notes = _restore_checkpoint(state, source, label, job, plan, worker, identity)
@@ -144,8 +146,8 @@ def resume(
     elif worker.restart is None and worker.rank == 0:
         recorded = last_record(RunDirectory(worker.run_directory).metrics)
         if recorded is not None:
-            text = f"this run has recorded {recorded['step']} steps, and {folder} has no checkpoint"
-            messages.append(f"{text}: it begins anew")
+            text = f"metrics of {recorded['step']} steps exist, but {folder} holds no checkpoint"
+            messages.append(f"{text}: training starts again at step 0")
     return ResumeResult("beginning", messages, identity)
 
 
@@ -159,7 +161,7 @@ def _load_in_memory_checkpoint(
     """
     if worker.memory_files is None or (step := worker.memory_files.restore_step) is None:
         return None, False
-    worker.supervisor_client.report_progress(0, "fetching a snapshot")
+    worker.supervisor_client.report_progress(0, "fetching an in-memory checkpoint")
     layout = layout_key(plan, worker)
     if len(worker.local_world_sizes) > 1 and needs_reshard(worker.memory_files, step, worker, layout):
 
@@ -169,16 +171,16 @@ def _load_in_memory_checkpoint(
 
         source, problems, _ = gather_for_reshard(worker.memory_files, step, worker, tensors_for)
         if source is None:
-            messages.append(f"the snapshot of step {step} is not used: {'; '.join(problems)}")
+            messages.append(f"the in-memory checkpoint of step {step} is not used: {'; '.join(problems)}")
         return source, False
     images, missing, fetched = restore_lost_files(worker.memory_files, step, worker)
-    worker.supervisor_client.report_progress(0, "verifying a snapshot")
+    worker.supervisor_client.report_progress(0, "verifying an in-memory checkpoint")
     found, problems = find_local_checkpoint(
         images, step, worker.rank, worker.world_size, worker.node_ranks, layout
     )
     everyones = _gather_problems(missing or problems, worker)
     if everyones:
-        messages.append(f"the snapshot of step {step} is not used: {'; '.join(everyones)}")
+        messages.append(f"the in-memory checkpoint of step {step} is not used: {'; '.join(everyones)}")
         return None, False
     return found.open_source(), fetched > 0
 
@@ -228,8 +230,9 @@ def _no_complete_checkpoint(folder: Path, skipped: list[str]) -> WanmaError:
         ),
     ]
     return WanmaError(
-        f"no checkpoint in {folder} is whole:\n    " + "\n    ".join(shown),
-        "put a copy of one there, or begin anew with --fresh, which keeps these beside the new ones",
+        f"no complete checkpoint in {folder}:\n    " + "\n    ".join(shown),
+        "restore a complete checkpoint into this folder, or start a new run with --fresh, which "
+        "keeps the damaged ones",
     )
 
 
@@ -275,14 +278,12 @@ def _restore_checkpoint(
     notes = [f"{checkpoint_name}: {note}"] if note else []
     if averages and state.weight_average is None:
         elsewhere += averages
-        notes.append(f"the averaged weights of {checkpoint_name} are left out: train.weight_average is 0")
+        notes.append(f"the averaged weights of {checkpoint_name} are not loaded: train.weight_average is 0")
     elif averages:  # older ones also average weights that do not change
         elsewhere += [f"average.{name}" for name in frozen]
     if state.weight_average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
-        notes.append(
-            f"{checkpoint_name} was saved without averaged weights: the average begins at its weights"
-        )
+        notes.append(f"{checkpoint_name} has no averaged weights: the average starts from its weights")
     alike, of_others, told = split_compression_state(tensors, source, elsewhere)
     elsewhere += of_others
     notes += told
@@ -343,7 +344,8 @@ def _check_data_position(values: dict[str, Any], name: str, train: TrainSection)
         raise WanmaError(
             f"{name} was saved after {values['samples']} samples at step {values['step']}, but with "
             f"train.global_batch = {train.global_batch} that step comes after {expected}",
-            "keep the batch size of the run, or start a new run with checkpoint.start_from",
+            "set train.global_batch to the run's earlier value, or start a new run with "
+            "checkpoint.start_from",
         )
 
 
@@ -385,22 +387,22 @@ def check_start_folder(path: Path) -> None:
     if not path.is_dir():
         raise WanmaError(
             f"checkpoint.start_from = '{path}': there is no such folder",
-            f"name the folder of a checkpoint, or one with {WEIGHTS_FILE} or {INDEX_FILE}",
+            f"set it to a checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
             EXIT_USAGE,
         )
     if (path / _PEFT_CONFIG_FILE).is_file():
         raise WanmaError(
-            f"checkpoint.start_from = '{path}' holds adapters of peft, which are no model by themselves",
-            "merge them into their model and start from that: peft.PeftModel.from_pretrained(model, folder)"
-            ".merge_and_unload().save_pretrained(new_folder)",
+            f"checkpoint.start_from = '{path}' holds only PEFT adapters, not a complete model",
+            "merge the adapters into their base model and start from the result: "
+            "peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(new_folder)",
             EXIT_USAGE,
         )
 
 
 def incomplete_start_error(path: Path, problem: str) -> WanmaError:
     return WanmaError(
-        f"checkpoint.start_from = '{path}' is not whole: {problem}",
-        f"name another checkpoint folder, or one with {WEIGHTS_FILE} or {INDEX_FILE}",
+        f"checkpoint.start_from = '{path}' is not complete: {problem}",
+        f"set it to another checkpoint folder, or to a folder with {WEIGHTS_FILE} or {INDEX_FILE}",
         EXIT_USAGE,
     )
 
@@ -413,14 +415,16 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
     unused = sorted(saved.difference(weights, _names_on_other_ranks(weights, plan)))
     if adapters := [name for name in unused if is_lora_parameter(name)]:
         raise WanmaError(
-            f"checkpoint.start_from = '{path}' has adapters that this model has not, such as {adapters[0]}",
-            "set model.lora_rank and model.lora_targets as in that run, or merge its adapters first",
+            f"checkpoint.start_from = '{path}' has LoRA adapters that this model does not have, such "
+            f"as {adapters[0]}",
+            "set model.lora_rank and model.lora_targets to the values of that run, or merge its "
+            "adapters first",
         )
     if partial := _unused_of_decoder_blocks(state, unused):
         raise WanmaError(
-            f"checkpoint.start_from = '{path}' is from a decoder that computes otherwise: it has "
-            f"{partial[0]}, and this model has the rest of that module without it",
-            "give [model] that run's settings, such as activation_function",
+            f"checkpoint.start_from = '{path}' is from a decoder with another architecture: it has "
+            f"{partial[0]}, but the same module of this model does not",
+            "set the keys of [model] to the values of that run, such as activation_function",
         )
     fills = {n: t for n, t in weights.items() if n in saved or not is_lora_parameter(n)}
     load_tensors(path, fills, strict=False, allow_cast=True)
@@ -431,10 +435,16 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
         if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
     ):
         more = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
-        notes.append(f"{narrow[0]}{more} were saved in {entries[narrow[0]].dtype}: they begin rounded to it")
+        notes.append(
+            f"{narrow[0]}{more} were saved in {entries[narrow[0]].dtype}: their initial values have only "
+            "that precision"
+        )
     more = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
     if unused:
-        notes.append(f"this model has no place for {', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{more}")
+        notes.append(
+            "tensors that this model does not have are not loaded: "
+            f"{', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{more}"
+        )
     return notes
 
 
@@ -461,4 +471,4 @@ def _archive_old_checkpoints(folder: Path, worker: WorkerContext, messages: list
     if worker.rank == worker.node_ranks[0]:
         archive_flushed(folder)
     if worker.rank == 0 and (aside := archive_run_checkpoints(folder)):
-        messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")
+        messages.append(f"starting a new run; the earlier run's checkpoints are kept in {aside}")

@@ -25,14 +25,14 @@ DEFAULT_LOSS = "default"
 _SEED_BOUND = 1 << 32
 """Bound of the seeds that people choose; a seed that torch draws for itself has 53 bits."""
 _WAYS_OUT = (
-    "give the new run a name of its own (observe.name, or run_directory= in Python), or begin anew in its "
-    "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new "
-    "ones; either may take that run's weights with checkpoint.start_from"
+    "give the new run another name (observe.name, or run_directory= in Python), or replace the run with "
+    "checkpoint.resume = false (--fresh), which keeps the earlier checkpoints; checkpoint.start_from "
+    "loads the weights of the earlier run"
 )
 ACCEPT_CHANGES = "changed"
 """Value of `checkpoint.resume` for a run that continues with a changed model, data or loss."""
 _ACCEPT_CHANGES_HINT = (
-    "; if the change is meant, as of a mended error, carry on with checkpoint.resume = 'changed'"
+    "; if the change is intended, such as a bug fix, resume with checkpoint.resume = 'changed'"
 )
 
 
@@ -153,9 +153,11 @@ def check_identity(
     if changed and (is_over or not accepts_changes):
         what, words = next(iter(changed.items()))
         carry_on = "" if is_over else _ACCEPT_CHANGES_HINT
-        way_out = f"put the {what} back as it was; or {_WAYS_OUT}{carry_on}"
+        way_out = f"restore the {what} of that run; or {_WAYS_OUT}{carry_on}"
         raise WanmaError(f"{checkpoint_name} was saved while training {words}", way_out)
-    told = [f"{checkpoint_name} was saved while training {words}; carrying on" for words in changed.values()]
+    told = [
+        f"{checkpoint_name} was saved while training {words}; resuming anyway" for words in changed.values()
+    ]
     if accepts_changes and not is_over:
         known = {field: value for field, value in asdict(current).items() if value}
         return Identity(**{**asdict(saved), **known, "seeded": current.seeded}), told
@@ -174,22 +176,24 @@ def check_identity(
         return kept, []
     if is_over or (saved.seeded and current.seeded):
         of_factory = bool(_seed(current.weights))
-        how = "model.factory, train.seed" if of_factory else "seed torch before the model is made"
+        how = (
+            "model.factory, train.seed" if of_factory else "call torch.manual_seed before the model is built"
+        )
         raise WanmaError(
-            f"{checkpoint_name} is of a model that began with other weights than this one has"
-            + (", and its run has ended" if is_over else ""),
-            f"put the initial weights back as they were ({how}); or {_WAYS_OUT}",
+            f"{checkpoint_name} is of a model with other initial weights than this one"
+            + (", and its run is finished" if is_over else ""),
+            f"restore the initial weights of that run ({how}); or {_WAYS_OUT}",
         )
     return kept, [
-        "the model begins with other weights than at this run's first start, as one does that is drawn "
-        f"without a seed; the run goes on from {checkpoint_name}"
+        "the initial weights of the model differ from those of the run's first start (random weights "
+        f"without a seed); the run resumes from {checkpoint_name}"
     ]
 
 
 def _changed(current: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
     """Yield (part that differs, words for what the saved run was trained on or with)."""
     if saved.data and current.data and saved.data != current.data:
-        yield "data", "on other data than there are now"
+        yield "data", "on other data than the job has now"
     if saved.model and current.model and not same_code(saved.model, current.model):
         yield "model", "another model than this one"
     if saved.loss and current.loss and not same_code(saved.loss, current.loss):

@@ -75,9 +75,9 @@ def check_cluster(local_health: DeviceHealth, cluster: ClusterSection, worker: W
         )
         usual = median(link.bandwidth_bytes_per_second for link in links) / 1e6
         raise HealthCheckError(
-            f"the network of node {worker.node_rank} ({nodes[worker.node_rank]}) is slow: {told}; "
-            f"half of all links pass {usual:,.0f} MB/s or more",
-            "run the same command on another machine, or set cluster.health_check = 'never'",
+            f"node {worker.node_rank} ({nodes[worker.node_rank]}) has slow network links: {told}; median "
+            f"of all links {usual:,.0f} MB/s",
+            "run the same command on another node, or set cluster.health_check = 'never'",
         )
     return _health_report(found, hosts, links, nodes, cluster.straggler_factor, time.perf_counter() - began)
 
@@ -93,15 +93,15 @@ def _health_report(
     rates = [device.flops_per_second for device in found]
     usual = median(rates)
     warnings = [
-        f"rank {rank} ({hosts[rank]}, {found[rank].device}) computes a matrix product at {rate / 1e9:,.0f} "
-        f"GFLOP/s, half of all ranks at {usual / 1e9:,.0f} or more"
+        f"rank {rank} ({hosts[rank]}, {found[rank].device}) is slow: matrix product at {rate / 1e9:,.0f} "
+        f"GFLOP/s, median of all ranks {usual / 1e9:,.0f}"
         for rank, rate in enumerate(rates)
         if rate * straggler_factor < usual
     ]
-    warnings += [f"slow beside the other links: {link.text(nodes)}" for link in slow_links(links)]
+    warnings += [f"slow link compared with the other links: {link.text(nodes)}" for link in slow_links(links)]
     seconds += max(device.seconds for device in found)
     devices = f"{len(found)} device{'s' if len(found) > 1 else ''}"
-    text = f"health: {devices} compute and remember rightly"
+    text = f"health check passed: {devices} (arithmetic and memory)"
     fields: dict[str, Any] = {
         "seconds": seconds,
         "devices": len(found),
@@ -112,5 +112,5 @@ def _health_report(
         least = min(links, key=lambda link: link.bandwidth_bytes_per_second)
         fields["least_bandwidth_bytes_per_second"] = least.bandwidth_bytes_per_second
         fields["most_latency_seconds"] = max(link.latency_seconds for link in links)
-        text += f", slowest link {least.text(nodes)}"
+        text += f"; slowest link {least.text(nodes)}"
     return HealthReport(f"{text} ({duration_text(seconds)})", fields, tuple(warnings))

@@ -56,5 +56,5 @@ def open_gpu_sampler(device: torch.device, warn: Callable[[str], None]) -> GpuSa
     try:
         return GpuSampler(str(torch.cuda.get_device_properties(device).uuid)).__enter__()
     except WanmaError as error:
-        warn(f"no GPU utilisation or power in this run's records: {error}")
+        warn(f"GPU utilization and power are not recorded: {error}")
         return None

@@ -24,7 +24,7 @@ def seek_stream(trainer: Trainer, data: BatchedDataset) -> None:
     if other := next((rank for rank, one in enumerate(prints) if one != prints[0]), None):
         raise AllRanksError(
             f"data: {data.reader.name} gives other samples on rank {other} than on rank 0",
-            "let it give all samples everywhere (no RANK, no split by node): each rank takes its share",
+            "yield all samples on every rank (no split by RANK or node): wanma selects each rank's share",
         )
     state, progress = trainer.state, trainer.worker.supervisor_client.report_progress
     data.reader.every_steps = trainer.job.checkpoint.every_steps

@@ -438,7 +438,7 @@ class Trainer:
                 if state.weight_average is not None:
                     state.weight_average.update()
             else:
-                self.message(f"late gradients of norm {again.gradient_norm} are left out", "warning")
+                self.message(f"delayed gradients with norm {again.gradient_norm} are skipped", "warning")
 
     def _skip_reason(self, totals: StepTotals, loss_sum: Tensor) -> str:
         """Return why policy leaves the update out; empty where it is made, or fp16's loss scale decides.

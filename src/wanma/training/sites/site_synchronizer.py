@@ -85,9 +85,9 @@ class SiteSynchronizer:
         for name, parameter in self._frozen.items():
             if parameter.grad is not None:
                 raise WanmaError(
-                    f"{name} was frozen when the run began and is trained now, but sites exchange only what "
-                    "was trained from the start",
-                    "release it before the run begins, or leave parallel.synchronization out",
+                    f"{name} was frozen at the start of the run and is trained now, but sites exchange "
+                    "only parameters that were trainable at the start",
+                    "set requires_grad = True on it before the run starts, or unset parallel.synchronization",
                 )
         if self._delayed_gradients is None or (
             self.outer_optimizer is not None and not self.synchronization.is_synchronous_step(step)
@@ -225,10 +225,10 @@ def ignored_site_tensors(
     if before != (sites or 0):
         if before:
             return names, (
-                f"it was saved by {before} site{'s' if before > 1 else ''}: all ranks go on from the outer "
-                "weights and the first site's optimizer state"
+                f"saved by {before} site{'s' if before > 1 else ''}: all ranks resume from the outer "
+                "weights and the optimizer state of the first site"
             )
-        return names, f"it was saved without sites: all {sites} go on from its weights and optimizer state"
+        return names, f"saved without sites: all {sites} sites resume from its weights and optimizer state"
     if any(name.startswith(DELAYED_PREFIX) for name in names):
-        return names, "the gradients that were under way between sites are left out"
+        return names, "pending delayed gradients of the checkpoint are discarded"
     return names, ""

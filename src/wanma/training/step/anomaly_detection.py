@@ -77,9 +77,10 @@ class AnomalyDetector:
         first = step - MAX_CONSECUTIVE_SKIPS
         if self.skipped_steps[-MAX_CONSECUTIVE_SKIPS:] == list(range(first, step)):
             raise AllRanksError(
-                f"step {step}: the {MAX_CONSECUTIVE_SKIPS} steps before were left out, and this one would be "
-                "too",
-                "so it is not the samples: lower train.learning_rate and carry on from an earlier checkpoint",
+                f"step {step}: {MAX_CONSECUTIVE_SKIPS} consecutive steps were skipped, the limit, and "
+                "this step would be skipped too",
+                "lower train.learning_rate and resume from an earlier checkpoint; the cause is "
+                "unlikely to be the data",
             )
         self.skipped_steps.append(step)
 
@@ -116,13 +117,13 @@ def enforce_policy(
     if policy == "stop":
         raise AllRanksError(
             f"step {step}: {reason}",
-            "lower train.learning_rate, add train.warmup_steps, check the data, "
-            f"or set {key} = 'skip' to leave such steps out",
+            f"lower train.learning_rate, add train.warmup_steps, check the data, or set {key} = 'skip' to "
+            "skip such steps",
         )
     if policy == "retry" and step not in retried_steps:
         raise AllRanksError(
             f"step {step}: {reason}",
-            f"{key} = 'retry' makes the step again after a recovery (cluster.max_restarts), and leaves it "
-            "out if that comes back",
+            f"{key} = 'retry': the ranks restart and repeat the step (cluster.max_restarts); if it fails "
+            "again, it is skipped",
             retry_step=step,
         )

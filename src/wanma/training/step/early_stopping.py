@@ -47,11 +47,12 @@ class EarlyStopping:
         if not self.is_over(train):
             return ""
         best = (
-            "none is a number" if self.best is None else f"{self.best:.6g} of step {self.best_step:,} is best"
+            "no value is finite" if self.best is None else f"best {self.best:.6g} at step {self.best_step:,}"
         )
         return (
-            f"step {step:,}: the run ends, for {train.stop_metric} has not improved in "
-            f"{count_text(self.waited, 'validation')} (train.stop_patience = {train.stop_patience}); {best}"
+            f"step {step:,}: the run ends: {train.stop_metric} has not improved in "
+            f"{count_text(self.waited, 'validation')} (train.stop_patience = {train.stop_patience}); "
+            f"{best}"
         )
 
     def is_over(self, train: TrainSection) -> bool:

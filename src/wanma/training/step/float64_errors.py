@@ -26,10 +26,10 @@ def explain_float64_errors(batch: Batch, precision: str) -> Iterator[None]:
         if precision == "fp64" or not wide or not about_types or isinstance(error, WanmaError):
             raise
         raise WanmaError(
-            f"data: {' and '.join(wide)} {'is' if len(wide) == 1 else 'are'} float64, as numpy's numbers and "
-            f"Python's are, and the model or the loss computes in {precision}: {error}",
-            "give float32: array.astype('float32'), torch.tensor(number, dtype=torch.float32); or set "
-            "train.precision = 'fp64'",
+            f"data: {' and '.join(wide)} {'is' if len(wide) == 1 else 'are'} float64 (the default of "
+            f"NumPy), but the model or the loss computes in {precision}: {error}",
+            "convert to float32: array.astype('float32'), torch.tensor(number, dtype=torch.float32); or "
+            "set train.precision = 'fp64'",
         ) from error
 
 

@@ -86,8 +86,8 @@ class ForwardBackward:
                 batch_loss, batch_targets = self._losses(part)
                 if not batch_loss.requires_grad:
                     raise WanmaError(
-                        "the loss has no gradient: no parameter that it depends on is trained",
-                        "leave requires_grad = True on what is to be trained, and do not detach the output",
+                        "the loss has no gradient: it depends on no trainable parameter",
+                        "set requires_grad = True on the parameters to train, and do not detach the output",
                     )
                 forward.end_forward()
                 clock.stop(is_forward=True)

@@ -29,9 +29,9 @@ class LayerGradientNorms:
     def __init__(self, names: Iterable[str], plan: Plan, interval_steps: int) -> None:
         if interval_steps > 0 and plan.sites > 1:
             raise JobError(
-                f"observe.gradient_norms_every_steps = {interval_steps}: {plan.sites} sites take different "
-                "gradients",
-                "leave it out with parallel.synchronize",
+                f"observe.gradient_norms_every_steps = {interval_steps} is not supported with sites: each "
+                f"of the {plan.sites} sites has its own gradients",
+                "unset it, or unset parallel.synchronize",
             )
         self._interval_steps = interval_steps
         self._layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(layer_of, names)))}

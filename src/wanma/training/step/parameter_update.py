@@ -108,8 +108,8 @@ def reduce_step_totals(
     total_targets = sum(counts)
     if total_targets == 0:
         raise WanmaError(
-            f"step {step}: no sample of the global batch has a target to learn from",
-            "every target is masked: check the data's targets",
+            f"step {step}: the global batch has no target",
+            "check the targets in the data: all of them are masked",
         )
     corrections = _gradient_multipliers(counts, effective_loss_multiplier, normalization)
     norms = [math.sqrt(square) * one for square, one in zip(squares, corrections, strict=True)]
@@ -292,6 +292,6 @@ def describe_non_finite(
         else ""
     )
     return (
-        f"the loss is {totals.loss} and the gradient norm {totals.gradient_norm}; "
-        f"seen on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{because}"
+        f"the loss is {totals.loss} and the gradient norm {totals.gradient_norm}; non-finite on "
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{because}"
     )
