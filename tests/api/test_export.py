@@ -52,7 +52,7 @@ def test_the_command_writes_what_transformers_loads(
     averaged = outcome.tensors()["average.embedding.weight"]
     assert torch.equal(model.get_input_embeddings().weight, averaged.to(torch.bfloat16))
     assert main(command) == 2
-    assert f"{to} is there already" in capsys.readouterr().err
+    assert f"{to} already exists" in capsys.readouterr().err
 
 
 def test_commands_say_that_the_newest_checkpoint_is_damaged_and_refuse_it_by_its_step(
@@ -75,7 +75,7 @@ def test_commands_say_that_the_newest_checkpoint_is_damaged_and_refuse_it_by_its
         assert told.startswith(
             "warning: checkpoint step-00000003 is skipped: rank-00000.safetensors has 0 bytes"
         )
-        assert "going back to checkpoint step-00000002" in told
+        assert "falling back to checkpoint step-00000002" in told
     assert main([*sampled, "--step", "3"]) == 1
     assert "checkpoint step-00000003 is damaged" in capsys.readouterr().err
     assert main(["export", *run, "--step", "2", "--to", str(tmp_path / "two")]) == 0

@@ -76,7 +76,7 @@ def test_averaged_weights_an_earlier_step_and_a_damaged_newest(tmp_path: Path) -
     assert torch.equal(plain.model.get_parameter(name), outcome.tensors(1)[f"model.{name}"])
     shutil.copytree(loaded.checkpoint, outcome.directory / "checkpoints" / "step-00000003")
     (outcome.directory / "checkpoints" / "step-00000003" / "rank-00000.safetensors").write_bytes(b"")
-    with pytest.warns(UserWarning, match="going back to checkpoint step-00000002"):
+    with pytest.warns(UserWarning, match="falling back to checkpoint step-00000002"):
         assert wanma.load(outcome.directory).step == 2
     with pytest.raises(WanmaError, match="step-00000003 is damaged"):
         wanma.load(outcome.directory, step=3)

@@ -65,7 +65,7 @@ def test_a_flipped_bit_in_a_data_file_falls_back_and_names_the_file(folder: Path
     assert messages == [
         "checkpoint step-00000003 is skipped: rank-00001.safetensors is damaged: "
         "its content differs from its SHA-256",
-        "going back to checkpoint step-00000002",
+        "falling back to checkpoint step-00000002",
     ]
 
 
@@ -87,15 +87,15 @@ def test_every_kind_of_damage_is_skipped_with_its_reason(folder: Path) -> None:
     assert "bytes instead of" in reason()
     shutil.copy(backup / data.name, data)
     manifest.write_text("{")
-    assert reason() == "manifest.json is not a checkpoint's manifest"
+    assert reason() == "manifest.json is not the manifest of a checkpoint"
     manifest.write_bytes(b"")
-    assert reason() == "manifest.json is not a checkpoint's manifest"
+    assert reason() == "manifest.json is not the manifest of a checkpoint"
     flip_bit_content = bytearray((backup / manifest.name).read_bytes())
     flip_bit_content[-20] ^= 1
     manifest.write_bytes(flip_bit_content)
-    assert reason() == "manifest.json differs from its own checksum"
+    assert reason() == "manifest.json is damaged: its content differs from its SHA-256"
     manifest.write_bytes((backup / manifest.name).read_bytes().replace(b'"version":1', b'"version":9', 1))
-    assert reason() == "manifest.json has format version 9, this wanma reads up to 1"
+    assert reason() == "manifest.json has format version 9; this version of wanma reads up to 1"
     manifest.unlink()
     assert reason() == "manifest.json cannot be read: No such file or directory"
     shutil.copy(backup / manifest.name, manifest)
@@ -117,15 +117,15 @@ def test_whoever_takes_an_older_checkpoint_than_the_newest_is_told_and_a_step_in
     assert told == [
         "checkpoint step-00000003 is skipped: "
         "rank-00000.safetensors cannot be read: No such file or directory\n"
-        "  going back to checkpoint step-00000002\n  name a step to insist on its checkpoint"
+        "  falling back to checkpoint step-00000002\n  give a step to load its checkpoint and no other"
     ]
     told.clear()
     assert find_valid(folder, 1, told.append) == folder / "step-00000001"
-    with pytest.raises(WanmaError, match=r"step-00000003 is damaged: .*\n  there are also those of 2, 1"):
+    with pytest.raises(WanmaError, match=r"step-00000003 is damaged: .*\n  choose another step: 2, 1"):
         find_valid(folder, 3, told.append)
-    with pytest.raises(WanmaError, match=r"no checkpoint of step 9\n  there are those of 3, 2, 1"):
+    with pytest.raises(WanmaError, match=r"no checkpoint of step 9\n  choose one of the steps 3, 2, 1"):
         find_valid(folder, 9, told.append)
-    with pytest.raises(WanmaError, match="has no whole checkpoint yet"):
+    with pytest.raises(WanmaError, match="has no complete checkpoint yet"):
         find_valid(folder / "nothing", None, told.append)
     assert told == []
 
@@ -148,7 +148,7 @@ def test_loading_a_damaged_checkpoint_directly_names_the_file(folder: Path) -> N
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(WanmaError, match=r"rank-00001\.safetensors cannot be read: it has") as caught:
         load_full_tensors(path)
-    assert caught.value.hint == "it is damaged: load an older one"
+    assert caught.value.hint == "load an older checkpoint: this one is damaged"
     with pytest.raises(WanmaError, match="No such file"):
         read_training_state(folder / "step-00000099")
 

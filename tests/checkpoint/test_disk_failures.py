@@ -73,7 +73,7 @@ def test_a_file_that_may_not_grow_fails_the_save_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     told = save_in_trouble(tmp_path, "large")
     assert told.startswith("None the checkpoint of step 2 was not saved: rank 0: File too large")
-    assert "the ones before it are untouched" in told
+    assert "earlier checkpoints are unchanged" in told
     require_first_whole(tmp_path)
 
 
@@ -112,7 +112,7 @@ def test_a_full_disk_at_the_other_end_fails_the_upload_alone(tmp_path: Path, sma
     told: list[str] = []
     path = remote.download_newest_valid(tmp_path / "back", told.append)
     assert path == tmp_path / "back" / "step-00000001"
-    assert "was not uploaded whole" in told[0]
+    assert "was not uploaded completely" in told[0]
 
 
 @pytest.mark.root

@@ -182,7 +182,7 @@ def test_a_download_that_arrives_truncated_is_an_error_and_leaves_nothing(
 ) -> None:
     remote(f"file://{tmp_path}/there").upload(at(folder, 1), 1)
     failing.truncates = lambda call: call.name == "get_file"
-    with pytest.raises(WanmaError, match=r"cannot fetch failing://.*bytes arrived"):
+    with pytest.raises(WanmaError, match=r"cannot download failing://.*bytes arrived"):
         remote(f"failing://{tmp_path}/there").download(1, tmp_path / "back")
     assert names(tmp_path / "back") == []
 
@@ -222,9 +222,9 @@ def test_every_kind_of_damage_there_is_named(folder: Path, tmp_path: Path) -> No
     file.unlink()
     assert reason() == "/rank-00000.safetensors is missing"
     manifest.write_bytes(whole[: len(whole) // 2])
-    assert reason() == ": manifest.json differs from its own checksum"
+    assert reason() == ": manifest.json is damaged: its content differs from its SHA-256"
     manifest.unlink()
-    assert reason() == " was not uploaded whole: it has no manifest.json"
+    assert reason() == " was not uploaded completely: it has no manifest.json"
 
 
 def test_a_step_saved_again_replaces_what_is_there(folder: Path, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.
 
 
 def test_an_unknown_protocol_is_refused_by_name() -> None:
-    with pytest.raises(WanmaError, match="no storage protocol 's4'"):
+    with pytest.raises(WanmaError, match="the storage protocol 's4' is not supported"):
         check_url("s4://bucket/run", "checkpoint.upload")
 
 

@@ -104,7 +104,7 @@ def test_a_damaged_image_is_refused_and_nothing_is_committed(tmp_path: Path) -> 
         byte = image.read(1)
         image.seek(5000)
         image.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(WanmaError, match="the copy in memory of rank 0 is damaged"):
+    with pytest.raises(WanmaError, match="the in-memory checkpoint of rank 0 is damaged"):
         write(tmp_path, held, [0], 1)
     assert list_committed(tmp_path) == []
 

@@ -81,7 +81,10 @@ def test_a_damaged_copy_is_made_good_by_another(held: Held) -> None:
     images = two_nodes(held, {0: [0, 2], 1: [1]})
     got = run_ranks(_take, 2, (images,))
     assert [one[1] for one in got] == [
-        ["rank 2's snapshot of step 5 is damaged on node 0", "nobody has rank 2's snapshot of step 5"]
+        [
+            "the in-memory checkpoint of step 5, rank 2, is damaged on node 0",
+            "no node has the in-memory checkpoint of step 5, rank 2",
+        ]
     ] * 2
     images[1] = replace(images[1], restore_paths={**images[1].restore_paths, 2: other.images(2).own_paths})
     assert [one[:2] for one in run_ranks(_take, 2, (images,))] == [(True, [])] * 2

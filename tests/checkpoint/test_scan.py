@@ -91,9 +91,9 @@ def test_a_damaged_header_is_two_problems_and_no_crash(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
-        (None, "is missing: the checkpoint was never completed"),
-        (b"{}", "is not a checkpoint's manifest"),
-        (b"", "is not a checkpoint's manifest"),
+        (None, "is missing: the checkpoint was never committed"),
+        (b"{}", "is not the manifest of a checkpoint"),
+        (b"", "is not the manifest of a checkpoint"),
     ],
 )
 def test_without_a_manifest_that_is_the_problem(path: Path, content: bytes | None, cause: str) -> None:
@@ -105,7 +105,7 @@ def test_without_a_manifest_that_is_the_problem(path: Path, content: bytes | Non
 
 def test_a_manifest_that_was_edited_is_noticed(path: Path) -> None:
     flip_bit(path / "manifest.json", -20)
-    assert problems(path) == [Defect("manifest.json", "differs from its own checksum")]
+    assert problems(path) == [Defect("manifest.json", "is damaged: its content differs from its SHA-256")]
 
 
 def test_what_no_hash_tells_is_found_too(path: Path) -> None:
@@ -119,11 +119,11 @@ def test_what_no_hash_tells_is_found_too(path: Path) -> None:
     moved = tensors.pop("b")
     rewrite(path, tensors=tensors, step=4)
     expected = [
-        Defect("manifest.json", "is of step 4, not of the one that its folder is named after"),
-        Defect("manifest.json", "tensor a: its shards hold 200 of 400 elements"),
-        Defect(file, "tensor a is F32 (40, 10), not F32 (20, 10) as listed"),
-        Defect(other, "tensor e is not in it"),
-        Defect(moved.shards[0].file, "tensor b is in it, but not listed"),
+        Defect("manifest.json", "is of step 4, which differs from the step in the name of its folder"),
+        Defect("manifest.json", "tensor a: its shards cover 200 of 400 elements"),
+        Defect(file, "tensor a is F32 (40, 10), but F32 (20, 10) in the manifest"),
+        Defect(other, "tensor e is missing in it"),
+        Defect(moved.shards[0].file, "tensor b is in it, but not in the manifest"),
     ]
     assert sorted(problems(path), key=str) == sorted(expected, key=str)
 
@@ -137,7 +137,7 @@ def test_shards_that_overlap_are_found_although_their_sizes_add_up(path: Path) -
     causes = [problem.cause for problem in problems(path) if problem.file == "manifest.json"]
     assert causes == [
         "tensor a: shards at (0, 0) and (10, 0) overlap",
-        f"tensor a: 2 shards of that one name in {file}",
+        f"tensor a: 2 shards with this name in {file}",
     ]
 
 
@@ -147,7 +147,7 @@ def test_a_header_without_a_tensor_is_found(path: Path) -> None:
     content = len(header).to_bytes(8, "little") + header
     file.write_bytes(content.ljust(file.stat().st_size))
     assert [problem.cause for problem in problems(path)][1:] == [
-        f"tensor {name} is not in it" for name in ("a", "c")
+        f"tensor {name} is missing in it" for name in ("a", "c")
     ]
 
 
@@ -196,4 +196,4 @@ def test_a_folder_in_place_of_a_data_file_is_no_file(path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
     (path / "rank-00000.safetensors").mkdir()
     assert [problem.cause for problem in problems(path)] == ["is missing"]
-    assert find_defects(path) == ["rank-00000.safetensors is no file"]
+    assert find_defects(path) == ["rank-00000.safetensors is not a file"]

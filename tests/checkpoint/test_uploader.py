@@ -177,7 +177,7 @@ def test_closing_does_not_wait_longer_than_told(tmp_path: Path, failing: type[Fa
     gate.set()
     assert uploader.wait(30)
     (upload,) = uploader.poll()
-    assert "asked to stop" in str(upload.error)
+    assert "the run is stopping" in str(upload.error)
     assert not (tmp_path / "there" / "step-00000001" / "manifest.json").exists()
 
 
@@ -188,4 +188,4 @@ def test_a_url_that_cannot_be_opened_is_told_and_harms_nothing(tmp_path: Path) -
     uploader.request(1)
     assert uploader.wait(30)
     (upload,) = uploader.poll()
-    assert "no storage protocol 'no-such-protocol'" in str(upload.error)
+    assert "the storage protocol 'no-such-protocol' is not supported" in str(upload.error)

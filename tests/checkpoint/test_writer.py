@@ -265,7 +265,7 @@ def test_a_rank_that_never_comes_is_named_and_the_save_before_stays(tmp_path: Pa
         (result,) = checkpointer.wait()
         assert result.path is None
         assert "rank 2 did not finish writing within 0.3 s" in str(result.error)
-        assert "the ones before it are untouched" in str(result.error)
+        assert "earlier checkpoints are unchanged" in str(result.error)
     assert find_newest_valid(tmp_path) == tmp_path / "step-00000001"
     ranks[0].close()
     assert names(tmp_path) == ["step-00000001"]
@@ -317,7 +317,7 @@ def test_a_rank_that_is_still_writing_when_the_others_have_moved_on_hears_of_it(
     while (tmp_path / "step-00000001.partial-0-1").exists():
         time.sleep(0.01)
     gate.set()
-    assert "rank 0 gave up the save" in str(ranks[1].wait()[0].error)
+    assert "rank 0 aborted the save" in str(ranks[1].wait()[0].error)
     ranks[1].save(2, tensors(2), {})
     assert [checkpointer.wait()[0].error for checkpointer in ranks] == [None, None]
     assert names(tmp_path) == ["step-00000002"]
@@ -332,7 +332,7 @@ def test_a_rank_does_not_take_an_older_save_of_the_step_for_the_one_it_waits_for
         time.sleep(0.001)
     partial.rename(tmp_path / "gone")  # rank 0 gave up
     (result,) = checkpointer.wait()
-    assert "rank 0 gave up the save" in str(result.error)
+    assert "rank 0 aborted the save" in str(result.error)
 
 
 def test_a_rank_that_cannot_even_start_tells_the_others(tmp_path: Path) -> None:

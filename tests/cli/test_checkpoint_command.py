@@ -178,7 +178,7 @@ def test_convert_makes_one_file_and_leaves_the_source(
     assert main(["checkpoint", "diff", str(step(run, 200)), "out"]) == 0
     assert main(["checkpoint", "verify", "gpt"]) == 0
     assert main(["checkpoint", "convert", "gpt", "out"]) == EXIT_USAGE
-    assert "out is there already" in capsys.readouterr().err
+    assert "out already exists" in capsys.readouterr().err
 
 
 def test_convert_changes_the_precision_of_weights_alone(run: RunDirectory) -> None:
@@ -206,7 +206,7 @@ def test_convert_to_plain_safetensors_names_weights_as_the_model_does(run: RunDi
     ("command", "message"),
     [
         (["convert", "gpt", "out", "--format", "safetensors", "--files", "2"], "--files needs --format"),
-        (["convert", "gpt", "out", "--files", "0"], "0 files: at least one is needed"),
+        (["convert", "gpt", "out", "--files", "0"], "the number of files is 0, but at least 1 is needed"),
         (["verify", "elsewhere"], "there is no run 'elsewhere'"),
         (["verify", "runs/gpt/logs"], "'runs/gpt/logs' is a folder without checkpoints"),
         (["diff", "gpt", "s3:///"], "is not on this machine"),

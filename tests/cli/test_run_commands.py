@@ -83,4 +83,4 @@ def test_what_cannot_be_sampled_from_is_told_before_the_prompt_is_printed(
     assert main(["sample", "gpt", "--prompt", "def "]) != 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "has no whole checkpoint yet" in captured.err
+    assert "has no complete checkpoint yet" in captured.err

@@ -62,8 +62,8 @@ def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkp
     check_whole(ran, training, untroubled)
     recovery = recovery_of(training)
     assert (recovery["source"], recovery["step"]) == ("checkpoint", 5)
-    assert "nobody has rank 1's snapshot of step" in training.messages
-    assert "its partner, node 0, has no copy" in training.messages
+    assert "rank 1, is missing on node 1" in training.messages
+    assert "its partner, node 0" in training.messages
     note(row("a machine is lost, and another comes; no partners", recovery))
 
 

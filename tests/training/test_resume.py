@@ -173,7 +173,7 @@ def test_a_run_whose_checkpoints_somebody_has_removed_says_that_it_begins_anew(t
 def test_another_optimizer_is_refused_as_that_and_not_as_another_model(tmp_path: Path) -> None:
     plan = Plan(micro_batch=6)
     run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
-    with pytest.raises(AssertionError, match="step-00000002 has another optimizer's state; first diff"):
+    with pytest.raises(AssertionError, match="step-00000002 has the state of another optimizer; first diff"):
         run_job(tmp_path / "run", job(tmp_path, optimizer="sgd"), plan)
 
 

@@ -137,7 +137,7 @@ def test_a_save_that_fails_again_is_the_same_error_whoever_learns_of_it_first() 
     failed = "finished at step 12, but the checkpoint of step 12 was not saved: "
     full = f"{failed}rank 1: No space left on device (/run/step-00000012.partial-2-1/rank-00001.safetensors)"
     assert failing(retries, full, 12) is None
-    assert failing(retries, f"{failed}rank 0 gave up the save", 12) is not None
+    assert failing(retries, f"{failed}rank 0 aborted the save", 12) is not None
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_job_in_fp32_does_not_carry_rounded_weights_on(tmp_path: Path, one: Ou
     shutil.copytree(one.directory, tmp_path / "run")
     text = job(tmp_path, steps=6)
     text["train"]["precision"] = "fp32"
-    with pytest.raises(WanmaError, match=r"is in other dtypes(.|\n)*dtype F32 here, BF16 in the checkpoint"):
+    with pytest.raises(WanmaError, match=r"has other dtypes(.|\n)*dtype F32 here, BF16 in the checkpoint"):
         run_here(tmp_path / "run", text, Plan(micro_batch=4), {})
     text["checkpoint"]["start_from"] = str(one.directory / "checkpoints" / "step-00000004")
     run_here(tmp_path / "new", text, Plan(micro_batch=4), {})

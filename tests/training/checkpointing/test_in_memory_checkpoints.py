@@ -65,8 +65,8 @@ def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path:
     held.flip(1, 3, HEADER_BYTES + held.heads(1)[0].content_bytes - 1)
     run, _ = recover(tmp_path / "run", text, plan, held, 3)
     assert (
-        "the in-memory checkpoint of step 3 is not used: rank 1's snapshot of step 3 is damaged"
-        in messages(run)
+        "the in-memory checkpoint of step 3 is not used: "
+        "the in-memory checkpoint of step 3, rank 1, is damaged" in messages(run)
     )
     assert '"source": "checkpoint", "step": 2,' in messages(run)
     assert run.losses == whole.losses

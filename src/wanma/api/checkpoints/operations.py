@@ -214,7 +214,7 @@ def _committed(folder: Path) -> list[tuple[int, Path]]:
     try:
         return list_committed(folder)
     except OSError as error:
-        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
+        raise WanmaError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
 
 
 def _no_checkpoint_error(location: str) -> WanmaError:

@@ -40,7 +40,8 @@ def require_valid(path: Path) -> None:
     """
     if problems := find_defects(path):
         raise WanmaError(
-            f"checkpoint {path} is not whole: {'; '.join(problems)}", "`wanma checkpoint list` shows others"
+            f"checkpoint {path} is damaged: {'; '.join(problems)}",
+            "choose another one from `wanma checkpoint list`",
         )
 
 
@@ -68,7 +69,7 @@ def convert_checkpoint(
             disk failed. `folder` is then not created.
     """
     if files < 1:
-        raise WanmaError(f"{files} files: at least one is needed", exit_code=EXIT_USAGE)
+        raise WanmaError(f"the number of files is {files}, but at least 1 is needed", exit_code=EXIT_USAGE)
     require_valid(path)
     saved, source = CheckpointReader(path), read_manifest(path)
     with create_output_folder(folder) as partial:
@@ -141,5 +142,5 @@ def cast_tensor(name: str, tensor: Tensor, dtype: str) -> Tensor:
     converted = tensor.to(DTYPES[dtype])
     changes = converted is not tensor and tensor.is_floating_point()
     if changes and not torch.equal(tensor.isfinite(), converted.isfinite()):
-        raise WanmaError(f"tensor {name} has values that {dtype} cannot hold", "choose a wider dtype")
+        raise WanmaError(f"tensor {name} has values outside the range of {dtype}", "choose a wider dtype")
     return converted

@@ -81,7 +81,8 @@ class HuggingFaceWeights:
             return self._open[file].get_slice(tensor)
         except (OSError, SafetensorError) as error:
             raise WanmaError(
-                f"{self.folder / file} cannot be read: {error}", "it is missing or damaged: fetch it again"
+                f"{self.folder / file} cannot be read: {error}",
+                "download the file again: it is missing or damaged",
             ) from error
 
 
@@ -179,7 +180,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 return dict.fromkeys(opened.keys(), WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise WanmaError(
-                f"{folder / WEIGHTS_FILE} cannot be read: {error}", "it is damaged: fetch it again"
+                f"{folder / WEIGHTS_FILE} cannot be read: {error}", "download the file again: it is damaged"
             ) from error
     path = folder / INDEX_FILE
     try:
@@ -187,15 +188,18 @@ def _weight_map(folder: Path) -> dict[str, str]:
         files = {str(tensor): str(file) for tensor, file in found.items()}
     except OSError as error:
         raise WanmaError(
-            f"{folder} holds no published weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}",
-            "name the folder with the safetensors files",
+            f"{folder} has no safetensors weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}",
+            "give the folder that contains the .safetensors files",
             EXIT_USAGE,
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WanmaError(f"{path} is malformed: {type(error).__name__} {error}", "fetch it again") from error
+        raise WanmaError(
+            f"{path} is malformed: {type(error).__name__} {error}", "download the file again"
+        ) from error
     for file in files.values():
         if Path(file).name != file or not file.endswith(".safetensors"):  # nothing outside the folder
             raise WanmaError(
-                f"{path} names the file {file!r}", "files must be .safetensors in the same folder"
+                f"{path} names the file {file!r}, which is not a .safetensors file in the same folder",
+                "put all .safetensors files into one folder, and name them without a path",
             )
     return files

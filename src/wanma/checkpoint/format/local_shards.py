@@ -67,7 +67,7 @@ def local_shards(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -
     for name, tensor in tensors.items():
         if name == METADATA_KEY:
             raise WanmaError(
-                f"a tensor cannot be named {METADATA_KEY}: safetensors keeps that name for itself"
+                f"a tensor cannot be named {METADATA_KEY}: the safetensors format reserves this name"
             )
         box = local_box(name, tensor)
         if box is not None and (box.numel > 0 or tensor.numel() == 0):
@@ -124,7 +124,7 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
         return None
     if any(isinstance(placement, Partial) for placement in placements):
         raise WanmaError(
-            f"tensor {name} holds partial sums ({placements}) and cannot be saved or loaded",
+            f"tensor {name} has the placement Partial ({placements}), which cannot be saved or loaded",
             "reduce it first: tensor.redistribute(placements=[Replicate()])",
         )
     for axis, placement in enumerate(placements):
@@ -138,14 +138,16 @@ def local_box(name: str, tensor: torch.Tensor) -> Box | None:
             )
             if placement.split_factor != inner:
                 raise WanmaError(
-                    f"tensor {name} has the interleaved layout {placements}, which is not one box per rank",
+                    f"tensor {name}: its placements {placements} are interleaved; each rank must hold one "
+                    "contiguous box",
                     "redistribute it to plain Shard placements before saving or loading",
                 )
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     held = tuple(local_tensor(tensor).shape)
     if tuple(shape) != held:
         raise WanmaError(
-            f"tensor {name}: its placements {placements} give {tuple(shape)}, but it holds {held}"
+            f"tensor {name}: its placements {placements} give the local shape {tuple(shape)}, but it is "
+            f"{held}"
         )
     return Box(tuple(offset), tuple(shape))
 
@@ -165,7 +167,7 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     """
     if tensor.dtype not in DTYPE_NAMES:
         raise WanmaError(
-            f"tensor {name} has dtype {tensor.dtype}, which checkpoints cannot hold",
+            f"tensor {name} has dtype {tensor.dtype}, which checkpoints do not support",
             f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_NAMES)}",
         )
     return DTYPE_NAMES[tensor.dtype]

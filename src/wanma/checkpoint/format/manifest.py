@@ -171,16 +171,16 @@ def parse_manifest(content: bytes) -> Manifest:
         head = json.loads(first.decode().rstrip(",") + "}")
         known, version = head["format"] == FORMAT, head["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WanmaError(f"{MANIFEST_FILE} is not a checkpoint's manifest") from error
+        raise WanmaError(f"{MANIFEST_FILE} is not the manifest of a checkpoint") from error
     if not known or not isinstance(version, int) or version < 1:
-        raise WanmaError(f"{MANIFEST_FILE} is not a checkpoint's manifest")
+        raise WanmaError(f"{MANIFEST_FILE} is not the manifest of a checkpoint")
     if version > VERSION:
         raise WanmaError(
-            f"{MANIFEST_FILE} has format version {version}, this wanma reads up to {VERSION}",
-            "update wanma to load it",
+            f"{MANIFEST_FILE} has format version {version}; this version of wanma reads up to {VERSION}",
+            "update wanma",
         )
     if hashlib.sha256(rest).hexdigest() != head.get("sha256"):
-        raise WanmaError(f"{MANIFEST_FILE} differs from its own checksum")
+        raise WanmaError(f"{MANIFEST_FILE} is damaged: its content differs from its SHA-256")
     try:
         return _manifest(json.loads(b"{" + rest)["manifest"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -238,7 +238,7 @@ def dump_json(value: Any, subject: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise WanmaError(
             f"{subject} cannot be written as JSON: {error}",
-            "keep numbers (finite), strings, lists and dictionaries there, and arrays among the tensors",
+            "use finite numbers, strings, lists and dictionaries; put arrays among the tensors",
         ) from error
 
 

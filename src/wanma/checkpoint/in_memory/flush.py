@@ -218,9 +218,11 @@ def open_verified_memory_file(path: str, rank: int) -> MemoryFileReader:
     try:
         image = MemoryFileReader(path)
     except (OSError, ValueError) as error:
-        raise WanmaError(f"the copy in memory of rank {rank} cannot be read: {error}") from error
+        raise WanmaError(f"the in-memory checkpoint of rank {rank} cannot be read: {error}") from error
     if not image.is_valid():
-        raise WanmaError(f"the copy in memory of rank {rank} is damaged: its content differs from its hash")
+        raise WanmaError(
+            f"the in-memory checkpoint of rank {rank} is damaged: its content differs from its hash"
+        )
     return image
 
 

@@ -99,7 +99,9 @@ class InMemoryCheckpointer:
                 _BufferedMemoryFile(path, rank, replicas, node_ranks) for path in memory_files.own_paths
             ]
         except OSError as error:
-            raise WanmaError(f"rank {rank} cannot open the memory for snapshots: {error}") from error
+            raise WanmaError(
+                f"rank {rank} cannot open its memory file for in-memory checkpoints: {error}"
+            ) from error
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: threading.Thread | None = None
         self._copy_done = threading.Event()
@@ -129,8 +131,8 @@ class InMemoryCheckpointer:
         Raises:
             WanmaError: this state cannot be stored.
         """
-        assert self._is_copied, "settle the snapshot before"
-        assert not self.is_replicating(), "wait until the snapshot before is sent"
+        assert self._is_copied, "settle the previous in-memory checkpoint"
+        assert not self.is_replicating(), "wait until the previous in-memory checkpoint is sent"
         began = time.perf_counter()
         image = self._memory_files[0]
         self._memory_files.reverse()
@@ -310,8 +312,9 @@ class InMemoryCheckpointer:
 
     def _out_of_memory_error(self, error: OSError) -> WanmaError:
         return WanmaError(
-            f"no memory for rank {self._header.rank}'s snapshots: {error.strerror or error}",
-            "set checkpoint.in_memory_every_steps = 'off', use more machines, or shard the state "
+            f"no host memory for the in-memory checkpoints of rank {self._header.rank}: "
+            f"{error.strerror or error}",
+            "set checkpoint.in_memory_every_steps = 'off', use more nodes, or shard the state "
             "(parallel.shard)",
         )
 
@@ -345,8 +348,10 @@ class _BufferedMemoryFile:
             status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             if int(status) != 0:
                 raise WanmaError(
-                    f"cannot pin {self._memory.numel():,} bytes of memory for snapshots: {status}",
-                    "raise the limit of locked memory, or set checkpoint.in_memory_every_steps = 'off'",
+                    f"cannot pin {self._memory.numel():,} bytes of host memory for in-memory checkpoints: "
+                    f"{status}",
+                    "raise the limit of locked memory (ulimit -l), or set "
+                    "checkpoint.in_memory_every_steps = 'off'",
                 )
             self._is_registered = True
 
@@ -406,10 +411,12 @@ class LocalCheckpoint:
             world_size = None if len(tables) == first.world_size else first.world_size
             manifest = merge_rank_manifests(list(tables.values()), first.step, None, state, world_size)
         except (ValueError, KeyError, TypeError) as error:
-            raise WanmaError(f"the snapshot of step {first.step} cannot be read: {error}") from error
+            raise WanmaError(
+                f"the in-memory checkpoint of step {first.step} cannot be read: {error}"
+            ) from error
         files = {data_file_name(rank): image for rank, image in self._memory_files.items()}
         return CheckpointSource(
-            f"the snapshot of step {first.step}", manifest, lambda file: files[file].content
+            f"the in-memory checkpoint of step {first.step}", manifest, lambda file: files[file].content
         )
 
 
@@ -444,10 +451,12 @@ def find_local_checkpoint(
             if (image.header.step, image.header.rank) == (step, owner):
                 found[owner] = image
     if not found:
-        return LocalCheckpoint(found), [f"there is no snapshot of step {step}"]
+        return LocalCheckpoint(found), [f"there is no in-memory checkpoint of step {step} on this node"]
     heads = [image.header for image in found.values()]
     if len({(head.generation, head.world_size, head.layout_hash) for head in heads}) > 1:
-        return LocalCheckpoint(found), [f"the snapshots of step {step} are of different runs"]
+        return LocalCheckpoint(found), [
+            f"the in-memory checkpoints of step {step} come from different generations"
+        ]
     expected: Sequence[int] = range(heads[0].world_size)
     if not found.keys() >= set(expected) and (world_size, hash_layout(layout)) == (
         heads[0].world_size,
@@ -455,10 +464,11 @@ def find_local_checkpoint(
     ):
         expected = node_ranks  # shards of other nodes' earlier ranks are needed by other nodes' present ranks
     missing = sorted(set(expected) - found.keys())
-    problems = [f"rank {owner} left no whole snapshot of step {step}" for owner in missing]
+    problems = [f"rank {owner} has no complete in-memory checkpoint of step {step}" for owner in missing]
     mine = sorted(found)[list(node_ranks).index(rank) :: len(node_ranks)]
     problems += [
-        f"rank {owner}'s snapshot of step {step} is damaged: its content differs from its hash"
+        f"the in-memory checkpoint of step {step}, rank {owner}, is damaged: its content differs from its "
+        "hash"
         for owner in mine
         if not found[owner].is_valid()
     ]

@@ -194,7 +194,7 @@ class MemoryFileReader:
                 raise ValueError("it is not complete")
             end = HEADER_BYTES + head.content_bytes + head.rank_manifest_bytes
             if os.fstat(descriptor).st_size < end:
-                raise ValueError("it is cut short")
+                raise ValueError("it is truncated")
             memory = map_private(descriptor, end)
         finally:
             os.close(descriptor)
@@ -218,5 +218,5 @@ class MemoryFileReader:
         """
         table = json.loads(bytes(self.body[self.header.content_bytes :]))
         if not isinstance(table, dict):
-            raise ValueError("its table is none")
+            raise ValueError("its rank manifest is malformed")
         return table

@@ -84,7 +84,8 @@ def write_flushed_part(folder: Path, memory_files: Mapping[int, str]) -> Path:
             shutil.rmtree(writing, ignore_errors=True)
             refused.append(f"{place}: {error.strerror or errno.errorcode.get(error.errno or 0, str(error))}")
     raise WanmaError(
-        f"{ranks_text(sorted(found))} of step {head.step} found room nowhere: {'; '.join(refused)}",
+        f"the in-memory checkpoints of step {head.step}, {ranks_text(sorted(found))}, cannot be written to "
+        f"any folder: {'; '.join(refused)}",
         f"free space on {folder}",
     )
 

@@ -74,7 +74,8 @@ class PartnerReplicator:
             }
         except OSError as error:
             raise WanmaError(
-                f"rank {rank} cannot open the memory for other nodes' snapshots: {error}"
+                f"rank {rank} cannot open memory files for the in-memory checkpoints of its partner node: "
+                f"{error}"
             ) from error
 
     def replicate(self, path: str | None) -> None:
@@ -95,7 +96,7 @@ class PartnerReplicator:
         try:
             problems = self._run_transfers(talks)
         except Exception as error:  # the thread has no caller: the waiting one reads `problem`
-            problems = [f"the exchange with other nodes broke off: {error}"]
+            problems = [f"the exchange with the partner node failed: {error}"]
         if problems:
             self.failure_reason = self.failure_reason or "; ".join(problems)
         else:

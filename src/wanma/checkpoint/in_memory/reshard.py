@@ -90,13 +90,13 @@ def gather_for_reshard(
                 try:
                     here[owner] = MemoryFileReader(path)
                 except (OSError, ValueError) as error:
-                    problems.append(f"rank {owner}'s snapshot did not arrive: {error}")
+                    problems.append(f"the in-memory checkpoint of rank {owner} was not received: {error}")
         everyones = _all_gather_objects(problems, worker)  # all ranks have opened the received files
     problems = list(dict.fromkeys(text for texts in everyones for text in texts))
     if problems:
         return None, problems, 0
     files = {data_file_name(owner): image for owner, image in here.items()}
-    name = f"the snapshot of step {step}"
+    name = f"the in-memory checkpoint of step {step}"
     return CheckpointSource(name, manifest, lambda file: files[file].content), [], len(fetches)
 
 
@@ -175,7 +175,9 @@ def _run_transfers(
                 talks.append(receive_memory_file(files[-1], one.owner, one.source))
         return run_transfers(talks)
     except (OSError, RuntimeError) as error:
-        raise WanmaError(f"a snapshot could not be fetched from another node: {error}") from error
+        raise WanmaError(
+            f"an in-memory checkpoint could not be received from another node: {error}"
+        ) from error
     finally:
         for file in files:
             file.close()
@@ -211,7 +213,10 @@ def _open_and_verify(
     for owner, image in _rank_share(found, worker):
         if not image.is_valid():
             del found[owner]  # another node may have a valid one
-            problems.append(f"rank {owner}'s snapshot of step {step} is damaged on node {worker.node_rank}")
+            problems.append(
+                f"the in-memory checkpoint of step {step}, rank {owner}, is damaged on node "
+                f"{worker.node_rank}"
+            )
     return found, problems
 
 
@@ -231,17 +236,17 @@ def _merge_rank_manifests(
 ) -> tuple[Manifest | None, list[str]]:
     """Merge the rank manifests into one; of equal boxes those on this node take precedence."""
     if not rank_manifests:
-        return None, [f"nobody has a snapshot of step {step}"]
+        return None, [f"no node has an in-memory checkpoint of step {step}"]
     world_size = next(iter(rank_manifests.values()))["world_size"]
     if lost := sorted(set(range(world_size)) - rank_manifests.keys()):
-        return None, [f"nobody has rank {owner}'s snapshot of step {step}" for owner in lost]
+        return None, [f"no node has the in-memory checkpoint of step {step}, rank {owner}" for owner in lost]
     order = [*sorted(local_owners), *sorted(rank_manifests.keys() - set(local_owners))]
     try:
         merged = merge_rank_manifests(
             [rank_manifests[owner] for owner in order], step, None, rank_manifests[0]["state"]
         )
     except (WanmaError, ValueError, KeyError, TypeError) as error:
-        return None, [f"the snapshot of step {step} cannot be read: {error}"]
+        return None, [f"the in-memory checkpoint of step {step} cannot be read: {error}"]
     return merged, []
 
 

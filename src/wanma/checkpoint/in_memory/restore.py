@@ -60,13 +60,15 @@ def restore_lost_files(
                 file = MemoryFileWriter(memory_files.own_paths[1])
             except OSError as error:
                 raise WanmaError(
-                    f"rank {worker.rank} cannot open the memory for snapshots: {error}"
+                    f"rank {worker.rank} cannot open its memory file for in-memory checkpoints: {error}"
                 ) from error
             talks.append(receive_memory_file(file, one.owner, one.source))
     try:
         problems = run_transfers(talks)
     except RuntimeError as error:
-        raise WanmaError(f"a snapshot could not be fetched from another node: {error}") from error
+        raise WanmaError(
+            f"an in-memory checkpoint could not be received from another node: {error}"
+        ) from error
     finally:
         if file is not None:
             file.close()
@@ -85,7 +87,8 @@ def _is_complete_file_of(path: str, owner: int, step: int) -> bool:
 
 def _lost_text(owner: int, step: int, local_world_sizes: tuple[int, ...]) -> str:
     node = node_of(owner, local_world_sizes)
+    partner = (node + 1) % len(local_world_sizes)
     return (
-        f"nobody has rank {owner}'s snapshot of step {step}: node {node} has lost it, and its partner, "
-        f"node {(node + 1) % len(local_world_sizes)}, has no copy"
+        f"the in-memory checkpoint of step {step}, rank {owner}, is missing on node {node} and on its "
+        f"partner, node {partner}"
     )

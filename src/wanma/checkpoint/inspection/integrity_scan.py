@@ -100,7 +100,7 @@ def scan_checkpoint(name: str, files: FileAccess) -> ScanResult:
     try:
         content = files.read(MANIFEST_FILE)
         if content is None:
-            raise WanmaError("is missing: the checkpoint was never completed")
+            raise WanmaError("is missing: the checkpoint was never committed")
         manifest = parse_manifest(content)
     except (OSError, WanmaError) as error:
         return ScanResult(
@@ -144,18 +144,18 @@ def find_coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | Non
                 break
             if intersect_boxes(box, other) is not None:
                 return f"shards at {box.offset} and {other.offset} overlap"
-    return None if elements == full else f"its shards hold {elements:,} of {full:,} elements"
+    return None if elements == full else f"its shards cover {elements:,} of {full:,} elements"
 
 
 def _find_manifest_errors(name: str, manifest: Manifest) -> Iterator[str]:
     if name.startswith("step-") and not name.startswith(step_folder_name(manifest.step)):
-        yield f"is of step {manifest.step:,}, not of the one that its folder is named after"
+        yield f"is of step {manifest.step:,}, which differs from the step in the name of its folder"
     for tensor, entry in manifest.tensors.items():
         if (cause := find_coverage_error(entry.shape, [shard.box for shard in entry.shards])) is not None:
             yield f"tensor {tensor}: {cause}"
         for file, count in Counter(shard.file for shard in entry.shards).items():
             if count > 1:
-                yield f"tensor {tensor}: {count} shards of that one name in {file}"
+                yield f"tensor {tensor}: {count} shards with this name in {file}"
 
 
 def _find_file_defects(
@@ -188,13 +188,14 @@ def _find_file_defects(
     for tensor, kind in expected_tensors.items():
         region = regions.get(tensor)
         if region is None:
-            yield Defect(name, f"tensor {tensor} is not in it")
+            yield Defect(name, f"tensor {tensor} is missing in it")
         elif (region.dtype, region.shape) != kind:
             yield Defect(
-                name, f"tensor {tensor} is {region.dtype} {region.shape}, not {kind[0]} {kind[1]} as listed"
+                name,
+                f"tensor {tensor} is {region.dtype} {region.shape}, but {kind[0]} {kind[1]} in the manifest",
             )
     for tensor in sorted(set(regions).difference(expected_tensors)):
-        yield Defect(name, f"tensor {tensor} is in it, but not listed")
+        yield Defect(name, f"tensor {tensor} is in it, but not in the manifest")
 
 
 def _size_mismatch(size: int | None, entry: FileEntry) -> str | None:

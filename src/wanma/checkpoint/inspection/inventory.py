@@ -51,7 +51,7 @@ def list_in_folder(folder: Path) -> list[CheckpointEntry]:
         ]
         left = [CheckpointEntry(step, path.name, "not complete") for step, path in list_partial(folder)]
     except OSError as error:
-        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
+        raise WanmaError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
     return _mark_best(sorted([*found, *left], key=lambda entry: -entry.step))
 
 

@@ -69,7 +69,9 @@ def open_disk_source(path: Path) -> CheckpointSource:
     try:
         manifest = read_manifest(path)
     except WanmaError as error:
-        raise WanmaError(f"checkpoint {path}: {error.message}", error.hint or "load an older one") from error
+        raise WanmaError(
+            f"checkpoint {path}: {error.message}", error.hint or "load an older checkpoint"
+        ) from error
     return CheckpointSource(f"checkpoint {path}", manifest, lambda file: _map_file(path / file))
 
 
@@ -151,7 +153,7 @@ class CheckpointReader:
         if entry is None:
             raise WanmaError(
                 f"{self.name} has no tensor {name}.{did_you_mean(name, self.tensors)}",
-                f"its manifest names the {len(self.tensors)} that it has",
+                f"see its manifest for the names of its {len(self.tensors)} tensors",
             )
         box = box or Box((0,) * len(entry.shape), entry.shape)
         part = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
@@ -171,8 +173,9 @@ def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _
                 copied += part.numel()
     if copied != box.numel:
         raise WanmaError(
-            f"{files.source.name}: tensor {name} has {copied:,} of the {box.numel:,} elements needed",
-            "it is damaged: load an older one",
+            f"{files.source.name}: tensor {name}: its shards cover {copied:,} of the {box.numel:,} elements "
+            "needed",
+            "load an older checkpoint: this one is damaged",
         )
 
 
@@ -191,8 +194,9 @@ class _MappedFiles:
         region = regions.get(name)
         if region is None or (region.dtype, region.shape) != (dtype, shape):
             raise WanmaError(
-                f"{self.source.name}: {file} does not hold tensor {name} as the manifest says",
-                "it is damaged: load an older one",
+                f"{self.source.name}: {file} does not contain tensor {name} with the dtype and shape of the "
+                "manifest",
+                "load an older checkpoint: this one is damaged",
             )
         elements = (region.stop - region.start) // DTYPES[dtype].itemsize
         return torch.frombuffer(memory, dtype=DTYPES[dtype], count=elements, offset=region.start).view(shape)
@@ -206,7 +210,7 @@ class _MappedFiles:
         except (OSError, ValueError) as error:
             raise WanmaError(
                 f"{self.source.name}: {file} cannot be read: {error}",
-                "it is damaged: load an older one",
+                "load an older checkpoint: this one is damaged",
             ) from error
 
 
@@ -255,14 +259,14 @@ def _require_same_model(
 
 def _classify_differences(differences: list[str]) -> tuple[str, str]:
     """Classify the differences: return what the checkpoint is, and the way out."""
-    afresh = "or start afresh from its weights (checkpoint.start_from, --run-dir DIR)"
+    afresh = "or start a new run from its weights (checkpoint.start_from, --run-dir DIR)"
     if all(text.startswith("optimizer.") for text in differences):
-        return "has another optimizer's state", f"give the job the optimizer that was saved, {afresh}"
+        return "has the state of another optimizer", f"use the optimizer that was saved, {afresh}"
     if all(": dtype " in text for text in differences):
-        return "is in other dtypes", f"give the job the precision that was saved, {afresh}"
+        return "has other dtypes", f"use the precision that was saved, {afresh}"
     return (
         "is from another model",
-        "give the job the model that was saved, or another run directory to start afresh (--run-dir DIR)",
+        "use the model that was saved, or start a new run in another run directory (--run-dir DIR)",
     )
 
 

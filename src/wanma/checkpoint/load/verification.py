@@ -31,24 +31,26 @@ def find_valid(folder: Path, step: int | None, on_message: Callable[[str], None]
         path = find_newest_valid(folder, told.append)
         if path is not None:
             if told:
-                on_message("\n  ".join([*told, "name a step to insist on its checkpoint"]))
+                on_message("\n  ".join([*told, "give a step to load its checkpoint and no other"]))
             return path
         if told:
-            raise WanmaError("\n  ".join(told), f"no checkpoint in {folder} is whole")
-        raise WanmaError(f"{folder} has no whole checkpoint yet", "let the run reach its first checkpoint")
+            raise WanmaError("\n  ".join(told), f"start a new run: no checkpoint in {folder} is valid")
+        raise WanmaError(
+            f"{folder} has no complete checkpoint yet", "wait for the first checkpoint of the run"
+        )
     found = dict(_candidates(folder))
     if step not in found:
         steps = ", ".join(f"{one:,}" for one in found)
         raise WanmaError(
             f"{folder} has no checkpoint of step {step:,}",
-            f"there are those of {steps}" if found else "it has none at all yet",
+            f"choose one of the steps {steps}" if found else "wait for the first checkpoint of the run",
             EXIT_USAGE,
         )
     if problems := find_defects(found[step]):
         others = ", ".join(f"{one:,}" for one in found if one != step)
         raise WanmaError(
             f"checkpoint {found[step].name} is damaged: {'; '.join(problems)}",
-            f"there are also those of {others}" if others else "there is no other",
+            f"choose another step: {others}" if others else "there is no other checkpoint",
         )
     return found[step]
 
@@ -68,7 +70,7 @@ def find_newest_valid(folder: Path, on_message: Callable[[str], None] = lambda _
         problems = find_defects(path)
         if not problems:
             if skipped:
-                on_message(f"going back to checkpoint {path.name}")
+                on_message(f"falling back to checkpoint {path.name}")
             return path
         skipped = True
         on_message(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
@@ -96,7 +98,7 @@ def find_defects(path: Path, share_index: int = 0, share_count: int = 1) -> list
             problems.append(f"{name} cannot be read: {error.strerror or error}")
             continue
         if not (path / name).is_file():
-            problems.append(f"{name} is no file")
+            problems.append(f"{name} is not a file")
         elif size != entry.bytes:
             problems.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
     if problems:
@@ -124,7 +126,7 @@ def _candidates(folder: Path) -> list[tuple[int, Path]]:
     try:
         return sorted([*list_committed(folder), *list_flushed(folder)], reverse=True)
     except OSError as error:
-        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
+        raise WanmaError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
 
 
 def _find_hash_mismatch(path: Path, entry: FileEntry) -> str:

@@ -103,7 +103,7 @@ class RemoteCheckpoints:
         content = self.storage.read(f"{step_folder_name(step)}/{MANIFEST_FILE}")
         if content is None:
             raise RemoteCheckpointDamagedError(
-                f"{self.url}/{step_folder_name(step)} was not uploaded whole: it has no {MANIFEST_FILE}"
+                f"{self.url}/{step_folder_name(step)} was not uploaded completely: it has no {MANIFEST_FILE}"
             )
         manifest = _parse_remote_manifest(self, step, content)
         partial = folder / f"{step_folder_name(step)}.partial-fetch-{os.getpid()}"
@@ -125,8 +125,9 @@ class RemoteCheckpoints:
                 raise
         except OSError as error:
             raise WanmaError(
-                f"cannot fetch {self.url}/{step_folder_name(step)} into {folder}: {error.strerror or error}",
-                "free some space there, or choose another run directory with --run-dir DIR",
+                f"cannot download {self.url}/{step_folder_name(step)} into {folder}: "
+                f"{error.strerror or error}",
+                "free space there, or choose another run directory with --run-dir DIR",
             ) from error
 
     def download_newest_valid(self, folder: Path, on_message: Callable[[str], None]) -> Path | None:

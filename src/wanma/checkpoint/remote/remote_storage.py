@@ -49,7 +49,7 @@ def check_url(url: str, key: str) -> None:
     from fsspec.core import split_protocol
 
     if has_credentials(url):
-        raise WanmaError(f"{key}: a URL with credentials or a query in it", CREDENTIALS_HINT, EXIT_USAGE)
+        raise WanmaError(f"{key}: the URL contains credentials or a query", CREDENTIALS_HINT, EXIT_USAGE)
     protocol = split_protocol(url)[0] or "file"
     try:
         for part in protocol.split("::"):
@@ -57,12 +57,12 @@ def check_url(url: str, key: str) -> None:
     except ImportError as error:
         if protocol in _EXTRAS:
             raise missing_extra_error(*_EXTRAS[protocol], f"{key} = '{url}'") from error
-        raise WanmaError(f"{key} = '{url}': {error}", "install that package", EXIT_USAGE) from error
+        raise WanmaError(f"{key} = '{url}': {error}", "install the missing package", EXIT_USAGE) from error
     except ValueError as error:
         known = ", ".join(name for name in ("s3", "gs", "abfs", "sftp") if name in available_protocols())
         raise WanmaError(
-            f"{key} = '{url}': there is no storage protocol '{protocol}'",
-            f"use one that fsspec knows: {known}, a folder, ...",
+            f"{key} = '{url}': the storage protocol '{protocol}' is not supported",
+            f"use a protocol of fsspec: {known}, a local folder, ...",
             EXIT_USAGE,
         ) from error
 
@@ -123,7 +123,7 @@ class RemoteStorage:
                 return None
             return int(found["size"]) if found.get("type", "file") == "file" else None
 
-        return self._retry("cannot look at", path, look)
+        return self._retry("cannot read the size of", path, look)
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small file; None: no such file."""
@@ -145,7 +145,7 @@ class RemoteStorage:
             )
             found = self._filesystem.cat_file(self._absolute_path(path))
             if found != content:
-                raise OSError(f"{len(found):,} bytes are there, not the {len(content):,} written")
+                raise OSError(f"{len(content):,} bytes were written, {len(found):,} others read back")
 
         self._retry("cannot write", path, send)
 
@@ -175,7 +175,7 @@ class RemoteStorage:
             if found != size:
                 raise OSError(f"{found:,} of {size:,} bytes arrived")
 
-        self._retry("cannot fetch", path, fetch)
+        self._retry("cannot download", path, fetch)
 
     def open(self, path: str) -> RetryingFile:
         """Open a file for reading, as a context manager; a read that failed too often raises its error."""
@@ -237,7 +237,7 @@ class RemoteStorage:
 
     def _run_unless_stopped(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
         if self._stop is not None and self._stop.is_set():
-            raise WanmaError(f"{what} {self.url}/{path}: asked to stop")
+            raise WanmaError(f"{what} {self.url}/{path}: the run is stopping")
         try:
             return operation()
         except Exception as error:  # a storage library may raise anything
@@ -249,5 +249,5 @@ def _failure(what: str, place: str, error: Exception) -> WanmaError:
     told = getattr(error, "strerror", None) or str(error)
     cause = f"{type(error).__name__}: {told}" if told else type(error).__name__
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-    hint = "check the network, the credentials and the space there"
+    hint = "check the network, the credentials and the free space of the storage"
     return WanmaError(redact_credentials(f"{what} {place}: {cause}{notes}"), hint)

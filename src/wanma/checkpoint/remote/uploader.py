@@ -195,8 +195,8 @@ class Uploader:
             )
         except OSError as error:
             record = self._folder / UPLOAD_RECORD_FILE
-            cause = f"the record of uploads {record} cannot be written: {error.strerror}"
-            self._report(UploadResult(step, self._url, 0, 0.0, WanmaError(cause, "free some space there")))
+            cause = f"the upload record {record} cannot be written: {error.strerror}"
+            self._report(UploadResult(step, self._url, 0, 0.0, WanmaError(cause, "free space there")))
 
     def _report(self, upload: UploadResult) -> None:
         with self._changed:

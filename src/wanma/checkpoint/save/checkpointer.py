@@ -79,7 +79,7 @@ def last_save_error(results: Iterable[SaveResult | None], step: int, outcome: st
     """
     for result in results:
         if result is not None and result.error is not None and (result.step, result.path) == (step, None):
-            hint = f"{result.error.hint}; then the same command carries on".lstrip("; ")
+            hint = f"{result.error.hint}; then run the same command again to resume".lstrip("; ")
             return WanmaError(f"{outcome} at step {step}, but {result.error.message}", hint)
     return None
 
@@ -131,7 +131,8 @@ class Checkpointer:
     ) -> None:
         if keep < 1:
             raise WanmaError(
-                f"keep is {keep}: at least one checkpoint must stay", "set checkpoint.keep to 1 or more"
+                f"checkpoint.keep is {keep}, but at least 1 checkpoint must be kept",
+                "set checkpoint.keep to 1 or more",
             )
         self._folder = folder
         self._rank = rank
@@ -157,7 +158,8 @@ class Checkpointer:
             except OSError as error:
                 raise WanmaError(
                     f"cannot use the checkpoint folder {folder}: {error.strerror or error}",
-                    "free the place or its permissions, or choose another run directory with --run-dir DIR",
+                    "free space there, correct its permissions, or choose another run directory with "
+                    "--run-dir DIR",
                 ) from error
 
     def save(
@@ -245,7 +247,9 @@ class Checkpointer:
         try:
             self._remove_failed_saves()
         except OSError as error:
-            raise WanmaError(f"cannot remove a failed save from {self._folder}: {error}") from error
+            raise WanmaError(
+                f"cannot remove the files of a failed save from {self._folder}: {error}"
+            ) from error
         if forgotten := self._take_failures():
             raise forgotten[0]
 
@@ -330,24 +334,31 @@ class Checkpointer:
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
         elif isinstance(error, FileNotFoundError) and not request.partial.exists():
-            cause = "rank 0 gave up the save and removed its folder"
+            cause = "rank 0 aborted the save and removed its folder"
             hint = "see the log of rank 0 for the cause"
         elif isinstance(error, OSError):
             place = f" ({error.filename})" if error.filename else ""
             cause = f"rank {self._rank}: {error.strerror or error}{place}"
-            hint = f"free space on {self._folder}, or check its permissions; keep fewer with checkpoint.keep"
+            hint = (
+                f"free space on {self._folder}, check its permissions, or keep fewer checkpoints "
+                "(checkpoint.keep)"
+            )
         else:
             cause, hint = f"rank {self._rank}: {type(error).__name__}: {error}", ""
         if saved is not None:
-            failure = WanmaError(f"checkpoint {saved.name} is saved, but tidying up failed: {cause}", hint)
+            failure = WanmaError(
+                f"checkpoint {saved.name} is committed, but the removal of older or temporary files failed: "
+                f"{cause}",
+                hint,
+            )
         else:
             try:
                 self._abort_save(request.partial, request.session, cause)
             except OSError as second:
-                cause += f" (and cleaning up after it: {second})"
+                cause += f" (and the removal of its files failed: {second})"
             failure = WanmaError(
-                f"the checkpoint of step {request.step} {NOT_SAVED}: {cause}; the ones before it are "
-                "untouched",
+                f"the checkpoint of step {request.step} {NOT_SAVED}: {cause}; earlier checkpoints are "
+                "unchanged",
                 hint,
             )
         failure.__cause__ = error

@@ -51,7 +51,9 @@ def commit_checkpoint(
     manifest = merge_rank_manifests(session.gather(), step, metric, json.loads(state_json))
     for name, entry in manifest.files.items():
         if (partial / name).stat().st_size != entry.bytes:
-            raise WanmaError(f"{name} has not the size that its rank wrote", "check the shared file system")
+            raise WanmaError(
+                f"{name} does not have the size that its rank has written", "check the shared file system"
+            )
     with (partial / MANIFEST_FILE).open("xb") as file:
         file.write(dump_manifest(manifest))
         file.flush()
@@ -96,7 +98,7 @@ def merge_rank_manifests(
             if kinds.setdefault(name, kind) != kind:
                 raise WanmaError(
                     f"rank {table['rank']} holds tensor {name} as {kind}, another rank as {kinds[name]}",
-                    "give tensors that differ between ranks names that differ",
+                    "give tensors that differ between ranks different names",
                 )
             # Ranks that cannot know of each other (replicas outside the mesh) write the same box.
             boxes.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(part)), file["name"])
@@ -105,8 +107,8 @@ def merge_rank_manifests(
         saved, full = sum(box.numel for box in boxes[name]), math.prod(shape)
         if saved != full and world_size is None:
             raise WanmaError(
-                f"the ranks together hold {saved:,} of the {full:,} elements of tensor {name}",
-                "save on every rank of the run, each with all tensors that it holds",
+                f"tensor {name}: the shards of all ranks cover {saved:,} of {full:,} elements",
+                "call save on every rank of the run, with all tensors that the rank holds",
             )
         tensors[name] = TensorEntry(
             dtype, shape, tuple(SavedShard(box, file) for box, file in boxes[name].items())

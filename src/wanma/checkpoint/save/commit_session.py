@@ -48,7 +48,7 @@ class CommitSession:
 
     def publish(self, rank_manifest: dict[str, Any]) -> None:
         """Write this rank's manifest where rank 0 finds it."""
-        write_atomically(self._path("table", self._rank), dump_json(rank_manifest, "a checkpoint's table"))
+        write_atomically(self._path("table", self._rank), dump_json(rank_manifest, "the rank manifest"))
 
     def abort(self, message: str) -> None:
         """Notify all ranks that this rank's part failed, unless rank 0 has removed the folder already.
@@ -82,11 +82,14 @@ class CommitSession:
                 tables = (self._path("table", rank) for rank in range(self._world_size))
                 return [json.loads(table.read_text("utf-8")) for table in tables]
         if not self._partial.exists():
-            raise WanmaError(f"somebody removed {self._partial}", "let only one run save into a folder")
+            raise WanmaError(
+                f"the folder {self._partial} was removed during the save", "give each run its own folder"
+            )
         missing = [rank for rank in range(self._world_size) if self._path("table", rank).name not in names]
         raise WanmaError(
             f"{_ranks_text(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
-            f"check that {self._partial.parent} is one folder shared by all machines, and how fast it is",
+            f"check that {self._partial.parent} is on a file system shared by all nodes, and check its write "
+            "speed",
         )
 
     def wait_for_commit(self, final: Path) -> None:
@@ -104,7 +107,7 @@ class CommitSession:
                 "see the log of rank 0 for the cause",
             )
         if not final.exists() or final.stat().st_ino != self._inode:  # gone, or an older save of that step
-            raise WanmaError("rank 0 gave up the save", "see the log of rank 0 for the cause")
+            raise WanmaError("rank 0 aborted the save", "see the log of rank 0 for the cause")
 
     def remove_own(self) -> None:
         """Remove this rank's manifest."""

@@ -132,7 +132,7 @@ class FileBuffer:
                     self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             except (RuntimeError, OSError) as error:
                 raise WanmaError(
-                    f"no host memory for rank {self._rank}'s part of a checkpoint, {size:,} bytes: {error}",
+                    f"no host memory for the checkpoint shard of rank {self._rank}, {size:,} bytes: {error}",
                     "use more ranks, or shard the optimizer state (parallel.shard)",
                 ) from error
         if not regions:

@@ -115,7 +115,7 @@ def create_output_folder(folder: Path) -> Iterator[Path]:
         WanmaError: `folder` exists and is not empty, or cannot be written to.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WanmaError(f"{folder} is there already", "choose a new folder", EXIT_USAGE)
+        raise WanmaError(f"{folder} already exists", "choose a new folder", EXIT_USAGE)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -130,7 +130,7 @@ def create_output_folder(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise WanmaError(
             f"cannot write to {folder}: {error.strerror or error}",
-            "free some space, or choose another folder",
+            "free space, or choose another folder",
         ) from error
 
 

@@ -38,7 +38,7 @@ def create_fallback_folder(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     if not is_own_folder(path):
-        raise PermissionError(f"{path} is another user's")
+        raise PermissionError(f"{path} belongs to another user")
 
 
 def list_flushed(folder: Path) -> list[tuple[int, Path]]:
@@ -88,7 +88,7 @@ def _move(path: Path, partial: Path, step: int) -> str:
                 os.fsync(opened.fileno())
         sync_folder(partial)
         moved = finalize_folder(partial, step)
-        return f"checkpoint {path.name} was rescued to {path.parent}, and is moved to {moved}"
+        return f"checkpoint {path.name}, flushed to the fallback folder {path.parent}, was moved to {moved}"
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise

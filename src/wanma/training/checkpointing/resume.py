@@ -110,7 +110,7 @@ def resume(
     path, skipped = _newest_complete_checkpoint(folder, worker, after) if carries_on else (None, [])
     messages += skipped
     if path is not None and skipped:
-        messages.append(f"going back to checkpoint {path.name}")
+        messages.append(f"falling back to checkpoint {path.name}")
     if path is None and snapshot is None and choice.upload is not None:
         if carries_on:
             path = fetch_newest(folder, choice.upload, worker, messages)
