@@ -104,7 +104,7 @@ def test_without_a_cluster_it_plans_for_this_machine(monkeypatch: pytest.MonkeyP
 def test_plans_that_wanma_does_not_run_say_so() -> None:
     plans = wanma.plan(JOB, "4 TPU v4")
     assert all(
-        forecast.reasons[-1] == "a forecast only: wanma does not run on TPU v4" for _, forecast in plans
+        forecast.reasons[-1] == "a forecast only: wanma does not support TPU v4" for _, forecast in plans
     )
 
 

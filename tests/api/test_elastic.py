@@ -63,7 +63,7 @@ def test_fewer_machines_keep_what_the_job_says_and_change_its_data_axes() -> Non
     decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is not None
     assert (decision.nodes, decision.plan.pp, decision.plan.dp_replicate) == (3, 2, 3)
-    assert "8 ranks run now, and there is room for 6" in decision.reason
+    assert "the plan has 8 ranks, and there is room for 6" in decision.reason
     first = made.replan(ReplanRequest(3))
     assert first.plan == decision.plan, "a first start with fewer is decided alike"
 
@@ -82,7 +82,7 @@ def test_sizes_that_cannot_be_had_on_what_is_left_are_named() -> None:
     decision = made.replan(ReplanRequest(3, made.plan, 4, 100))
     assert decision.plan is None
     assert (
-        "3 machines: 3 ranks on 3 machines are no multiple of the 4 that compute together" in decision.reason
+        "3 machines: 3 ranks on 3 nodes are not a multiple of the 4 ranks of one replica" in decision.reason
     )
     assert "1 machines: " in decision.reason
 

@@ -230,7 +230,7 @@ def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     assert "the first time only" in ran.out
     shown = desk.run("show", "again").out
     assert re.search(r"^  restarts +1$", shown, re.MULTILINE), shown
-    assert "started again after: rank 1 (" in shown
+    assert "restarted after: rank 1 (" in shown
     assert ", 1 restart" in " ".join(desk.run("runs").out.split())
 
 
@@ -318,7 +318,7 @@ def test_the_list_of_runs_knows_scripts_and_what_needs_a_training_says_so(desk: 
     assert listed == [["waits", "running", "script,"], ["told", "finished", "script,"]]
     going.kill_all()
     going.end()
-    assert desk.run("show", "waits").out.startswith("waits: Ended without a word")
+    assert desk.run("show", "waits").out.startswith("waits: Crashed ")
     refused = desk.run("report", "told")
     assert refused.code == 2
     assert "did not open a wanma.session" in refused.told_once()

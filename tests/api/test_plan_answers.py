@@ -95,7 +95,7 @@ def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
         "1 replica, 20% of the batch: 32 blocks on 4 × A100 SXM 80 GB",
     ]
     assert mesh_text(plan) == "2 × (8, 4) + 1 × (4)"
-    assert settings_text(plan) == "unlike replicas"
+    assert settings_text(plan) == "different replicas"
     assert share_lines(Plan(dp_replicate=3, batch_shares=(2, 1, 1)), cluster) == [
         "1 data rank: 50.00% of the batch each",
         "2 data ranks: 25.00% of the batch each",
@@ -139,12 +139,13 @@ def test_energy_is_told_in_kilowatt_hours() -> None:
     [
         (
             Goodput(0.987, 0.0, 18_720.0, 243.4),
-            "useful 98.7 %: a failure every 5 h 12 min, 4 min 03 s each",
+            "goodput 98.7 %: a failure every 5 h 12 min, 4 min 03 s lost each time",
         ),
-        (Goodput(0.991, 0.009, 1e9, 10.0), "useful 99.1 %: copies of its state take 0.9 %"),
+        (Goodput(0.991, 0.009, 1e9, 10.0), "goodput 99.1 %: in-memory checkpoints take 0.9 %"),
         (
             Goodput(0.97, 0.01, 3600.0, 72.0),
-            "useful 97.0 %: a failure every 1 h 00 min, 1 min 12 s each, copies of its state take 1.0 %",
+            "goodput 97.0 %: a failure every 1 h 00 min, 1 min 12 s lost each time, "
+            "in-memory checkpoints take 1.0 %",
         ),
         (Goodput(0.9996, 0.0, 1e7, 100.0), ""),
         (None, ""),
@@ -154,7 +155,7 @@ def test_what_of_a_run_is_useful_is_told_with_what_takes_the_rest(useful: Goodpu
     found = Forecast(1, 1, 1, 1, 1, step=StepTime(1.0, 1.0), run=RunCost(1e6, None, None, useful))
     assert goodput_text(found) == text
     lines = shown(step_table(found, None)).splitlines()
-    assert "the whole run: 11 d 13 h" in lines
+    assert "complete run: 11 d 13 h" in lines
     assert (text in lines) == bool(text)
     assert goodput_text(replace(found, run=None)) == ""
 
@@ -194,13 +195,13 @@ def test_the_terminal_shows_the_best_plans_with_where_their_time_goes() -> None:
     text = shown(render_analysis(answers()))
     best = study().best
     assert best is not None
-    assert "Best plans, of 1,234 plans in 0.25 s" in text
+    assert "Best plans (1,234 plans searched in 0.25 s)" in text
     assert "\n→1  " in text
-    assert text.index("→1") < text.index(UNSUPPORTED_PLANS_TITLE) < text.index("a forecast only: ")
+    assert text.index("→1") < text.index(UNSUPPORTED_PLANS_TITLE) < text.index("unsupported: ")
     assert step_seconds_text(best.forecast.step) in text
-    assert "a forecast only: fp8 is <not> allowed" in text
-    assert "█ computing" in text
-    assert "Memory against time" in text
+    assert "unsupported: fp8 is <not> allowed" in text
+    assert "█ compute" in text
+    assert "Pareto front" in text
 
 
 def test_the_jobs_own_plan_is_told_beside_the_best() -> None:
@@ -218,9 +219,9 @@ def test_answers_follow_their_questions() -> None:
     assert "Why not tp=3?\nparallel.tp = 3 does not divide model.heads = 8" in text
     assert "does not fit: a rank needs" in text
     assert "What if" in text
-    assert "the model fits nowhere" in text
-    assert "Over numbers of devices" in text
-    assert "gpus=20: machines have 8 devices each" in text
+    assert "the model does not fit" in text
+    assert "Scaling over device counts" in text
+    assert "gpus=20: nodes have 8 devices each" in text
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
@@ -237,7 +238,7 @@ def test_a_narrow_window_keeps_plan_and_step() -> None:
     assert mesh_text(best.plan) in narrow
     after = narrow[narrow.index("Best plans") :]
     assert "MFU" not in after
-    assert "where a step's time goes" not in after
+    assert "step time by kind" not in after
 
 
 def test_what_if_is_told_side_by_side_with_the_change_of_the_step() -> None:
@@ -253,7 +254,7 @@ def test_what_if_is_told_side_by_side_with_the_change_of_the_step() -> None:
     assert after.plan_result.forecast.step is not None
     change = after.plan_result.forecast.step.seconds / before.step.seconds - 1
     assert table["step"][1].endswith(f"({change:+.0%})")
-    assert table["plan"][2] == "the model fits nowhere"
+    assert table["plan"][2] == "the model does not fit"
     assert table["step"][2] == "–"
 
 
@@ -305,7 +306,7 @@ def test_json_holds_what_was_found_and_is_json() -> None:
     assert told["what_if"][1] == {
         "changes": "memory=1GB",
         "outcome": None,
-        "reason": "the model fits nowhere",
+        "reason": "the model does not fit",
     }
     assert [each["devices"] for each in told["scale"]] == [8, 16, 20]
 
@@ -356,14 +357,14 @@ def test_the_page_shows_every_plan_answer_and_point() -> None:
         assert step_seconds_text(candidate.forecast.step) in page
     assert page.count('<td class="share">') == len(PLANS) + 1
     assert "Why not tp=2?" in page
-    assert "the model fits nowhere" in page
-    assert "gpus=20: machines have 8 devices each" in page
+    assert "the model does not fit" in page
+    assert "gpus=20: nodes have 8 devices each" in page
     assert '<tr class="ours">' in page
 
 
 def test_the_picture_of_a_step_has_a_row_for_each_pipeline_rank() -> None:
     page = report_html(answers(3), "gpt")
-    picture = page[page.index("One step") :]
+    picture = page[page.index("Timeline of one step") :]
     picture = picture[: picture.index("</figure>")]
     assert ">stage 0</text>" in picture
     assert ">stage 1</text>" in picture

@@ -94,7 +94,7 @@ def test_a_plan_that_wanma_does_not_run_is_refused_before_anything_starts(
     parallel = {"tp": 2, "compile": True, "recompute": "full"}
     job = to_job({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": parallel})
     with pytest.raises(
-        JobError, match=r"wanma cannot train this plan: torch 2\.13 does not compile"
+        JobError, match=r"wanma cannot train this plan: torch 2\.13 cannot compile"
     ) as refusal:
         prepare_job(job, initial_layout(job))
     assert refusal.value.exit_code == 2
@@ -117,7 +117,7 @@ def test_fp8_is_left_out_where_it_is_allowed_and_not_installed(monkeypatch: pyte
     assert without.plan_result is not None
     assert not without.plan.fp8
     assert plan_notes(job, without.plan_result)[0].startswith(
-        "fp8 was not looked at: it needs the package `torchao`"
+        "fp8 was not searched: it needs the package `torchao`"
     )
 
 
@@ -128,5 +128,5 @@ def test_bf16_that_is_allowed_for_another_model_than_a_decoder_is_told_to_be_lef
     plan = PlanResult(Plan(), None)
     assert plan_notes(decoder, plan) == []
     assert plan_notes(images, plan) == [
-        "bf16 was not looked at: only decoders are planned for in another precision"
+        "bf16 was not searched: only decoders are planned in another precision"
     ]

@@ -36,43 +36,41 @@ def shown(parallel: dict[str, object], on: Cluster = LAPTOP) -> str:
 
 def test_a_pipeline_is_shown_with_its_schedule_and_the_blocks_before_which_it_is_cut() -> None:
     text = " ".join(shown({"pp": 2, "schedule": "zbv", "stage_cuts": [2, 4, 5]}).split())
-    assert "pipeline zbv, 4 stages, cut before blocks 2, 4, 5" in text
-    assert "pipeline 1f1b, 2 stages, cut before block 3" in " ".join(shown({"pp": 2}).split())
+    assert "pipeline zbv, 4 stages, split before blocks 2, 4, 5" in text
+    assert "pipeline 1f1b, 2 stages, split before block 3" in " ".join(shown({"pp": 2}).split())
 
 
 def test_a_pipelines_ranks_are_told_with_their_memory() -> None:
     text = " ".join(shown({"pp": 2, "stage_cuts": [1]}).split())
-    sizes = re.search(r"pipeline ranks in their order: (\S+ MiB), (\S+ MiB)", text)
+    sizes = re.search(r"memory by pipeline rank: (\S+ MiB), (\S+ MiB)", text)
     assert sizes is not None
-    fullest = re.search(r"in all (\S+ MiB)", text)
+    fullest = re.search(r"total (\S+ MiB)", text)
     assert fullest is not None
     assert fullest[1] in sizes.groups()
     assert sizes[1] != sizes[2]
-    assert "pipeline ranks" not in shown({})
+    assert "by pipeline rank" not in shown({})
 
 
 def test_copies_for_recovery_are_told_where_they_take_much_of_a_machines_memory() -> None:
     found = Forecast(1, 1, 1, 1, 1, snapshots_bytes=1 << 30)
     plan, two = Plan(dp_replicate=8), parse_shorthand("2x8 H100, 8x400G")
     small = replace(LAPTOP.nodes[0], memory_bytes=64 << 30)
-    assert (
-        in_memory_checkpoint_text(found, plan, Cluster((small,))) == "in all 8.0 GiB of a machine's 64.0 GiB"
-    )
+    assert in_memory_checkpoint_text(found, plan, Cluster((small,))) == "8.0 GiB of 64.0 GiB per node"
     assert (
         in_memory_checkpoint_text(found, plan, Cluster((replace(small, count=4),))) == ""
     )  # two ranks on each
     tight = replace(two, nodes=(replace(two.nodes[0], memory_bytes=100 << 30),))
     assert (
-        in_memory_checkpoint_text(found, plan, tight) == "in all 8.0 GiB of a machine's 100 GiB"
+        in_memory_checkpoint_text(found, plan, tight) == "8.0 GiB of 100 GiB per node"
     )  # all of them on one
     assert in_memory_checkpoint_text(found, plan, two) == ""
     (gpus,) = parse_shorthand("1x2 H100").nodes
     tiny = Cluster((replace(gpus, memory_bytes=32 << 20),))
     lines = " ".join(shown({"dp_shard": 2}, tiny).split())
-    row = re.search(r"copies for recovery (\S+) MiB in all (\S+) MiB of a machine's 32.0 MiB", lines)
+    row = re.search(r"in-memory checkpoints (\S+) MiB (\S+) MiB of 32.0 MiB per node", lines)
     assert row is not None
     assert float(row[2]) == pytest.approx(2 * float(row[1]), abs=0.15)
-    assert "copies for recovery" not in shown({"dp_shard": 2})
+    assert "in-memory checkpoints" not in shown({"dp_shard": 2})
 
 
 def test_a_device_that_torch_has_no_name_for_is_told_by_its_own() -> None:

@@ -129,7 +129,7 @@ def test_files_are_written_and_named(
     assert str(page) in told.err
     assert str(trace) in told.err
     assert "<title>Plan of small · wanma</title>" in page.read_text()
-    assert "One step" in page.read_text()
+    assert "Timeline of one step" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 
 
@@ -138,8 +138,8 @@ def test_files_are_written_and_named(
     [
         (["--what-if", "gpu=8"], "Did you mean 'gpus'"),
         (["--what-if", "device=H300"], "'H300' is not in the catalogue"),
-        (["--scale", "8-64"], "this is no range"),
-        (["--why", "tp"], "is no KEY=VALUE"),
+        (["--scale", "8-64"], "is not a range"),
+        (["--why", "tp"], "is not KEY=VALUE"),
         (["--why", "tpp=4"], "--why tpp=4: unknown key 'parallel.tpp'. Did you mean"),
         (["--why", "tp=0"], "--why tp=0: parallel.tp = 0: must be a whole number >= 1"),
         (["--html", "/nowhere/plan.html"], "cannot write /nowhere/plan.html"),
@@ -157,5 +157,5 @@ def test_a_job_without_rates_says_so_where_it_is_asked_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing was ever measured
     told = planned(capsys, job, "--cluster", "1x4 cores EPYC 9654", "train.precision=fp32", "--why", "tp=2")
     assert told["search"] is None
-    assert "never measured" in told["time_unknown"]
-    assert told["why"][0]["sentence"].startswith("cannot be said")
+    assert "not calibrated" in told["time_unknown"]
+    assert told["why"][0]["sentence"].startswith("not available")

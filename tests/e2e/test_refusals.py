@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no tokenizer": (("text.toml", "data.tokenizer=no.json"), ("data.tokenizer: 'no.json'",)),
     "sequence that context ranks cannot cut evenly": (
         ("text.toml", "parallel.cp=2", "data.sequence_length=30"),
-        ("data.sequence_length = 30 cannot be cut evenly: parallel.cp = 2", "use a multiple of 4"),
+        ("data.sequence_length = 30 cannot be split evenly: parallel.cp = 2", "a multiple of 4"),
     ),
     "batch smaller than data ranks": (
         ("text.toml", "train.global_batch=1"),
@@ -53,11 +53,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "nodes that do not divide the ranks": (
         ("text.toml", "--nodes", "3", "--rendezvous", "127.0.0.1:29500"),
-        ("the plan has 2 ranks, which cluster.nodes = 3 does not divide",),
+        ("the plan has 2 ranks, which is not a multiple of cluster.nodes = 3",),
     ),
     "nodes without a place to meet": (
         ("text.toml", "--nodes", "2"),
-        ("cluster.nodes = 2: the machines need a place to meet", "--rendezvous HOST:PORT"),
+        ("cluster.nodes = 2 needs a rendezvous address", "--rendezvous HOST:PORT"),
     ),
     "sharding with nobody": (
         ("text.toml", "parallel.shard=optimizer"),
@@ -141,8 +141,8 @@ def test_cuda_where_there_is_none(desk: Desk) -> None:
     running = desk.start("train", "text.toml", "cluster.device=cuda", CUDA_VISIBLE_DEVICES="")
     ran = running.end()
     assert ran.code == 2
-    assert "cluster.device = 'cuda', but this machine shows no NVIDIA GPU" in ran.told_once()
-    assert "`wanma doctor` says what was looked for" in ran.text
+    assert "cluster.device = 'cuda', but this node has no NVIDIA GPU" in ran.told_once()
+    assert "`wanma doctor` lists what was checked" in ran.text
 
 
 @pytest.mark.root
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert again.startswith(f"{finished.path.name}: Finished: 60 of 60 steps.")
     assert again.startswith(shown.rstrip("\n")), "what it said before, and a note"
     note = again.removeprefix(shown.rstrip("\n"))
-    assert "a later start failed before its first step, and left the run as it was:" in note
+    assert "a later start failed before its first step and left the run unchanged:" in note
     assert "is from another model" in note
     listed = desk.run("runs", "--runs", ".").out
     assert any(line.split()[:2] == [finished.path.name, "finished"] for line in listed.splitlines())

@@ -52,7 +52,7 @@ def test_the_version_of_torch_is_the_one_that_is_imported() -> None:
 def test_what_image_models_do_not_declare_the_runtime_cannot_split(preset: str, axis: str) -> None:
     plan = Plan(**{axis: 2}, **({"dp_replicate": 2} if axis == "ep" else {}))  # type: ignore[arg-type]  # sizes
     told = unsupported_reason(Job(model=ModelSection(preset=preset)), plan, HERE)
-    assert told == f"{preset} does not declare what {axis} would split"
+    assert told == f"{preset} does not declare how to split it over {axis}"
     spec = resolve_model_spec(
         ModelSection(preset=preset),
         vocabulary_size=None,

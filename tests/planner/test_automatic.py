@@ -83,7 +83,7 @@ def test_it_says_why_and_what_was_next() -> None:
     assert "the fastest of " in told
     assert " plans, by forecast: " in told
     assert "next: " in told
-    assert "a step: compute " in told
+    assert "step time: compute " in told
 
 
 def test_state_that_no_device_holds_is_shared() -> None:
@@ -211,8 +211,10 @@ def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     on = parse_shorthand("4 TPU v4")
     found = search_plans(job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
     assert found.best is None
-    assert {one.unsupported_reason for one in found.candidates} == {"wanma does not run on TPU v4"}
-    with pytest.raises(JobError, match=r"wanma runs no plan of this job on .*: wanma does not run on TPU v4"):
+    assert {one.unsupported_reason for one in found.candidates} == {"wanma does not support TPU v4"}
+    with pytest.raises(
+        JobError, match=r"no plan of this job is supported on .*: wanma does not support TPU v4"
+    ):
         planned(job(), on)
     shown = search_job_plan(
         job(), on, compute_decoder_workload(SMALL, SEQUENCE), SMALL, allow_unsupported=True
@@ -243,9 +245,7 @@ def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
     assert result.forecast is not None
     assert result.forecast.step is None
     small = Cluster((replace(unknown.nodes[0], devices=(Device("cuda", "Mystery", 1 << 30, {}),) * 8),))
-    with pytest.raises(
-        JobError, match=r"does not fit \(planned by rule: step time unknown: nothing is known"
-    ):
+    with pytest.raises(JobError, match=r"does not fit \(default plan: step time unknown: the"):
         planned(job(), small)
 
 
@@ -253,7 +253,7 @@ def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
     on = parse_shorthand(f"1x8 cores {EPYC}")
     asked = job(train={"precision": "fp32"})
     reason = time_search_unavailable_reason(asked, on, compute_decoder_workload(SMALL, SEQUENCE), SMALL)
-    assert reason == "this processor was never measured: after `wanma cluster --calibrate` forecasts choose"
+    assert reason == "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
     result = planned(asked, on)
     assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
     assert result.forecast is not None
@@ -320,7 +320,7 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
     found = search_plans(asked, mixed, compute_decoder_workload(few, SEQUENCE), few, world_sizes=(16,))
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
-    assert all("planned for and not run yet" in (one.unsupported_reason or "") for one in placed)
+    assert all("are not supported yet" in (one.unsupported_reason or "") for one in placed)
     assert found.best is not None
     best = found.best.plan
     assert best.placement == ()
@@ -360,7 +360,7 @@ def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
     module = replace(compute_decoder_workload(SMALL, SEQUENCE), coupled_samples=4)
     with pytest.raises(JobError, match=r"model\.batch_norm_group = 4 samples share one statistic") as refusal:
         search_job_plan(asked, H100, module)
-    assert "make train.global_batch a multiple of 4" in refusal.value.hint
+    assert "set train.global_batch to a multiple of 4" in refusal.value.hint
 
 
 def test_model_flops_utilisation_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:

@@ -81,7 +81,7 @@ def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> Non
     plan = build_layout(job(synchronize="diloco"), LAPTOP)
     reason = unsupported_reason(job(), plan, LAPTOP, (2, 13))
     assert reason is not None
-    assert "diloco lets sites go on by themselves" in reason
+    assert "diloco trains each site independently" in reason
 
 
 # ------------------------------------------------------------------ what is refused
@@ -90,14 +90,18 @@ def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> Non
 @pytest.mark.parametrize(
     ("keys", "message", "way_out"),
     [
-        ({"synchronize_every": 5}, "synchronize_every = 5 says nothing", "'local_sgd' or 'diloco'"),
+        ({"synchronize_every": 5}, "synchronize_every = 5 has no effect", "'local_sgd' or 'diloco'"),
         (
             {"synchronize": "local_sgd", "outer_learning_rate": 0.5},
-            "outer_learning_rate = 0.5 says nothing",
+            "outer_learning_rate = 0.5 has no effect",
             "'diloco'",
         ),
-        ({"synchronize": "delayed", "fragments": 2}, "fragments = 2 says nothing", "'local_sgd' or 'diloco'"),
-        ({"synchronize": "diloco", "staleness": 2}, "staleness = 2 says nothing", "'delayed'"),
+        (
+            {"synchronize": "delayed", "fragments": 2},
+            "fragments = 2 has no effect",
+            "'local_sgd' or 'diloco'",
+        ),
+        ({"synchronize": "diloco", "staleness": 2}, "staleness = 2 has no effect", "'delayed'"),
         (
             {"synchronize": "diloco", "overlap_mixing_factor": 0.1},
             "overlap_mixing_factor = 0.1",
@@ -106,8 +110,8 @@ def test_a_plan_with_sites_is_not_run_by_a_job_that_does_not_ask_for_it() -> Non
         ({"synchronize": "diloco", "sites": 3}, "sites = 3 does not divide", "multiple of 3"),
         ({"synchronize": "diloco", "fragments": 101}, "fragments = 101", "at most 100"),
         ({"synchronize": "diloco", "overlap_steps": 100}, "overlap_steps = 100", "below 100"),
-        ({"synchronize": "diloco", "auto": True}, "parallel = 'auto'", "sizes of the axes"),
-        ({"synchronize": "diloco", "outer_offload": "host"}, "outer_offload = 'host'", "leave"),
+        ({"synchronize": "diloco", "auto": True}, "parallel = 'auto'", "mesh dimensions"),
+        ({"synchronize": "diloco", "outer_offload": "host"}, "outer_offload = 'host'", "unset"),
         ({"synchronize": "delayed", "offload_parameters": "disk"}, "offload_parameters = 'disk'", "dp_shard"),
         ({"synchronize": "diloco", "offload_optimizer": "disk"}, "offload_optimizer = 'disk'", "dp_shard"),
     ],
@@ -171,9 +175,9 @@ def test_what_runs_beside_steps_is_not_waited_for_and_small_numbers_travel_faste
 
 def test_the_forecast_tells_what_is_sent_and_waited_for() -> None:
     told = forecast_plan(problem(devices=16), replace(FAR, synchronization=EVERY_100)).reasons
-    (line,) = [reason for reason in told if reason.startswith("between 2 sites")]
-    assert "every 100 steps instead of its gradients at every step: " in line
-    assert "a step are waited for" in line
+    (line,) = [reason for reason in told if reason.startswith("synchronization of 2 sites")]
+    assert "every 100 steps instead of gradients at every step (" in line
+    assert "exposed time" in line
 
 
 def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
@@ -181,10 +185,10 @@ def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
     text = job(synchronize="diloco", fragments=4)
     told = plan_for_job(text, LAPTOP, workload, SMALL).forecast
     assert told is not None
-    (line,) = [reason for reason in told.reasons if reason.startswith("between 2 sites")]
+    (line,) = [reason for reason in told.reasons if reason.startswith("synchronization of 2 sites")]
     assert line == (
-        f"between 2 sites each rank sends about {bytes_text(workload.parameters)} every 25 steps "
-        "instead of its gradients at every step"
+        f"synchronization of 2 sites: each rank sends about {bytes_text(workload.parameters)} every 25 steps "
+        "instead of gradients at every step"
     )
 
 
@@ -253,7 +257,7 @@ def test_half_a_site_cannot_go_on() -> None:
     text = of_machines(4, synchronize="diloco", sites=2)
     running = plan_for_job(text, FOUR, workload, MODEL).plan
     three = parse_shorthand("3x8 H100, 8x400G")
-    with pytest.raises(JobError, match=r"24 data ranks are no whole sites of 16 each"):
+    with pytest.raises(JobError, match=r"24 data ranks do not form complete sites of 16 data ranks each"):
         replan(build_problem(text, FOUR, workload, MODEL), running, three, 1000)
 
 

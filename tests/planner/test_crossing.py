@@ -17,10 +17,14 @@ from wanma.planner.hardware_model.model import LinkLevel
 @pytest.mark.parametrize(
     ("plan", "machines", "told"),
     [
-        (Plan(tp=4, dp_replicate=3), 2, "parallel.tp = 4 does not divide the 6 ranks of each (2 or 3 would)"),
-        (Plan(tp=4, dp_replicate=2), 4, "parallel.tp = 4 does not divide the 2 ranks of each (2 would)"),
-        (Plan(tp=2, dp_replicate=1), 2, "parallel.tp = 2 does not divide the 1 ranks of each"),
-        (Plan(tp=3, dp_replicate=10), 6, "parallel.tp = 3 does not divide the 5 ranks of each"),
+        (
+            Plan(tp=4, dp_replicate=3),
+            2,
+            "parallel.tp = 4 does not divide the 6 ranks of each node (2 or 3 would)",
+        ),
+        (Plan(tp=4, dp_replicate=2), 4, "parallel.tp = 4 does not divide the 2 ranks of each node (2 would)"),
+        (Plan(tp=2, dp_replicate=1), 2, "parallel.tp = 2 does not divide the 1 ranks of each node"),
+        (Plan(tp=3, dp_replicate=10), 6, "parallel.tp = 3 does not divide the 5 ranks of each node"),
     ],
 )
 def test_a_group_that_crosses_machines_is_told_with_the_sizes_that_would_not(
@@ -52,7 +56,7 @@ def test_the_forecast_counts_the_crossing_and_says_what_it_costs() -> None:
     found = forecast_plan(given, crosses)
     assert found.step is not None
     (told,) = (reason for reason in found.reasons if reason.startswith(NODE_CROSSING_PREFIX))
-    assert "(2 or 3 would); its exchanges take " in told
+    assert "(2 or 3 would); its communication takes " in told
     of_eight = replace(
         given.hardware,
         links=(LinkLevel(8, 1e-6, 100e9), replace(given.hardware.links[1], devices=24)),

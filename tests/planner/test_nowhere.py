@@ -54,8 +54,8 @@ def refused(asked: Job, on: Cluster, model: DecoderConfig = SMALL) -> JobError:
 def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_do() -> None:
     error = refused(job(schedule="1f1b", recompute="full", cp=1, micro_batch=1), BOX, LARGE)
     told = re.search(
-        r"the model fits nowhere on 1 node of 8 × H100 SXM.*: even under .*, the leanest plan, a rank needs "
-        r"([\d.]+) GiB of ([\d.]+) GiB, ([\d.]+) GiB too much: ([a-z ]+) [\d.]+ GiB, ",
+        r"the model does not fit on 1 node of 8 × H100 SXM.*: the plan with the lowest memory, .*, needs "
+        r"([\d.]+) GiB per rank; the limit is ([\d.]+) GiB \(([\d.]+) GiB over\): ([a-z ]+) [\d.]+ GiB, ",
         error.message,
     )
     assert told is not None, error.message
@@ -98,9 +98,11 @@ def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
     own = job().model_copy(update={"parallel": type(job().parallel)(dp_shard=8, micro_batch=8)})
     medium = DecoderConfig(32, 4096, 32, 8, 14336, 128256)
     error = refused(own, BOX, medium)
-    assert re.search(r"the plan does not fit: a rank needs about [\d.]+ GiB of 69\.3 GiB: ", error.message)
-    assert error.hint.startswith("would fit: parallel.")
-    change = error.hint.removeprefix("would fit: ").split("; or ")[0]
+    assert re.search(
+        r"the plan does not fit: a rank needs about [\d.]+ GiB, the limit is 69\.3 GiB: ", error.message
+    )
+    assert error.hint.startswith("set parallel.")
+    change = error.hint.removeprefix("set ").split("; or ")[0]
     changed = {
         key.removeprefix("parallel."): value for key, value in (one.split("=") for one in change.split())
     }
@@ -118,14 +120,18 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Cluster, str]] = {
     "more ranks than devices": (
         {"pp": 4, "tp": 4},
         BOX,
-        r"parallel\.pp = 4 × parallel\.tp = 4 makes 16 ranks, and 1 node .* has room for 8",
+        r"parallel\.pp = 4 × parallel\.tp = 4 needs 16 ranks; 1 node .* has room for 8",
     ),
     "sizes that devices are no multiple of": (
         {"pp": 3},
         BOX,
-        r"parallel\.pp = 3 makes 3 ranks, of which no multiple is .* is used with: .*8",
+        r"parallel\.pp = 3 needs a multiple of 3 ranks; no world size of .* is one: .*8",
     ),
-    "more stages than blocks": ({"pp": 8, "tp": 1}, BOX, r"what \[parallel\] fixes leaves no plan .*pp = 8"),
+    "more stages than blocks": (
+        {"pp": 8, "tp": 1},
+        BOX,
+        r"the values set in \[parallel\] leave no plan .*pp = 8",
+    ),
     "more data ranks than samples": (
         {"dp_shard": 8, "dp_replicate": 4},
         HALL,
@@ -134,12 +140,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Cluster, str]] = {
     "shards without ranks to share": (
         {"tp": 8, "shard": "parameters", "cp": 1},
         BOX,
-        r"what \[parallel\] fixes leaves no plan on .*: cp = 1, shard = parameters, tp = 8",
+        r"the values set in \[parallel\] leave no plan on .*: cp = 1, shard = parameters, tp = 8",
     ),
     "cuts beyond the model": (
         {"pp": 2, "stage_cuts": [40]},
         BOX,
-        r"parallel\.stage_cuts = \[40\]: cuts lie between 0 and 4, the number of blocks",
+        r"parallel\.stage_cuts = \[40\]: cuts must lie between 0 and 4, the number of blocks",
     ),
     "cuts for another number of stages": (
         {"pp": 2, "schedule": "1f1b", "stage_cuts": [1, 2]},
@@ -170,7 +176,7 @@ def test_sizes_that_contradict_each_other_are_refused_with_the_keys(name: str) -
 
 def test_the_keys_without_which_there_are_plans_are_named() -> None:
     error = refused(job(tp=8, shard="parameters", cp=1), BOX)
-    assert error.hint == "there are plans without parallel.shard or parallel.tp"
+    assert error.hint == "unset parallel.shard or parallel.tp"
 
 
 def test_what_is_open_is_no_contradiction() -> None:
@@ -192,7 +198,7 @@ def test_what_waits_in_the_hosts_memory_must_fit_there() -> None:
     assert best.forecast is not None
     assert best.forecast.host_bytes * 8 > (64 << 30) * USABLE_HOST_MEMORY_SHARE
     error = refused(asked, small, medium)
-    assert re.search(r"would wait in the memory of .*, which has 64\.0 GiB", error.message), error.message
+    assert re.search(r"of host memory on .*, which has 64\.0 GiB", error.message), error.message
     problem = build_problem(job(), small, compute_decoder_workload(LARGE, 2048), LARGE)
     leanest = Plan(dp_shard=8, shard="parameters", recompute="full", precision="bf16", device="cuda")
     assert all(
@@ -204,4 +210,4 @@ def test_a_plan_of_ones_own_beyond_single_changes_is_told_of_the_search() -> Non
     replicas = job().model_copy(update={"parallel": type(job().parallel)(dp_replicate=32)})
     huge = DecoderConfig(126, 16384, 128, 8, 53248, 128256)
     error = refused(replicas.model_copy(update={"cluster": job(4).cluster}), HALL, huge)
-    assert error.hint.startswith("let the planner search (parallel = 'auto'), shard more")
+    assert error.hint.startswith("set parallel = 'auto', shard more")

@@ -51,7 +51,7 @@ def test_on_fewer_devices_than_ranks_it_must_change() -> None:
     assert decision.is_change
     assert decision.plan.world_size == 16
     assert decision.net_gain_seconds == math.inf
-    assert "32 ranks run now, and there is room for 16" in decision.reason
+    assert "the plan has 32 ranks, and there is room for 16" in decision.reason
     best = plan_for_job(job(nodes=2), TWO, WORKLOAD, MODEL)
     assert decision.plan == best.plan
     assert decision.forecast.step == (best.forecast.step if best.forecast else None)
@@ -63,7 +63,7 @@ def test_on_the_machines_that_it_has_the_best_plan_stays() -> None:
     assert not decision.is_change
     assert decision.plan == best
     assert decision.cost is None
-    assert decision.reason.startswith("stay: no plan is faster")
+    assert decision.reason.startswith("keep the plan: no plan is faster")
 
 
 def test_more_machines_are_taken_where_what_is_left_gains_twice_what_it_costs() -> None:
@@ -126,7 +126,7 @@ def test_what_fits_nowhere_on_what_is_left_is_refused() -> None:
     large = DecoderConfig(8, 8192, 64, 8, 28672, 32000)
     of = job({"auto": True, "pp": 1, "tp": 1, "cp": 1})
     problem = build_problem(of, FOUR, compute_decoder_workload(large, 1024), large)
-    with pytest.raises(JobError, match="the model fits nowhere on 1 node of 1 × H100 SXM"):
+    with pytest.raises(JobError, match="the model does not fit on 1 node of 1 × H100 SXM"):
         replan(problem, FULL, parse_shorthand("1x1 H100"), 100)
 
 
@@ -136,7 +136,7 @@ def test_without_rates_it_stays_where_it_can_and_changes_where_it_must() -> None
         return Cluster((NodeGroup("box", 64, 512 << 30, (device,) * 8, count=count),))
 
     problem = build_problem(job(), mystery(4), WORKLOAD, MODEL)
-    assert replan(problem, FULL, mystery(5), 10**6).reason.startswith("stay: nobody knows how fast")
+    assert replan(problem, FULL, mystery(5), 10**6).reason.startswith("keep the plan: no step-time forecast")
     fewer = replan(problem, FULL, mystery(2), 10)
     assert fewer.is_change
     assert fewer.plan.world_size == 16

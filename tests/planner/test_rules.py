@@ -50,12 +50,12 @@ def test_proofs_are_not_compressed() -> None:
 def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
     unlike = Plan(dp_replicate=2, batch_shares=(1, 3), compression="powersgd")
     with pytest.raises(
-        JobError, match=r"'powersgd' on unlike devices \(parallel\.batch_shares\).*drift"
+        JobError, match=r"'powersgd' on different devices \(parallel\.batch_shares\).*diverge"
     ) as error:
         check_mesh(job(), unlike, LAPTOP)
     assert "'int8'" in error.value.hint
     two_kinds = Cluster((*LAPTOP.nodes, replace(LAPTOP.nodes[0], name="other")))
-    with pytest.raises(JobError, match=r"2 kinds of machines"):
+    with pytest.raises(JobError, match=r"2 kinds of nodes"):
         check_mesh(job(), replace(unlike, batch_shares=()), two_kinds)
     check_mesh(job(), replace(unlike, compression="int8"), LAPTOP)
 
@@ -63,12 +63,12 @@ def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"compression_share": 0.1}, "compression_share = 0.1, and no gradient is 'topk'"),
+        ({"compression_share": 0.1}, "compression_share = 0.1 has no effect: no gradient is 'topk'"),
         (
             {"compression": "topk", "compression_rank": 2},
-            "compression_rank = 2, and no gradient is 'powersgd'",
+            "compression_rank = 2 has no effect: no gradient is 'powersgd'",
         ),
-        ({"compression_from_step": 5}, "compression_from_step = 5, and no gradient is compressed"),
+        ({"compression_from_step": 5}, "compression_from_step = 5 has no effect: no gradient is compressed"),
     ],
 )
 def test_what_says_how_to_compress_is_not_dropped_where_nothing_does(
@@ -130,7 +130,7 @@ def test_context_ranks_want_a_sequence_that_they_can_cut_evenly(
     ],
 )
 def test_images_have_no_sequence_to_share(model: dict[str, Any], data: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=r"parallel.cp = 2 cuts sequences, and images have none"):
+    with pytest.raises(JobError, match=r"parallel.cp = 2 splits sequences, and images have none"):
         check_mesh(job(model, data=data), Plan(cp=2), LAPTOP)
 
 
@@ -143,7 +143,7 @@ def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
     decoder = DecoderConfig(2, 48, 6, 2, 64, 320)
     check_model_dimensions(Plan(cp=4), decoder)
     check_model_dimensions(Plan(cp=3, tp=2, cp_method="all_to_all"), decoder)
-    with pytest.raises(JobError, match=r"parallel.cp = 4 .*'all_to_all' cannot share model.heads = 6"):
+    with pytest.raises(JobError, match=r"parallel.cp = 4 .*'all_to_all' cannot split model.heads = 6"):
         check_model_dimensions(Plan(cp=4, cp_method="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"model.heads = 6 after parallel.tp = 2") as error:
         check_model_dimensions(Plan(cp=2, tp=2, cp_method="all_to_all"), decoder)
@@ -178,7 +178,7 @@ def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, p
     check_model_dimensions(plan, DecoderConfig(2, 48, **given))
     with pytest.raises(JobError, match=rf"parallel.tp = 4 does not divide model.{key} = {size}\n") as error:
         check_model_dimensions(plan, DecoderConfig(2, 48, **{**given, key: size}))
-    assert error.value.hint == f"set parallel.tp to {possible}, or make model.{key} a multiple of 4"
+    assert error.value.hint == f"set parallel.tp to {possible}, or set model.{key} to a multiple of 4"
 
 
 # ------------------------------------------------------------------ memory and low precision
@@ -232,7 +232,7 @@ MIXTURE = DecoderConfig(
     ids=str,
 )
 def test_expert_ranks_are_cut_out_of_the_data_ranks(plan: Plan, sizes: str) -> None:
-    with pytest.raises(JobError, match=rf"parallel.ep = {plan.ep} cannot be cut out of") as error:
+    with pytest.raises(JobError, match=rf"parallel.ep = {plan.ep} cannot split") as error:
         check_mesh(job({"preset": "gpt-moe-3m"}, train={"global_batch": 12}), plan, LAPTOP)
     assert f"parallel.ep to {sizes}, or" in error.value.hint
 
@@ -292,13 +292,13 @@ def pipelined(**parallel: Any) -> Plan:
     [
         (
             {"virtual_stages": 2},
-            r"virtual_stages = 2: schedule '1f1b' has 1 stage on each rank",
+            r"virtual_stages = 2: schedule '1f1b' has 1 stage per rank",
             "interleaved_1f1b or interleaved_zero_bubble",
         ),
         (
             {"schedule": "zbv", "virtual_stages": 3},
-            r"virtual_stages = 3: schedule 'zbv' has 2 stages on each rank",
-            "leave parallel.virtual_stages out",
+            r"virtual_stages = 3: schedule 'zbv' has 2 stages per rank",
+            "unset parallel.virtual_stages",
         ),
         (
             {"schedule": "interleaved_zero_bubble", "compile": True},
@@ -312,16 +312,16 @@ def pipelined(**parallel: Any) -> Plan:
         ),
         (
             {"pp": 4, "schedule": "interleaved_1f1b", "virtual_stages": 3},
-            r"6 blocks cannot be cut into 12 stages",
+            r"6 blocks cannot be split into 12 stages",
             "at most 8 stages",
         ),
-        ({"stage_cuts": [1, 2]}, r"stage_cuts = \[1, 2\]: 2 stages need 1 cuts, not 2", "leave"),
-        ({"stage_cuts": [7]}, r"stage_cuts = \[7\]: cuts lie between 0 and 6", "leave"),
-        ({"pp": 3, "stage_cuts": [4, 2]}, r"cuts rise: 2 comes after 4", "leave"),
-        ({"pp": 3, "stage_cuts": [2, 2]}, r"stage 1 of 3 would hold nothing", "leave"),
+        ({"stage_cuts": [1, 2]}, r"stage_cuts = \[1, 2\]: 2 stages need 1 cuts, not 2", "unset"),
+        ({"stage_cuts": [7]}, r"stage_cuts = \[7\]: cuts must lie between 0 and 6", "unset"),
+        ({"pp": 3, "stage_cuts": [4, 2]}, r"cuts must increase: 2 comes after 4", "unset"),
+        ({"pp": 3, "stage_cuts": [2, 2]}, r"stage 1 of 3 would be empty", "unset"),
         (
             {"schedule": "dualpipev", "micro_batch": 8},
-            r"makes them 2 micro-batches: schedule 'dualpipev' needs at least as many as stages, 4",
+            r"2 micro-batches of parallel.micro_batch = 8: schedule 'dualpipev' needs at least 4, ",
             "parallel.micro_batch = 5,",
         ),
         (

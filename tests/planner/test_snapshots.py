@@ -109,6 +109,6 @@ def test_only_a_job_that_insists_on_them_is_refused_where_they_do_not_fit(device
         small = replace(one.cluster, nodes=(replace(node, memory_bytes=int(memory)),))
         why = host_memory_overflow_reason(replace(one, cluster=small), plan, needed)
         assert (why is None) == fits
-        assert fits or "of it as checkpoint.in_memory_every_steps)" in str(why)
+        assert fits or "for in-memory checkpoints)" in str(why)
         enough = replace(one.cluster, nodes=(replace(node, memory_bytes=int(1.2 * memory)),))
         assert host_memory_overflow_reason(replace(one, cluster=enough), plan, needed) is None

@@ -37,7 +37,7 @@ from wanma.planner.pipeline.schedules import (
 def stage_costs(
     costs: list[float], cuts: tuple[int, ...], first: float | None, last: float | None
 ) -> list[float] | None:
-    """None where a stage would hold nothing."""
+    """None where a stage would be empty."""
     bounds = [0, *cuts, len(costs)]
     stages = []
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -64,7 +64,7 @@ def test_no_other_cuts_have_a_cheaper_dearest_stage_or_are_as_good_and_more_even
         if of_stages is not None:
             possible[cuts] = (max(of_stages), sum(cost * cost for cost in of_stages), cuts)
     if not possible:
-        with pytest.raises(ValueError, match=f"{len(costs)} blocks cannot be cut into {stages} stages"):
+        with pytest.raises(ValueError, match=f"{len(costs)} blocks cannot be split into {stages} stages"):
             balanced_cuts(costs, stages, first, last)
         return
     chosen = balanced_cuts(costs, stages, first, last)
@@ -142,9 +142,9 @@ def test_blocks_that_nobody_measured_count_alike() -> None:
     ("cuts", "says"),
     [
         ((2,), "3 stages need 2 cuts, not 1"),
-        ((2, 9), "cuts lie between 0 and 4"),
-        ((3, 2), "cuts rise: 2 comes after 3"),
-        ((2, 2), "stage 1 of 3 would hold nothing"),
+        ((2, 9), "cuts must lie between 0 and 4"),
+        ((3, 2), "cuts must increase: 2 comes after 3"),
+        ((2, 2), "stage 1 of 3 would be empty"),
         ((0, 2), None),
         ((2, 4), None),
     ],
@@ -157,15 +157,15 @@ def test_wrong_cuts_are_told(cuts: tuple[int, ...], says: str | None) -> None:
 def test_an_end_without_anything_else_needs_a_block() -> None:
     assert (
         invalid_cuts_reason((0,), 4, 2, has_pre_block=False, has_post_block=True)
-        == "stage 0 of 2 would hold nothing"
+        == "stage 0 of 2 would be empty"
     )
     assert (
         invalid_cuts_reason((4,), 4, 2, has_pre_block=True, has_post_block=False)
-        == "stage 1 of 2 would hold nothing"
+        == "stage 1 of 2 would be empty"
     )
     assert (
         invalid_cuts_reason((1,), 1, 4, has_pre_block=True, has_post_block=True)
-        == "1 blocks cannot be cut into 4 stages"
+        == "1 blocks cannot be split into 4 stages"
     )
 
 
@@ -206,13 +206,13 @@ def test_a_schedule_is_admitted_exactly_where_torch_takes_it_and_then_cannot_han
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_v_shaped_schedules_want_two_stages_per_rank_in_torch_too(schedule: Schedule) -> None:
-    assert "2 stages on each rank" in str(invalid_virtual_stages_reason(schedule, 3))
+    assert "2 stages per rank" in str(invalid_virtual_stages_reason(schedule, 3))
     with pytest.raises(ValueError, match="exactly 2 stages"):
         SCHEDULES[schedule](fake_stages(Plan(pp=2, virtual_stages=3, schedule="interleaved_1f1b")), 8)  # type: ignore[arg-type]
 
 
 def test_only_interleaved_schedules_take_any_number_of_stages_per_rank() -> None:
-    assert invalid_virtual_stages_reason("1f1b", 2) == "schedule '1f1b' has 1 stage on each rank"
+    assert invalid_virtual_stages_reason("1f1b", 2) == "schedule '1f1b' has 1 stage per rank"
     assert invalid_virtual_stages_reason("gpipe", 1) is None
     assert invalid_virtual_stages_reason("interleaved_1f1b", 4) is None
     assert invalid_virtual_stages_reason("interleaved_zero_bubble", 1) is None

@@ -153,7 +153,9 @@ def test_a_run_that_would_never_end_is_told_and_not_forecast() -> None:
     assert found.step is not None
     assert found.run is None
     assert any(
-        reason.startswith("the whole run: with a failure every 1 min 24 s less than 1% of its time")
+        reason.startswith(
+            "no forecast of the complete run: with a failure every 1 min 24 s, goodput is below 1%"
+        )
         and "checkpoint.every_steps" in reason
         for reason in found.reasons
     )

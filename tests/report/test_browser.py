@@ -79,7 +79,7 @@ def test_a_plans_page_lays_out_and_shows_values_at_any_width(
     shown, logged = browse(page, f"--window-size={width},900", "--dump-dom")
     assert "CONSOLE" not in logged
     assert 'data-overflow="false"' in shown
-    assert re.search(r'class="tip"[^>]*>\d+ ms a step\n(front|other layouts) \d', shown)
+    assert re.search(r'class="tip"[^>]*>\d+ ms per step\n(front|other plans) \d', shown)
 
 
 def test_a_screenshot_of_the_page_is_not_blank(

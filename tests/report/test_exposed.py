@@ -38,13 +38,13 @@ def communicating(run: RunDirectory) -> RunDirectory:
 def test_a_usual_step_is_told_kind_by_kind_without_warm_up(new_run: NewRun) -> None:
     data, pipeline = exposed_communication(read_report(communicating(new_run(20))))
     assert (data.name, data.exposed_seconds, data.total_seconds, data.forecast) == (
-        "data ranks",
+        "data parallel",
         0.1,
         0.4,
         None,
     )
     assert data.exposed_share == pytest.approx(0.25)
-    assert (pipeline.name, pipeline.exposed_share) == ("other stages", 1.0)
+    assert (pipeline.name, pipeline.exposed_share) == ("pipeline", 1.0)
 
 
 def test_a_run_of_two_steps_tells_these(new_run: NewRun) -> None:
@@ -59,29 +59,29 @@ def test_measured_stands_beside_forecast(new_run: NewRun) -> None:
     planned["forecast"]["step"] = asdict(StepTime(0.5, 0.3, data=0.15, bubble=0.05))
     run.plan.write_text(json.dumps(planned))
     assert {one.name: one.forecast for one in exposed_communication(read_report(run))} == {
-        "data ranks": 0.15,
-        "other stages": 0.05,
+        "data parallel": 0.15,
+        "pipeline": 0.05,
     }
 
 
 def test_it_is_told_in_words_in_the_summary_and_on_the_page(new_run: NewRun) -> None:
     assert (
-        exposed_communication_text(ExposedCommunication("data ranks", 0.1, 0.4, 0.15))
-        == "data ranks 0.10 s of 0.40 s under way (25 %; forecast 0.15 s)"
+        exposed_communication_text(ExposedCommunication("data parallel", 0.1, 0.4, 0.15))
+        == "data parallel 0.10 s of 0.40 s (25 %; forecast 0.15 s)"
     )
     report = read_report(communicating(new_run(20)))
     assert (
-        "  waited for, in a usual step: data ranks 0.10 s of 0.40 s under way (25 %), other"
+        "  exposed communication, median step: data parallel 0.10 s of 0.40 s (25 %), pipeline"
         in run_summary(report)
     )
-    assert "Communication in a usual step" in render_report_page(report)
+    assert "Communication of a median step" in render_report_page(report)
 
 
 def test_a_run_that_says_nothing_of_it_shows_nothing(new_run: NewRun) -> None:
     report = read_report(new_run(20))
     assert exposed_communication(report) == []
-    assert "waited for" not in run_summary(report)
-    assert "Communication in a usual step" not in render_report_page(report)
+    assert "exposed communication" not in run_summary(report)
+    assert "Communication of a median step" not in render_report_page(report)
 
 
 def test_the_console_tells_the_share_of_the_last_steps() -> None:

@@ -33,7 +33,7 @@ def report(run: RunDirectory) -> Report:
 
 
 def test_job_plan_metrics_and_events_have_the_names_of_today(report: Report) -> None:
-    assert report.problems == ("environment.json: not there",)
+    assert report.problems == ("environment.json: missing",)
     assert report.job["cluster"]["hang_timeout_seconds"] == 120.0
     assert "2 ranks" in report.plan_text
     assert report.steps["expert_load_imbalance"] == [1.0] * 4
@@ -45,10 +45,10 @@ def test_job_plan_metrics_and_events_have_the_names_of_today(report: Report) -> 
 
 
 def test_summary_and_page_show_what_was_recorded(run: RunDirectory, report: Report) -> None:
-    assert [one.name for one in exposed_communication(report)] == ["data ranks"]
-    assert "data ranks" in run_summary(report)
+    assert [one.name for one in exposed_communication(report)] == ["data parallel"]
+    assert "data parallel" in run_summary(report)
     write_report(run)
-    assert "data ranks" in run.report.read_text()
+    assert "data parallel" in run.report.read_text()
 
 
 def test_a_recovery_and_a_resize_of_an_older_run_are_counted(run: RunDirectory) -> None:

@@ -57,7 +57,15 @@ def test_a_page_is_whole_and_asks_the_network_for_nothing(steps: int, new_run: N
     page = check(run)
     assert page.links == ["logs/rank-0.log"]
     assert "url(" not in run.report.read_text()
-    for title in ("Loss", "Throughput", "Time per step", "Memory", "Gradient norm", "Learning rate", "MFU"):
+    for title in (
+        "Loss",
+        "Throughput",
+        "Step time by phase",
+        "Memory",
+        "Gradient norm",
+        "Learning rate",
+        "MFU",
+    ):
         assert title in page.text
     for fact in (
         "finished",
@@ -81,7 +89,7 @@ def test_an_empty_directory_has_a_page(new_run: NewRun) -> None:
     run = new_run(0)
     for path in (run.job, run.plan, run.environment, run.events, run.metrics):
         path.unlink()
-    assert "could not be read: job.toml: not there" in check(run).text
+    assert "could not be read: job.toml: missing" in check(run).text
 
 
 def test_nothing_from_the_run_becomes_markup(new_run: NewRun) -> None:

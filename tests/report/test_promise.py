@@ -87,26 +87,27 @@ def test_communication_of_a_pipeline_is_part_of_forward_and_backward(new_run: Ne
 def test_the_sentence_names_the_kind_that_missed_most(new_run: NewRun) -> None:
     told = forecast_comparison_sentence(read_report(promised(new_run(300))))
     assert told.startswith(
-        "step 0.72 s of 0.50 s forecast (+44 %, sure to ±10 %: forward and backward +0.26 s)"
+        "step 0.72 s / 0.50 s (+44 %, outside the 90 % interval of ±10 %; "
+        "largest error: forward and backward +0.26 s)"
     )
-    assert told.endswith("memory 680 MiB of 544 MiB forecast (+25 %)")
+    assert told.endswith("memory 680 MiB / 544 MiB (+25 %)")
 
 
 def test_a_promise_that_was_kept_is_said_to_be(new_run: NewRun) -> None:
     told = forecast_comparison_sentence(read_report(promised(new_run(300), replace(STEP, seconds=0.7))))
-    assert "(+3 %, inside its ±10 %)" in told
+    assert "(+3 %, within the 90 % interval of ±10 %)" in told
 
 
 def test_what_was_faster_than_forecast_names_what_took_less(new_run: NewRun) -> None:
     slow = replace(STEP, seconds=1.0, compute=0.86)
     told = forecast_comparison_sentence(read_report(promised(new_run(300), slow)))
-    assert "(-28 %, sure to ±10 %: forward and backward −0.24 s)" in told
+    assert "(-28 %, outside the 90 % interval of ±10 %; largest error: forward and backward −0.24 s)" in told
 
 
 def test_without_a_promise_of_time_memory_alone_is_set_beside(new_run: NewRun) -> None:
     run = promised(new_run(30), None)
     assert list(by_name(run)) == ["memory"]
-    assert forecast_comparison_sentence(read_report(run)) == "memory 680 MiB of 544 MiB forecast (+25 %)"
+    assert forecast_comparison_sentence(read_report(run)) == "memory 680 MiB / 544 MiB (+25 %)"
 
 
 def test_a_promise_of_another_version_is_left_alone(new_run: NewRun) -> None:
@@ -147,7 +148,7 @@ def test_every_rank_of_a_pipeline_is_set_beside_the_forecast_of_its_stage(new_ru
         ("memory of rank 1", 1000, 1100),
         ("memory of rank 3", 600, 300),
     ]
-    told = "  memory by rank, of its forecast: rank 0 900 B of 1000 B (-10 %), rank 1 1.1 KiB of 1000 B"
+    told = "  memory by rank, measured / forecast: rank 0 900 B / 1000 B (-10 %), rank 1 1.1 KiB / 1000 B"
     assert told in run_summary(report)
     assert '<td>rank 3</td><td class="n">600 B</td><td class="n">300 B</td>' in render_report_page(report)
 
@@ -170,7 +171,7 @@ def test_without_a_pipeline_every_rank_is_as_full_as_the_fullest(new_run: NewRun
 
 def test_terminal_and_page_show_the_promise(new_run: NewRun) -> None:
     report = read_report(promised(new_run(300)))
-    assert "  promise: step 0.72 s of 0.50 s forecast (+44 %" in run_summary(report)
+    assert "  measured / forecast: step 0.72 s / 0.50 s (+44 %" in run_summary(report)
     shown = render_report_page(report)
-    assert "A step: forecast and measured" in shown
+    assert "Step time: forecast and measured" in shown
     assert "<td>forward and backward</td>" in shown

@@ -57,10 +57,10 @@ def test_a_run_that_goes_on_is_running(new_run: NewRun) -> None:
 def test_a_run_whose_process_is_gone_died(new_run: NewRun) -> None:
     run = new_run(5, total=10, finish=None)
     rewrite_start(run, process=dead_process())
-    assert read_report(run).state == "died"
+    assert read_report(run).state == "crashed"
 
 
-@pytest.mark.parametrize(("age", "state"), [(10.0, "running"), (1000.0, "died")])
+@pytest.mark.parametrize(("age", "state"), [(10.0, "running"), (1000.0, "crashed")])
 def test_a_run_on_another_machine_is_judged_by_its_silence(new_run: NewRun, age: float, state: str) -> None:
     run = new_run(0, total=10, finish=None)
     rewrite_start(run, host="elsewhere", time=time.time() - age)
@@ -97,13 +97,13 @@ def test_a_start_that_failed_before_it_began_leaves_the_run_as_it_was(
     assert (report.seconds, report.last_activity) == (before.seconds, before.last_activity)
     assert report.failed_start == "step-5 is\nfrom <another> model"
     note = [
-        "  a later start failed before its first step, and left the run as it was:",
+        "  a later start failed before its first step and left the run unchanged:",
         "    step-5 is",
         "    from <another> model",
     ]
     shown, shown_before = run_summary(report).splitlines(), run_summary(before).splitlines()
     assert [line for line in shown if line not in shown_before] == note
-    assert "as it was: step-5 is\nfrom &lt;another&gt; model</p>" in render_report_page(report)
+    assert "unchanged: step-5 is\nfrom &lt;another&gt; model</p>" in render_report_page(report)
 
     append_final_event(run, "start", step=5, steps=9)
     assert read_report(run).failed_start == ""
@@ -113,7 +113,7 @@ def test_a_run_on_another_machine_is_no_livelier_for_a_start_that_failed(new_run
     run = new_run(0, total=10, finish=None)
     rewrite_start(run, host="elsewhere", time=time.time() - 1000)
     append_final_event(run, "start_failed", text="other data")
-    assert read_report(run).state == "died"
+    assert read_report(run).state == "crashed"
 
 
 def test_what_a_resume_repeats_counts_once_and_lost_validations_are_gone(new_run: NewRun) -> None:
@@ -143,7 +143,7 @@ def test_non_finite_numbers_are_gaps_and_their_steps_are_listed(new_run: NewRun)
 def test_an_empty_directory_is_a_new_run_with_its_gaps_named(tmp_path: Any) -> None:
     report = read_report(RunDirectory(tmp_path))
     assert report.state == "new"
-    assert report.problems == ("job.toml: not there", "plan.json: not there", "environment.json: not there")
+    assert report.problems == ("job.toml: missing", "plan.json: missing", "environment.json: missing")
     assert report.last("loss") is report.median("mfu") is report.highest("memory_bytes") is None
 
 
@@ -156,7 +156,7 @@ def test_damage_is_named_and_the_rest_is_told(new_run: NewRun) -> None:
     assert report.last_step == 5
     assert report.plan == {}
     assert any(problem.startswith("plan.json: ") for problem in report.problems)
-    assert "metrics.jsonl: 1 damaged lines were left out" in report.problems
+    assert "metrics.jsonl: 1 damaged lines were skipped" in report.problems
 
 
 def test_a_key_that_only_some_steps_have_is_a_column_with_gaps(new_run: NewRun) -> None:

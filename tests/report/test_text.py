@@ -39,7 +39,7 @@ def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
     run.environment.unlink()
     text = run_summary(read_report(run))
     assert "  warning: disk full" in text
-    assert "  could not be read: environment.json: not there" in text
+    assert "  could not be read: environment.json: missing" in text
 
 
 def test_every_recovery_is_told(new_run: NewRun) -> None:
@@ -64,7 +64,7 @@ def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:
     stream = io.StringIO()
     Console(file=stream, width=100).print(runs_table(runs))
     heads, long, odd = stream.getvalue().splitlines()
-    assert heads.split() == ["run", "state", "steps", "loss", "tokens/s", "MFU", "memory", "last", "sign"]
+    assert heads.split() == ["run", "state", "steps", "loss", "tokens/s", "MFU", "memory", "last", "activity"]
     assert long.split()[:4] == ["long", "finished", "300/300", "2.069"]
     assert odd.split()[:3] == ["[b]odd", "interrupted", "5/10"]
 

@@ -407,7 +407,7 @@ _WORDS = {
     "cannot be run without data": "its forward looks at values",
     "layer_scalar: not in this model": "its files hold buffers",
     "does not match the model": "its weights are published in another form",
-    "cannot be cut into stages|would hold nothing": "not cut",
+    "cannot be split into stages|would be empty": "not cut",
     "layers of .* differ in": "its layers differ in heads",
     "does not declare its attention": "attention not found",
     "does not say how buffer": "its buffers begin in a way of their own",

@@ -83,7 +83,7 @@ def answers(chosen: int | None = None) -> PlanAnalysis:
     points = (
         ScalingPoint(8, one.best, "", 1.0),
         ScalingPoint(16, bigger.best, "", 0.875),
-        ScalingPoint(20, None, "gpus=20: machines have 8 devices each"),
+        ScalingPoint(20, None, "gpus=20: nodes have 8 devices each"),
     )
     return PlanAnalysis(
         one,
@@ -94,7 +94,7 @@ def answers(chosen: int | None = None) -> PlanAnalysis:
         ),
         (
             WhatIfAnswer("gpus=16", bigger.cluster, bigger),
-            WhatIfAnswer("memory=1GB", one.cluster, None, "the model fits nowhere"),
+            WhatIfAnswer("memory=1GB", one.cluster, None, "the model does not fit"),
         ),
         points,
         plan_timeline(one.problem, one.plan_result.plan),

@@ -359,7 +359,7 @@ KEYS = [
     wrong("text", "train.betas", "train.betas=[0.9,0.95,0.99]"),
     wrong("text", "train.betas", "train.betas=0.9"),
     wrong("text", "and finite", "train.betas=[inf,0.9]"),
-    wrong("text", "must rise", "train.batch_ramp=[[5,8],[5,4]]"),
+    wrong("text", "must increase", "train.batch_ramp=[[5,8],[5,4]]"),
     wrong("text", "batch_ramp needs steps", "train.batch_ramp=[[5,0]]"),
     wrong("text", "a list of whole numbers > 0", "parallel.batch_shares=[0]"),
     wrong("text", "2 numbers for 1 data rank", "parallel.batch_shares=[1,2]"),
@@ -523,7 +523,7 @@ TRAINING = [
         ("there is no cluster file", "cluster.file=/nowhere"),
         ("not in the catalogue", "cluster.file=8x8 Z100"),
         ("less than one sample each", "parallel.dp_replicate=100"),
-        ("which cluster.nodes = 2 does not divide", "cluster.nodes=2"),
+        ("not a multiple of cluster.nodes = 2", "cluster.nodes=2"),
         ("no gradient is 'topk'", "parallel.compression_share=0.5"),
     )
 ]
@@ -534,14 +534,14 @@ STOPS = ("train.stop_patience=2", "train.validate_every_steps=2")
 LAYOUTS = [
     wrong("text", says, *overrides)
     for says, *overrides in (
-        ("does not divide among parallel.tp = 3", "parallel.tp=3"),
+        ("is not a multiple of parallel.tp = 3", "parallel.tp=3"),
         ("heads", "parallel.tp=4", "data.sequence_length=32"),
         ("parallel.cp", "parallel.cp=3"),
         ("parallel.pp", "parallel.pp=5"),
         ("parallel.stage_cuts", "parallel.pp=2", "parallel.stage_cuts=[5]"),
         ("parallel.stage_cuts", "parallel.pp=2", "parallel.stage_cuts=[1,1]"),
-        ("cannot be cut", "model.experts=4", "parallel.ep=3"),
-        ("cannot be cut out of 1 data", "parallel.ep=2"),
+        ("cannot be split evenly", "model.experts=4", "parallel.ep=3"),
+        ("cannot split 1 data", "parallel.ep=2"),
         ("adafactor", "train.optimizer=adafactor", "parallel.dp_shard=2"),
         ("parallel.sites", "parallel.synchronize=diloco", "parallel.dp_replicate=2", "parallel.sites=3"),
         ("parallel.outer_learning_rate", "parallel.outer_learning_rate=0.5"),

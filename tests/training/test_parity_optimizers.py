@@ -52,7 +52,7 @@ def test_every_optimizer_gives_the_numbers_of_one_process_when_replicated(
     ("plan", "key"), [(ZERO_3, r"dp_shard = 2"), (TENSOR, r"tp = 2")], ids=["dp_shard", "tp"]
 )
 def test_adafactor_refuses_to_split_rows_and_columns(plan: Plan, key: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=rf"adafactor' needs whole rows and columns.*{key}"):
+    with pytest.raises(AssertionError, match=rf"adafactor' needs complete rows and columns.*{key}"):
         spread_over(tmp_path / "run", job(tmp_path, optimizer="adafactor"), plan)
 
 

@@ -29,19 +29,19 @@ def check_job_shares(job: Job) -> None:
         key = f"parallel.{name} = {written}"
         if parallel.auto:
             raise JobError(
-                f"{key} with parallel = 'auto', which chooses how many ranks there are",
-                f"leave parallel.{name} out, or give the sizes of the axes",
+                f"{key} with parallel = 'auto': the number of data ranks is not set",
+                f"unset parallel.{name}, or set the sizes of the mesh dimensions",
             )
         if len(shares) != ranks:
             raise JobError(
                 f"{key} has {len(shares)} numbers for {count_text(ranks, 'data rank')}",
-                "give one number for each data rank (dp_replicate × dp_shard), in the order of the ranks",
+                "give one number for each data rank (dp_replicate × dp_shard), in rank order",
             )
     steps = [step for step, _ in parallel.batch_share_schedule]
     if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
         raise JobError(
-            f"parallel.batch_share_schedule: the steps must rise from 1 on (given: {steps})",
-            "order them; the shares of the first step are parallel.batch_shares",
+            f"parallel.batch_share_schedule: the steps must increase, from 1 on (given: {steps})",
+            "sort the steps; parallel.batch_shares holds the shares of the first step",
         )
     _check_balance(job, ranks)
 
@@ -87,8 +87,8 @@ def _check_shares_from_step(job: Job, plan: Plan, group: SampleGroup, step: int)
                 f"shares {_abbreviated(shares)} of train.global_batch = {batch} give data rank {rank} no "
                 "sample: "
                 f"its share is {shares[rank]} of {sum(shares)}",
-                f"raise train.global_batch to {sum(shares)}, where each rank has as many samples as its "
-                "number says, or give the smallest share more (parallel.batch_shares)",
+                f"raise train.global_batch to {sum(shares)}, where each rank gets as many samples as "
+                "its share says, or raise the smallest share (parallel.batch_shares)",
             )
     if group.size > 1 and not group.is_kept_by(job, plan):
         raise group.split_error(job, plan)
@@ -105,24 +105,23 @@ def _check_balance(job: Job, ranks: int) -> None:
     parallel = job.parallel
     if parallel.load_balancing == "on" and parallel.batch_share_schedule:
         raise JobError(
-            "parallel.load_balancing = 'on' with parallel.batch_share_schedule: both say when shares of the "
-            "batch move",
-            "leave parallel.batch_share_schedule out, or set parallel.load_balancing = 'off' to repeat a "
-            "run's moves",
+            "parallel.load_balancing = 'on' with parallel.batch_share_schedule: both change the batch shares",
+            "unset parallel.batch_share_schedule, or set parallel.load_balancing = 'off' to repeat the "
+            "changes of an earlier run",
         )
     if parallel.load_balancing != "on":
         return
     if job.train.deterministic:
         raise JobError(
-            "parallel.load_balancing = 'on' with train.deterministic: shares follow measured times, which no "
-            "two runs have alike",
-            "set parallel.load_balancing = 'off'; parallel.batch_share_schedule repeats the moves that a run "
-            "has told",
+            "parallel.load_balancing = 'on' with train.deterministic: batch shares follow measured "
+            "times, which differ between runs",
+            "set parallel.load_balancing = 'off'; parallel.batch_share_schedule repeats the changes "
+            "that a run has reported",
         )
     if ranks == 1 and not parallel.auto:
         raise JobError(
-            "parallel.load_balancing = 'on' with one data rank: there is nobody to give samples to",
-            "set parallel.load_balancing = 'off', or dp_replicate or dp_shard to the number of replicas",
+            "parallel.load_balancing = 'on' with one data rank: no other rank can take samples",
+            "set parallel.load_balancing = 'off', or set dp_replicate or dp_shard to the number of replicas",
         )
 
 

@@ -39,7 +39,7 @@ def with_gradient_reduction(job: Job, plan: Plan, hardware: HardwareModel | None
     why_not = hierarchical_unavailable_reason(plan, nodes)
     if parallel.hierarchical is True and why_not is not None:
         raise JobError(
-            f"parallel.hierarchical = true: {why_not}", "leave parallel.hierarchical out, or set it to 'auto'"
+            f"parallel.hierarchical = true: {why_not}", "unset parallel.hierarchical, or set it to 'auto'"
         )
     hierarchical = why_not is None and parallel.hierarchical is not False
     plan = replace(plan, hierarchical=hierarchical)
@@ -72,10 +72,8 @@ def gradient_reduction_reasons(plan: Plan, hardware: HardwareModel) -> list[str]
         return []
     by_machines, at_once = map(duration_text, _hierarchical_and_ring_seconds(plan, hardware))
     size = bytes_text(DEFAULT_BUCKET_BYTES)
-    other = "among all replicas at once" if plan.compression_methods else "in a ring"
-    return [
-        f"gradients are summed within machines first: {size} in {by_machines} instead of {at_once} {other}"
-    ]
+    other = "in one step over all replicas" if plan.compression_methods else "as one ring"
+    return [f"hierarchical all-reduce: {size} in {by_machines}, against {at_once} {other}"]
 
 
 def check_buckets(job: Job, plan: Plan) -> None:
@@ -88,7 +86,7 @@ def check_buckets(job: Job, plan: Plan) -> None:
     if job.parallel.bucket_bytes is not None and exchanges and not uses_buckets(plan):
         raise JobError(
             f"parallel.bucket_bytes = {job.parallel.bucket_bytes}: {_NO_BUCKETS_TEXT[plan.device]}",
-            "leave parallel.bucket_bytes out",
+            "unset parallel.bucket_bytes",
         )
 
 
@@ -101,29 +99,28 @@ def hierarchical_unavailable_reason(plan: Plan, node_count: int) -> str | None:
     if not plan.computes_on_master_weights:
         return _NO_BUCKETS_TEXT[plan.device]
     if plan.synchronization is not None:
-        return "between sites (parallel.synchronize) gradients are not summed"
+        return "gradients are not reduced between sites (parallel.synchronize)"
     if plan.replicate_group_size == 1:
-        return "no replicas sum gradients (parallel.dp_replicate = 1)"
+        return "there are no replicas to reduce gradients over (parallel.dp_replicate = 1)"
     if node_count == 1:
-        return "all ranks are on one machine (cluster.nodes = 1)"
+        return "all ranks are on one node (cluster.nodes = 1)"
     if plan.placement or plan.world_size % node_count:
-        return "the machines have unlike ranks"
+        return "the ranks of the nodes differ"
     of_groups = [Counter(ranks) for ranks in _nodes_of_replicas(plan, plan.world_size // node_count)]
     if plan.compression_methods and any(len(set(counts.values())) > 1 for counts in of_groups):
-        return (
-            "gradients are made smaller (parallel.compression) only between machines of equally many replicas"
-        )
+        return "compressed gradients (parallel.compression) need equally many replicas on each node"
     if all(len(counts) == 1 for counts in of_groups):
-        return "the replicas of each part of the model are on one machine"
+        return "all replicas of each model part are on one node"
     if all(max(counts.values()) == 1 for counts in of_groups):
-        return "each machine has one of the replicas, so that nothing can be summed within it"
+        return "each node has one of the replicas, so there is nothing to reduce within a node"
     return None
 
 
 _NO_BUCKETS_TEXT = {
-    "cpu": "only whole replicas in train.precision fp32 or fp64 sum their gradients so; FSDP2 sums what is "
-    "sharded or cast: by levels, with parallel.dp_shard within machines and dp_replicate between them",
-    "cuda": "on GPUs NCCL sums by the levels of the network by itself, in pieces of FSDP2's choice",
+    "cpu": "gradient buckets need replicated parameters in train.precision fp32 or fp64; FSDP2 reduces "
+    "sharded or cast parameters, hierarchically with parallel.dp_shard within nodes and "
+    "dp_replicate between them",
+    "cuda": "on GPUs, NCCL chooses the levels of the reduction and FSDP2 the message sizes",
 }
 """Explanation of gradient reduction without buckets, by device."""
 

@@ -49,9 +49,9 @@ def no_plan_error(
     if search_result.candidates:
         one = search_result.candidates[0]
         return JobError(
-            f"wanma runs no plan of this job on {cluster}; the best would be {one.plan}: "
+            f"no plan of this job is supported on {cluster}; the best forecast is that of {one.plan}: "
             f"{one.unsupported_reason}",
-            "`wanma plan` shows what such plans would cost",
+            "run `wanma plan` for the forecasts of such plans",
         )
     if search_result.smallest is not None:
         return model_too_large_error(job, cluster, workload, dimensions, search_result.smallest)
@@ -69,8 +69,8 @@ def no_plan_error(
     keys = " or ".join(f"parallel.{key}" for key in opening)
     fixed = ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in fixed_parallel_keys(job))
     return JobError(
-        f"what [parallel] fixes leaves no plan on {cluster}: {fixed or 'nothing'}",
-        f"there are plans without {keys}" if keys else "leave several of these keys out",
+        f"the values set in [parallel] leave no plan on {cluster}: {fixed or 'nothing'}",
+        f"unset {keys}" if keys else "unset several of these keys",
     )
 
 
@@ -87,16 +87,16 @@ def model_too_large_error(
     problem = build_problem(job, cluster, workload, dimensions, ranks=max(here, 1))
     needed = smallest.forecast.memory_bytes
     message = (
-        f"the model fits nowhere on {cluster}: even under {smallest.plan}, the leanest plan, a rank needs "
-        f"{bytes_text(needed)} of {bytes_text(problem.memory_limit_bytes)}, "
-        f"{bytes_text(needed - problem.memory_limit_bytes)} too much: "
+        f"the model does not fit on {cluster}: the plan with the lowest memory, {smallest.plan}, needs "
+        f"{bytes_text(needed)} per rank; the limit is {bytes_text(problem.memory_limit_bytes)} "
+        f"({bytes_text(needed - problem.memory_limit_bytes)} over): "
         f"{largest_memory_kinds_text(smallest.forecast)}"
     )
-    ways = [f"{change} would fit" for change in fitting_changes(problem, smallest.plan, keep=1)]
+    ways = [f"set {change}" for change in fitting_changes(problem, smallest.plan, keep=1)]
     if (enough := minimum_cluster(job, cluster, workload, dimensions)) is not None:
-        ways.append(f"so would {enough}" if ways else f"{enough} would do")
+        ways.append(f"or use {enough}" if ways else f"use {enough}")
     return JobError(
-        message, "; ".join(ways) or "no number of such machines would do: take devices with more memory"
+        message, "; ".join(ways) or "use devices with more memory: no number of these nodes is enough"
     )
 
 
@@ -108,16 +108,16 @@ def plan_too_large_error(
     Args:
         rule_reason: reason why a rule made the plan instead of the job; None for the job's own plan.
     """
-    why = f" (planned by rule: {rule_reason})" if rule_reason is not None else ""
+    why = f" (default plan: {rule_reason})" if rule_reason is not None else ""
     changes = [str(change) for change in fitting_changes(problem, plan, keep=3)]
-    search = "" if problem.job.parallel.auto else "let the planner search (parallel = 'auto'), "
+    search = "" if problem.job.parallel.auto else "set parallel = 'auto', "
     return JobError(
-        f"the plan does not fit{why}: a rank needs about {bytes_text(forecast.memory_bytes)} of "
-        f"{bytes_text(problem.memory_limit_bytes)}: {largest_memory_kinds_text(forecast)}",
-        f"would fit: {'; or '.join(changes)}"
+        f"the plan does not fit{why}: a rank needs about {bytes_text(forecast.memory_bytes)}, the limit "
+        f"is {bytes_text(problem.memory_limit_bytes)}: {largest_memory_kinds_text(forecast)}",
+        f"set {'; or '.join(changes)}"
         if changes
         else f"{search}shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = "
-        "'auto', offload (parallel.offload_*), or take a smaller model, micro-batch or sequence",
+        "'auto', offload (parallel.offload_*), or reduce the model, micro-batch or sequence length",
     )
 
 
@@ -133,8 +133,8 @@ def check_fixed_settings(
     taken, keys = math.prod(sizes.values()), " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items())
     if taken > max(world_sizes):
         raise JobError(
-            f"{keys} makes {count_text(taken, 'rank')}, and {cluster} has room for {max(world_sizes)}",
-            "lower these sizes, or plan for more machines",
+            f"{keys} needs {count_text(taken, 'rank')}; {cluster} has room for {max(world_sizes)}",
+            "lower these sizes, or plan for more nodes",
         )
     if dimensions is not None:
         check_model_dimensions(
@@ -143,15 +143,15 @@ def check_fixed_settings(
         _check_pipeline_and_sharding(job, dimensions.layers)
     if all(world % taken for world in world_sizes):
         raise JobError(
-            f"{keys} makes {count_text(taken, 'rank')}, of which no multiple is a number of ranks that "
-            f"{cluster} is used with: {', '.join(map(str, world_sizes[:8]))}",
-            f"use sizes whose product divides {max(world_sizes)}",
+            f"{keys} needs a multiple of {count_text(taken, 'rank')}; no world size of {cluster} is "
+            f"one: {', '.join(map(str, world_sizes[:8]))}",
+            f"use sizes with a product that divides {max(world_sizes)}",
         )
     data_ranks, batch = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), min(global_batches(job))
     if data_ranks > batch:
         raise JobError(
-            f"train.global_batch = {batch} gives {data_ranks} data ranks (dp_replicate × dp_shard) less than "
-            "one sample each",
+            f"train.global_batch = {batch} gives {data_ranks} data ranks (dp_replicate × dp_shard) less "
+            "than one sample each",
             f"raise train.global_batch to at least {data_ranks}, or use fewer ranks",
         )
 
@@ -184,7 +184,7 @@ def _check_pipeline_and_sharding(job: Job, blocks: int) -> None:
         plan.stage_cuts, blocks, len(plan.stage_cuts) + 1, has_pre_block=True, has_post_block=True
     ):
         raise JobError(
-            f"parallel.stage_cuts = {list(plan.stage_cuts)}: {reason}", "leave parallel.stage_cuts out"
+            f"parallel.stage_cuts = {list(plan.stage_cuts)}: {reason}", "unset parallel.stage_cuts"
         )
 
 

@@ -218,8 +218,9 @@ def complete_plan(
     if workload is None:
         if job.parallel.recompute == "auto":
             raise JobError(
-                "parallel.recompute = 'auto' needs a forecast, which a model of one's own does not have",
-                "say parallel.recompute = 'none', 'selective' or 'full'",
+                "parallel.recompute = 'auto' needs a memory forecast, which is not available for a "
+                "custom module",
+                "set parallel.recompute = 'none', 'selective' or 'full'",
             )
         sizes = valid_micro_batch_sizes(job, plan, max(rows // plan.pp, 1)) or [1]
         plan = replace(plan, micro_batch=job.parallel.micro_batch or sizes[0])
@@ -243,7 +244,7 @@ def complete_plan(
     if (overflow := host_memory_overflow_reason(problem, plan, needed)) is not None:
         raise JobError(
             f"the plan does not fit: {overflow}",
-            "offload less to 'host' (parallel.offload_*), or to 'disk'; or set "
+            "offload less to 'host' (parallel.offload_*), offload to 'disk', or set "
             "checkpoint.in_memory_every_steps = 'auto'",
         )
     if needed.memory_bytes > problem.memory_limit_bytes:
@@ -291,9 +292,7 @@ def _search_open_settings(problem: PlanningProblem, plan: Plan) -> tuple[Plan, l
     if best is None:
         return None
     told = [
-        f"{key} {getattr(best.plan, key)}: the fastest that fits, by forecast"
-        for key in is_open
-        if is_open[key]
+        f"{key} {getattr(best.plan, key)}: the fastest forecast that fits" for key in is_open if is_open[key]
     ]
     return best.plan, told
 
@@ -367,10 +366,13 @@ def _default_layout(job: Job, cluster: Cluster, device: str) -> ParallelSection:
 
 def _layout_reason(job: Job, plan: Plan) -> str:
     if not job.parallel.auto:
-        return f"{plan.world_size} {'rank' if plan.world_size == 1 else 'ranks'} as the job says"
+        return f"{plan.world_size} {('rank' if plan.world_size == 1 else 'ranks')}, as set in the job"
     if plan.device == "cuda":
         return f"{plan.world_size} GPUs found; {plan.shard} sharded over {plan.dp_shard} of them"
-    return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"
+    return (
+        "one process per node with all its cores: on CPUs, threads are faster than ranks "
+        "(docs/performance.md)"
+    )
 
 
 def _micro_batch_sizes(job: Job, plan: Plan, group: SampleGroup, largest: int) -> list[int]:

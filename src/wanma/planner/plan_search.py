@@ -102,7 +102,7 @@ def time_search_unavailable_reason(
     if unknown is not None:
         return unknown
     if select_device_type(job, cluster) == "cpu" and not is_calibrated(problem.cluster, calibration):
-        return "this processor was never measured: after `wanma cluster --calibrate` forecasts choose"
+        return "this CPU is not calibrated; run `wanma cluster --calibrate` to search plans by forecast"
     return None
 
 
@@ -157,12 +157,15 @@ def selection_reasons(search_result: SearchResult) -> tuple[str, ...]:
     if best is None:
         return ()
     faster = next((one for one in search_result.unsupported if one.seconds < best.seconds), None)
-    of = f"{search_result.plan_count:,} plans" + (" that wanma runs" if faster is not None else "")
-    told = [f"the fastest of {of}, by forecast: {best.seconds:.3g} s a step"]
+    of = f"{search_result.plan_count:,} plans" + (" that wanma supports" if faster is not None else "")
+    told = [f"the fastest of {of}, by forecast: {best.seconds:.3g} s per step"]
     for runner_up in search_result.supported[1:2]:
         told.append(f"next: {runner_up.plan}, {runner_up.seconds / best.seconds - 1:+.1%} time")
     if faster is not None:
-        told.append(f"{faster.plan} would take {faster.seconds:.3g} s; {faster.unsupported_reason}")
+        told.append(
+            f"{faster.plan} would take {faster.seconds:.3g} s per step, but is not supported: "
+            f"{faster.unsupported_reason}"
+        )
     return tuple(told)
 
 

@@ -17,7 +17,9 @@ def choose_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool
         the plan, and the reason in words.
     """
     if plan.schedule in SPLIT_BACKWARD:
-        return plan, f"recompute none: schedule {plan.schedule} would run a block again for each gradient"
+        return plan, (
+            f"recompute none: schedule {plan.schedule} would recompute a block once for each gradient"
+        )
     blocks = sum(layer.count for layer in workload.layers if layer.count > 1 or layer.is_block)
     in_stage = max(-(-blocks // plan.stage_count), 1)
     options = [replace(plan, recompute="none", recompute_share=1.0)]

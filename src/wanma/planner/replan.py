@@ -113,7 +113,7 @@ def replan(
         ValueError: no step is left.
     """
     if remaining_steps < 1:
-        raise ValueError(f"steps_left = {remaining_steps}: there is nothing to plan for")
+        raise ValueError(f"steps_left = {remaining_steps}: no step is left to plan for")
     machines = available_cluster.node_count
     seldom = current_plan.synchronization is not None  # searches have no sites: use all nodes
     job = (
@@ -150,7 +150,7 @@ def replan(
         state_bytes_per_second=state_bytes_per_second,
     )
     if obstacle is not None:
-        told = f"change to {best}: {obstacle}; {_cost_text(cost)}"
+        told = f"re-plan to {best}: {obstacle}; {_cost_text(cost)}"
         return ReplanResult(True, best, expected, cost, math.inf, told)
     return _change_if_faster(now, current_plan, planned, cost, remaining_steps, step_seconds)
 
@@ -170,17 +170,17 @@ def _change_if_faster(
         forecast_plan(problem, current_plan).step, expected.step, step_seconds, current_plan, best
     )
     if times is None:
-        reason = "nobody knows how fast the machines are, so nothing says that it would gain"
+        reason = "no step-time forecast for these nodes, so the gain is unknown"
         return _keep_plan(problem, current_plan, reason)
     old, new, sure = times
     saved = remaining_steps * (old - new)
-    told = f"{duration_text(old)} a step, under {best} {duration_text(new)}{sure}"
+    told = f"{duration_text(old)} per step now, {duration_text(new)}{sure} under {best}"
     if saved <= 0:
         return _keep_plan(problem, current_plan, f"no plan is faster ({told})")
     told = f"{told}: {remaining_steps:,} steps save {duration_text(saved)}; {_cost_text(cost)}"
     if saved < 2 * cost.seconds:
         return _keep_plan(problem, current_plan, told)
-    return ReplanResult(True, best, expected, cost, saved - cost.seconds, f"change: {told}")
+    return ReplanResult(True, best, expected, cost, saved - cost.seconds, f"re-plan: {told}")
 
 
 def _step_times(
@@ -264,8 +264,8 @@ def _job_with_max_replicas(job: Job, current_plan: Plan, node_count: int, ranks_
     ranks, together = ranks_per_node * node_count, current_plan.pp * current_plan.cp * current_plan.tp
     if ranks % together:
         raise JobError(
-            f"{ranks} ranks on {node_count} machines are no multiple of the {together} that compute together "
-            f"(pp {current_plan.pp} × cp {current_plan.cp} × tp {current_plan.tp})",
+            f"{ranks} ranks on {node_count} nodes are not a multiple of the {together} ranks of one "
+            f"replica (pp {current_plan.pp} × cp {current_plan.cp} × tp {current_plan.tp})",
             "choose smaller sizes in [parallel], or parallel = 'auto' after `wanma cluster --calibrate`",
         )
     data = ranks // together
@@ -296,8 +296,9 @@ def _replicas_of_sites(current_plan: Plan, data_ranks: int) -> int:
     of_site = current_plan.data_parallel_size // current_plan.sites
     if data_ranks % of_site:
         raise JobError(
-            f"{data_ranks} data ranks are no whole sites of {of_site} each (parallel.synchronize)",
-            "bring back the machines that are missing, or choose smaller sizes in [parallel]",
+            f"{data_ranks} data ranks do not form complete sites of {of_site} data ranks each "
+            "(parallel.synchronize)",
+            "restore the missing nodes, or choose smaller sizes in [parallel]",
         )
     return data_ranks // current_plan.dp_shard
 
@@ -312,26 +313,28 @@ def _infeasible_reason(problem: PlanningProblem, current_plan: Plan, ranks_per_n
     most = node.count * (min(len(node.devices), ranks_per_node) if node.devices else ranks_per_node)
     if current_plan.device != select_device_type(problem.job, problem.cluster):
         device = select_device_type(problem.job, problem.cluster)
-        return f"it runs on {current_plan.device}, and these machines compute on {device}"
+        return f"the plan is for {current_plan.device}, and these nodes compute on {device}"
     if current_plan.world_size > most:
-        return f"{current_plan.world_size} ranks run now, and there is room for {most}"
+        return f"the plan has {current_plan.world_size} ranks, and there is room for {most}"
     needed = forecast_plan(problem, current_plan).memory_bytes
     if needed > problem.memory_limit_bytes:
-        return f"a rank needs {bytes_text(needed)} of {bytes_text(problem.memory_limit_bytes)} there"
+        return (
+            f"a rank needs {bytes_text(needed)} there, the limit is {bytes_text(problem.memory_limit_bytes)}"
+        )
     return None
 
 
 def _keep_plan(problem: PlanningProblem, current_plan: Plan, reason: str) -> ReplanResult:
     return ReplanResult(
-        False, current_plan, forecast_plan(problem, current_plan), None, 0.0, f"stay: {reason}"
+        False, current_plan, forecast_plan(problem, current_plan), None, 0.0, f"keep the plan: {reason}"
     )
 
 
 def _cost_text(cost: ReplanCost) -> str:
     parts = [
-        f"{bytes_text(cost.state_bytes)} of state {duration_text(cost.state_seconds)}",
+        f"transfer of {bytes_text(cost.state_bytes)} of state {duration_text(cost.state_seconds)}",
         f"restart {duration_text(cost.restart_seconds)}",
     ]
     if cost.lost_work_seconds:
         parts.append(f"lost work {duration_text(cost.lost_work_seconds)}")
-    return f"a change costs {duration_text(cost.seconds)} ({', '.join(parts)})"
+    return f"the change costs {duration_text(cost.seconds)} ({', '.join(parts)})"

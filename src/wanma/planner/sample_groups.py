@@ -32,12 +32,11 @@ class SampleGroup:
         """Return the error for a plan whose micro-batches do not hold whole groups."""
         batches = ", ".join(map(str, global_batches(job)))
         return JobError(
-            f"train.global_batch = {batches} over {plan.data_parallel_size} data ranks does not divide into "
-            f"micro-batches of whole groups: {self.job_key} = {self.size} samples share "
+            f"train.global_batch = {batches} over {plan.data_parallel_size} data ranks does not divide "
+            f"into micro-batches of complete sample groups: {self.job_key} = {self.size} samples share "
             f"{self.shared_quantity}",
-            f"make train.global_batch a multiple of {self.size * plan.data_parallel_size} and "
-            "parallel.micro_batch "
-            f"one of {self.size}, or change {self.job_key}",
+            f"set train.global_batch to a multiple of {self.size * plan.data_parallel_size} and "
+            f"parallel.micro_batch to one of {self.size}, or change {self.job_key}",
         )
 
 
@@ -52,5 +51,5 @@ def sample_group_of(
     """
     size = coupled_samples(job, dimensions, workload)
     if dimensions is not None and dimensions.has_sample_coupling:
-        return SampleGroup(size, "model.balance_group", "the experts' balance and capacity")
+        return SampleGroup(size, "model.balance_group", "the expert balance and capacity")
     return SampleGroup(size, "model.batch_norm_group", "one statistic")

@@ -1,4 +1,4 @@
-"""Exposed and total communication of a usual step by mesh dimension.
+"""Exposed and total communication of a median step by mesh dimension.
 
 On CPUs, of rank 0: a GPU's host does not know what it waits for.
 """
@@ -14,24 +14,24 @@ from wanma.report.forecast_comparison import first_measured_row, forecast_step_o
 from wanma.report.run_report import Report
 
 COMMUNICATION_KINDS = {
-    "data": ("data ranks", "data"),
-    "tensor": ("tensor ranks", "tensor"),
-    "context": ("context ranks", "context"),
+    "data": ("data parallel", "data"),
+    "tensor": ("tensor parallel", "tensor"),
+    "context": ("context parallel", "context"),
     "expert": ("experts", "expert"),
-    "pipeline": ("other stages", "bubble"),
+    "pipeline": ("pipeline", "bubble"),
 }
 """Pair of label and forecast field of the exposed part, by kind of communication in a record."""
 
 
 @dataclass(frozen=True)
 class ExposedCommunication:
-    """One kind of communication in a usual step, in seconds."""
+    """One kind of communication in a median step, in seconds."""
 
     name: str
     exposed_seconds: float
     total_seconds: float
     forecast: float | None
-    """Forecast of `waited` in seconds; None where there is none."""
+    """Forecast of `exposed_seconds` in seconds; None where there is none."""
 
     @property
     def exposed_share(self) -> float:
@@ -40,7 +40,7 @@ class ExposedCommunication:
 
 
 def exposed_communication(report: Report) -> list[ExposedCommunication]:
-    """Return the communication of a usual step by kind, longest exposed first.
+    """Return the communication of a median step by kind, longest exposed first.
 
     Warm-up steps are left out where there are others.
     """
@@ -59,13 +59,12 @@ def exposed_communication(report: Report) -> list[ExposedCommunication]:
 def exposed_communication_text(communication: ExposedCommunication) -> str:
     """Describe one kind of communication.
 
-    Example: 'data ranks 0.12 s of 1.10 s under way (11 %; forecast 0.10 s)'.
+    Example: 'data parallel 0.12 s of 1.10 s (11 %; forecast 0.10 s)'.
     """
     told = "" if communication.forecast is None else f"; forecast {duration_text(communication.forecast)}"
     return (
         f"{communication.name} {duration_text(communication.exposed_seconds)} of "
-        f"{duration_text(communication.total_seconds)} under way "
-        f"({100 * communication.exposed_share:.0f} %{told})"
+        f"{duration_text(communication.total_seconds)} ({100 * communication.exposed_share:.0f} %{told})"
     )
 
 

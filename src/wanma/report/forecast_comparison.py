@@ -146,8 +146,7 @@ def forecast_step_of(report: Report) -> StepTime | None:
 def forecast_comparison_sentence(report: Report) -> str:
     """Describe step time and memory beside their forecasts; empty without both.
 
-    Example: 'step 1.12 s of 1.00 s forecast (+12 %, sure to ±10 %: forward and backward +0.11 s), memory
-    ...'.
+    Example: 'step 1.12 s / 1.00 s (+12 %, within the 90 % interval of ±15 %), memory ...'.
     """
     promises = forecast_comparisons(report)
     texts = []
@@ -160,7 +159,7 @@ def forecast_comparison_sentence(report: Report) -> str:
             why = _step_error_text(
                 one, [other for other in promises if other.name not in (STEP, MEMORY)], report
             )
-        texts.append(f"{one.name} {measured} of {forecast} forecast ({apart}{why})")
+        texts.append(f"{one.name} {measured} / {forecast} ({apart}{why})")
     return ", ".join(texts)
 
 
@@ -170,12 +169,15 @@ def _step_error_text(step: ForecastComparison, phases: list[ForecastComparison],
     sure = promised.uncertainty if promised is not None else 0.0
     apart = step.measured - step.forecast
     if abs(step.relative_error) <= sure or not phases:
-        return f", inside its ±{100 * sure:.0f} %" if sure else ""
+        return f", within the 90 % interval of ±{100 * sure:.0f} %" if sure else ""
     most = max(phases, key=lambda one: (one.measured - one.forecast) * math.copysign(1.0, apart))
     missed = most.measured - most.forecast
     name = most.name.replace("_", " and ")
     sign = "+" if missed > 0 else "−"
-    return f", sure to ±{100 * sure:.0f} %: {name} {sign}{duration_text(abs(missed))}"
+    return (
+        f", outside the 90 % interval of ±{100 * sure:.0f} %; largest error: {name} "
+        f"{sign}{duration_text(abs(missed))}"
+    )
 
 
 def _step(report: Report) -> list[ForecastComparison]:

@@ -18,7 +18,7 @@ from wanma.observe.units import bytes_text, count_text, duration_text, number_te
 from wanma.report.components.html_elements import KeyFigure
 from wanma.report.run_report import Report
 
-FAILED_START_TEXT = "a later start failed before its first step, and left the run as it was"
+FAILED_START_TEXT = "a later start failed before its first step and left the run unchanged"
 
 PHASE_COLOURS = dict(
     zip(
@@ -44,12 +44,12 @@ def state_sentence(report: Report) -> str:
     steps = f"{report.last_step:,} of {count_text(report.total_steps, 'step')}" if report.total_steps else ""
     quiet = duration_text(time.time() - report.last_activity) if report.last_activity else ""
     sentences = {
-        "new": "Nothing was recorded yet.",
-        "running": f"Going on: {steps} done; last sign of life {quiet} ago." if quiet else "Going on.",
+        "new": "Not started: nothing is recorded yet.",
+        "running": f"Running: {steps} done, last activity {quiet} ago." if quiet else "Running.",
         "finished": f"Finished: {steps}.",
-        "interrupted": f"Stopped on request after {steps}; the same command carries on.",
-        "failed": f"Failed after {steps}; the same command carries on from the last checkpoint.",
-        "died": f"Ended without a word after {steps}; the same command carries on from the last checkpoint.",
+        "interrupted": f"Stopped on request after {steps}. Run the same command to resume.",
+        "failed": f"Failed after {steps}. Run the same command to resume from the last checkpoint.",
+        "crashed": f"Crashed after {steps}. Run the same command to resume from the last checkpoint.",
     }
     return sentences[report.state]
 
@@ -130,7 +130,7 @@ def event_text(event: Event) -> str:
         done = event.get("step", 0)
         source = f" ({event['source']})" if event.get("source") else ""
         plan = event.get("plan", "")
-        return f"carrying on from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
+        return f"resumed from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
     if kind in ("message", "straggler", "batch_shares", "health_check", START_FAILED):
         return str(event.get("text", ""))
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))

@@ -66,7 +66,7 @@ def write_report(run: RunDirectory) -> Path:
     except OSError as error:
         raise WanmaError(
             f"cannot write {run.report}: {error.strerror or error}",
-            "make the run directory writable, or free some space",
+            "make the run directory writable, or free disk space",
         ) from error
     return run.report
 
@@ -141,7 +141,7 @@ def _step_comparison(report: Report) -> str:
     rows = "".join(table_row(escape(one.name.replace("_", " and ")), *one.texts) for one in lines)
     heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
     return card(
-        "A step: forecast and measured",
+        "Step time: forecast and measured",
         f"<table><tr>{heads}</tr>{rows}</table><p "
         f"class=note>{escape(forecast_comparison_sentence(report))}</p>",
     )
@@ -160,7 +160,7 @@ def _memory(report: Report) -> str:
     )
     parts = [
         bar((f"c{colour}", size / full) for colour, _, size in kinds),
-        bar_caption("forecast, fullest rank", bytes_text(total)),
+        bar_caption("forecast, largest rank", bytes_text(total)),
     ]
     if peak is not None:
         measured, rank = peak
@@ -175,7 +175,7 @@ def _memory(report: Report) -> str:
 
 
 def _memory_source_text(report: Report) -> str:
-    return ", what torch allocated" if report.plan.get("device") == "cuda" else ""
+    return ", allocated by torch" if report.plan.get("device") == "cuda" else ""
 
 
 def _ranks(report: Report) -> str:
@@ -206,7 +206,7 @@ def _phases(report: Report) -> str:
         for share in shares
     )
     return card(
-        "Where the time went",
+        "Step time by phase",
         bar((f"c{share.colour}", share.seconds / total) for share in shares)
         + bar_caption(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
         + f"<table>{rows}</table>",
@@ -214,11 +214,11 @@ def _phases(report: Report) -> str:
 
 
 def _exposed(report: Report) -> str:
-    """Render exposed and total communication of a usual step."""
+    """Render exposed and total communication of a median step."""
     kinds = exposed_communication(report)
     if not kinds:
         return ""
-    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "waited for", "under way", ""))
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "exposed", "total", ""))
     rows = "".join(
         table_row(
             escape(one.name),
@@ -229,7 +229,7 @@ def _exposed(report: Report) -> str:
         )
         for one in kinds
     )
-    return card("Communication in a usual step, rank 0", f"<table><tr>{heads}</tr>{rows}</table>")
+    return card("Communication of a median step, rank 0", f"<table><tr>{heads}</tr>{rows}</table>")
 
 
 def _details(report: Report) -> str:

@@ -47,7 +47,7 @@ def _loss(report: Report) -> Chart:
     bad = [("bad", float(step)) for step in report.non_finite]
     notes = []
     if resumes:
-        notes.append("Dashed: the run carried on from a checkpoint.")
+        notes.append("Dashed: the run resumed from a checkpoint.")
     if bad:
         notes.append(
             f"Red: {count_text(len(bad), 'step')} with a NaN or infinite number, "
@@ -77,7 +77,7 @@ def _phases(report: Report) -> Chart:
         if name != "validation" and any(value > 0 for value in report.steps.get(f"phases.{name}", []))
     ]
     lines = lines or [_column(report, "step_seconds", "step", 1)]
-    return Chart("Time per step", lines, "s", duration_text, stacked=True)
+    return Chart("Step time by phase", lines, "s", duration_text, stacked=True)
 
 
 def _memory(report: Report) -> Chart:
@@ -92,7 +92,7 @@ def _memory(report: Report) -> Chart:
 def _gradient(report: Report) -> Chart:
     clip = report.job.get("train", {}).get("gradient_clip", 0)
     line = _column(report, "grad_norm", "norm", 4)
-    note = f"Clipped at {number_text(clip)}; the norm is that before clipping." if clip else ""
+    note = f"Clipped at {number_text(clip)}; the chart shows the norm before clipping." if clip else ""
     return Chart("Gradient norm", [line], offers_log_scale=True, note=note)
 
 

@@ -25,10 +25,10 @@ from wanma.job.run.worker import Event
 from wanma.observe.sinks.jsonl import START_FAILED
 from wanma.observe.sinks.renamed_records import with_new_names as record_with_new_names
 
-RunState = Literal["new", "running", "finished", "interrupted", "failed", "died"]
+RunState = Literal["new", "running", "finished", "interrupted", "failed", "crashed"]
 """State of a run.
 
-new: nothing was recorded yet; died: began, and neither runs nor recorded an end.
+new: nothing was recorded yet; crashed: began, and neither runs nor recorded an end.
 """
 
 TAIL_BYTES = 1 << 16
@@ -217,10 +217,10 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> Ru
         outcome = newest.get("outcome")
         return outcome if outcome in ("finished", "failed") else "interrupted"
     if newest.get("host") == socket.gethostname():
-        return "running" if is_process_alive(newest.get("process")) else "died"
+        return "running" if is_process_alive(newest.get("process")) else "crashed"
     silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
     patience = job.get("cluster", {}).get("hang_timeout_seconds", DEFAULT_HANG_SECONDS)
-    return "running" if silence <= patience else "died"
+    return "running" if silence <= patience else "crashed"
 
 
 def is_process_alive(process: Any) -> bool:
@@ -305,7 +305,7 @@ def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> 
         else:
             damaged += 1
     if damaged:
-        problems.append(f"{path.name}: {damaged} damaged lines were left out")
+        problems.append(f"{path.name}: {damaged} damaged lines were skipped")
     return records
 
 
@@ -313,7 +313,7 @@ def _text(path: Path, problems: list[str]) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        problems.append(f"{path.name}: not there")
+        problems.append(f"{path.name}: missing")
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
     return ""

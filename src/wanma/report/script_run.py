@@ -81,13 +81,13 @@ def script_summary(script: ScriptRun) -> str:
     """Return the summary of a script's run: plain text of some ten lines."""
     took = duration_text(script.seconds)
     sentences = {
-        "running": f"Going on for {took}.",
+        "running": f"Running for {took}.",
         "finished": f"Finished after {took}.",
         "interrupted": f"Stopped on request after {took}.",
         "failed": f"Failed after {took}.",
-        "died": f"Ended without a word, {took} after its start.",
+        "crashed": f"Crashed {took} after its start.",
     }
-    where = "" if script.nodes == 1 else f" on {count_text(script.nodes, 'machine')}"
+    where = "" if script.nodes == 1 else f" on {count_text(script.nodes, 'node')}"
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(script.started))
     code = "–" if script.exit_code is None else str(script.exit_code)
     lines = [
@@ -104,11 +104,11 @@ def script_summary(script: ScriptRun) -> str:
     if script.restarted_after:
         lines += [
             "",
-            *(f"  {line}" for line in f"started again after: {script.restarted_after}".splitlines()),
+            *(f"  {line}" for line in f"restarted after: {script.restarted_after}".splitlines()),
         ]
     if script.failure:
         lines += ["", *(f"  {line}" for line in script.failure.splitlines())]
-    lines += ["", "  It opened no wanma.session, so nothing is known of its steps."]
+    lines += ["", "  It opened no wanma.session, so its steps are unknown."]
     return "\n".join(lines)
 
 
@@ -117,4 +117,4 @@ def _state(value: dict[str, Any]) -> RunState:
     if code is not None:
         return "finished" if code == 0 else "interrupted" if not value["failure"] else "failed"
     here = value["host"] == socket.gethostname()
-    return "running" if not here or is_process_alive(value["process"]) else "died"
+    return "running" if not here or is_process_alive(value["process"]) else "crashed"

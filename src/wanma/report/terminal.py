@@ -33,7 +33,7 @@ STATE_STYLES = {
     "finished": "green",
     "interrupted": "yellow",
     "failed": "red",
-    "died": "red",
+    "crashed": "red",
 }
 SPARKLINE_WIDTH = 60
 MAX_SHOWN_MESSAGES = 10
@@ -92,9 +92,9 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
-    for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last sign"):
+    for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last activity"):
         # On a narrow terminal these columns wrap too, not only the names.
-        table.add_column(name, justify="right", no_wrap=name not in ("steps", "last sign"))
+        table.add_column(name, justify="right", no_wrap=name not in ("steps", "last activity"))
     for run in runs:
         if (script := read_script_run(run)) is not None:
             age = duration_text(time.time() - script.last_activity) + " ago"
@@ -126,7 +126,7 @@ def _phase_lines(report: Report) -> list[str]:
     if not shares:
         return []
     waited = ", ".join(exposed_communication_text(one) for one in exposed_communication(report))
-    return [f"  time: {parts}", *([f"  waited for, in a usual step: {waited}"] if waited else [])]
+    return [f"  time: {parts}", *([f"  exposed communication, median step: {waited}"] if waited else [])]
 
 
 def _rank_lines(report: Report) -> list[str]:
@@ -136,15 +136,15 @@ def _rank_lines(report: Report) -> list[str]:
     told = []
     for one in ranks[:MAX_SHOWN_RANKS]:
         forecast, measured, apart = one.texts
-        told.append(f"{one.name.removeprefix('memory of ')} {measured} of {forecast} ({apart})")
+        told.append(f"{one.name.removeprefix('memory of ')} {measured} / {forecast} ({apart})")
     rest = f" and {len(ranks) - MAX_SHOWN_RANKS} more" if len(ranks) > MAX_SHOWN_RANKS else ""
-    return [f"  memory by rank, of its forecast: {', '.join(told)}{rest}"]
+    return [f"  memory by rank, measured / forecast: {', '.join(told)}{rest}"]
 
 
 def _forecast_lines(report: Report) -> list[str]:
     """Return lines on deviations from the forecast, or the forecast alone where nothing was measured."""
     if told := forecast_comparison_sentence(report):
-        return [f"  promise: {told}", *_rank_lines(report)]
+        return [f"  measured / forecast: {told}", *_rank_lines(report)]
     if not report.forecast.get("memory_bytes"):
         return []
     parts = ", ".join(
@@ -152,4 +152,4 @@ def _forecast_lines(report: Report) -> list[str]:
         for key, label in MEMORY_KINDS.items()
         if report.forecast.get(key)
     )
-    return [f"  forecast of memory: {bytes_text(report.forecast['memory_bytes'])} ({parts})"]
+    return [f"  memory forecast: {bytes_text(report.forecast['memory_bytes'])} ({parts})"]

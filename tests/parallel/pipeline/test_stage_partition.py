@@ -108,9 +108,9 @@ def test_children_that_share_a_parameter_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan(pp=8), "4 blocks cannot be cut into 8 stages"),
+        (Plan(pp=8), "4 blocks cannot be split into 8 stages"),
         (Plan(pp=2, stage_cuts=(1, 2)), "2 stages need 1 cuts, not 2"),
-        (Plan(pp=3, stage_cuts=(2, 2)), "stage 1 of 3 would hold nothing"),
+        (Plan(pp=3, stage_cuts=(2, 2)), "stage 1 of 3 would be empty"),
     ],
 )
 def test_cuts_that_do_not_fit_the_model_are_refused(plan: Plan, says: str) -> None:

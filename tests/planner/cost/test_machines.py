@@ -67,10 +67,10 @@ def test_trays_of_one_nvlink_domain_are_one_level() -> None:
 @pytest.mark.parametrize(
     ("count", "each", "told"),
     [
-        (64, 16, "on 4 domains of NVLink 5 (up to 18 machines), 16 in each"),
-        (256, 16, "on 16 domains of NVLink 5 (up to 18 machines), 16 in each"),
-        (36, 18, "on 2 domains of NVLink 5 (up to 18 machines), 18 in each"),
-        (67, 18, "on 3 domains of NVLink 5 (up to 18 machines), 18 in each, and 13 in another"),
+        (64, 16, "on 4 domains of NVLink 5 (up to 18 nodes), 16 in each"),
+        (256, 16, "on 16 domains of NVLink 5 (up to 18 nodes), 16 in each"),
+        (36, 18, "on 2 domains of NVLink 5 (up to 18 nodes), 18 in each"),
+        (67, 18, "on 3 domains of NVLink 5 (up to 18 nodes), 18 in each, and 13 in another"),
     ],
 )
 def test_machines_lie_evenly_on_the_fewest_racks_and_the_placement_is_told(
@@ -78,7 +78,7 @@ def test_machines_lie_evenly_on_the_fewest_racks_and_the_placement_is_told(
 ) -> None:
     machine = build_hardware_model(read_cluster(f"{count}x4 GB200, 4x400G"))
     assert [link.devices for link in machine.links] == [4 * each, 4 * count]
-    assert machine.assumed == (f"placement assumed: {count} machines of GB200 lie {told}",)
+    assert machine.assumed == (f"placement assumed: {count} nodes of GB200 are {told}",)
 
 
 def test_experts_over_64_ranks_stay_in_a_rack_that_a_run_of_whole_racks_lacks() -> None:
@@ -205,14 +205,14 @@ def test_an_unknown_rate_leaves_a_machine_without_products_that_says_why(
 def test_nodes_without_a_network_are_not_forecast_and_one_node_is() -> None:
     node = build_node_group(require_device_kind("A100"), 2, nics=None)
     machine = build_hardware_model(Cluster((node,)))
-    assert "the network between all 2 nodes" in machine.unknown
+    assert "the network between the 2 nodes" in machine.unknown
     assert build_hardware_model(Cluster((replace(node, count=1),))).unknown == ""
 
 
 def test_a_node_of_unlike_devices_is_not_forecast() -> None:
     devices = (require_device_kind("A100").to_device(), require_device_kind("H100").to_device())
     machine = build_hardware_model(Cluster((NodeGroup("odd", 64, 10**12, devices),)))
-    assert "odd has different devices in one machine (A100 SXM 80 GB, H100 SXM)" in machine.unknown
+    assert "odd has different devices in one node (A100 SXM 80 GB, H100 SXM)" in machine.unknown
 
 
 def test_ranks_of_a_processor_share_its_cores_and_its_memory() -> None:
@@ -230,7 +230,7 @@ def test_ranks_of_a_processor_share_its_cores_and_its_memory() -> None:
 
 def test_a_processor_of_which_nothing_is_known_is_to_be_calibrated() -> None:
     machine = build_hardware_model(Cluster((NodeGroup("laptop", 8, 10**10, ()),)), ranks=2)
-    assert "peak rate of the processors of laptop: measure it there" in machine.unknown
+    assert "peak rate of the CPU of laptop is unknown: run" in machine.unknown
     assert machine.device_count == 2
 
 

@@ -158,7 +158,7 @@ def test_settings_name_the_keys_of_a_job_with_what_they_become() -> None:
         (replace(PLAN, dp_replicate=2, pp=4), "4 stages need 3 cuts, not 0"),
         (
             replace(PLAN, dp_replicate=2, pp=4, stage_cuts=(1, 2, 3), micro_batch=8),
-            "needs at least as many as stages, 4",
+            "needs at least 4, the number of stages",
         ),
         (replace(PLAN, dp_replicate=4, dp_shard=2), "parallel.shard = 'none' with parallel.dp_shard = 2"),
         (replace(PLAN, dp_replicate=4, ep=2), "the model has no experts"),

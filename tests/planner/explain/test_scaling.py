@@ -53,7 +53,7 @@ def test_efficiency_is_that_of_a_device_next_to_the_first_points() -> None:
 
 def test_where_wanma_runs_no_plan_the_points_are_forecasts_only() -> None:
     (one,) = found_at(10.0).candidates
-    foreign = replace(one, unsupported_reason="wanma does not run on TPU v4")
+    foreign = replace(one, unsupported_reason="wanma does not support TPU v4")
     (point,) = scaling_curve(CLUSTER, [8], lambda _: SearchResult((foreign,), (foreign,), None, 1))
     assert point.best == foreign
 
@@ -68,5 +68,5 @@ def test_points_without_a_plan_say_why() -> None:
     assert [point.best is None for point in points] == [True, True, True, False]
     assert points[0].reason == "there is no plan"
     assert points[1].reason == "too few samples"
-    assert "machines have 8 devices each" in points[2].reason
+    assert "nodes have 8 devices each" in points[2].reason
     assert points[3].efficiency == 1.0

@@ -34,9 +34,9 @@ def test_a_mixed_cluster_grows_in_proportion() -> None:
 
 
 def test_gpus_that_fill_no_whole_machines_are_refused_with_the_nearest_that_do() -> None:
-    with pytest.raises(JobError, match="machines have 8 devices each") as error:
+    with pytest.raises(JobError, match="nodes have 8 devices each") as error:
         apply_changes(EIGHT, "gpus=20")
-    assert error.value.hint == "say gpus=16 or gpus=24"
+    assert error.value.hint == "set gpus=16 or gpus=24"
     with pytest.raises(JobError, match="in proportion") as error:
         apply_changes(MIXED, "gpus=32")
     assert "a multiple of 24" in error.value.hint
@@ -100,24 +100,24 @@ def test_several_changes_hold_at_once_in_any_order() -> None:
         ("gpu=12", "Did you mean 'gpus'"),
         ("link.inter=200G", "Did you mean 'link.inter_node'"),
         ("device=H100 SXN", "Did you mean 'H100 SXM'"),
-        ("device=EPYC 7742", "is a processor"),
-        ("gpus=0", "whole number from 1"),
-        ("gpus=-8", "whole number from 1"),
-        ("gpus=many", "whole number from 1"),
-        ("nodes=1000001", "whole number from 1 to 1,000,000"),
-        ("memory=40", "no size"),
-        ("memory=0GB", "more than nothing and at most 1,000 TB"),
-        ("memory=1001TB", "more than nothing and at most 1,000 TB"),
-        ("link.intra_node=0GB", "more than nothing and at most 100 TB"),
-        ("link.intra_node=101TB", "more than nothing and at most 100 TB"),
+        ("device=EPYC 7742", "is a CPU"),
+        ("gpus=0", "an integer from 1"),
+        ("gpus=-8", "an integer from 1"),
+        ("gpus=many", "an integer from 1"),
+        ("nodes=1000001", "an integer from 1 to 1,000,000"),
+        ("memory=40", "not a size"),
+        ("memory=0GB", "more than 0 and at most 1,000 TB"),
+        ("memory=1001TB", "more than 0 and at most 1,000 TB"),
+        ("link.intra_node=0GB", "more than 0 and at most 100 TB"),
+        ("link.intra_node=101TB", "more than 0 and at most 100 TB"),
         ("link.inter_node=fast", "is no network"),
         ("link.inter_node=0G", "more than 0 and at most"),
-        ("gpus=20", "machines have 8 devices each"),
+        ("gpus=20", "nodes have 8 devices each"),
         ("gpus", "KEY=VALUE"),
         ("gpus=", "KEY=VALUE"),
         ("gpus=8, gpus=16", "given twice"),
-        ("gpus=8, nodes=1", "both say how many"),
-        (" , ", "says nothing"),
+        ("gpus=8, nodes=1", "both set the size"),
+        (" , ", "is empty"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_cause(text: str, said: str) -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_with_its_cause(text: str, said: str) -> None:
 
 def test_a_network_of_unknown_cards_needs_their_number() -> None:
     cluster = Cluster((replace(EIGHT.nodes[0], nics=0, nic_bytes_per_second=None),))
-    with pytest.raises(JobError, match="nothing is known of the network cards") as error:
+    with pytest.raises(JobError, match="the network cards of") as error:
         apply_changes(cluster, "link.inter_node=200G")
     assert "8x400G" in error.value.hint
     assert apply_changes(cluster, "link.inter_node=8x200G").nodes[0].nics == 8

@@ -270,7 +270,7 @@ def test_a_kind_that_does_not_compute_in_the_precision_is_left_out() -> None:
 def test_other_models_than_decoders_and_machines_without_devices_are_refused() -> None:
     with pytest.raises(JobError, match="decoders only"):
         search_placements(replace(problem(), dimensions=None), fleet(), START)
-    with pytest.raises(JobError, match="without accelerators are not planned for together"):
+    with pytest.raises(JobError, match="without accelerators cannot be planned together"):
         build_heterogeneous_hardware(
             parse_shorthand("2x8 A100 SXM 40GB, 4x100G + 2x64 cores EPYC 7742, 1x100G")
         )

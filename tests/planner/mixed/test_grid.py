@@ -70,26 +70,26 @@ def test_stages_that_are_cut_by_the_speed_of_their_devices_are_a_grid() -> None:
     [
         (
             placed(ReplicaPlacement(4, (FAST,)), ReplicaPlacement(2, (replace(SLOW, tp=2),))),
-            "other stages, other tp",
+            "different stages or tp",
         ),
         (
             placed(ReplicaPlacement(4, (FAST,)), ReplicaPlacement(4, (SLOW,), 1, "full")),
-            "unlike micro-batches or of unlike recompute",
+            "different micro-batches or recompute",
         ),
-        (placed(ReplicaPlacement(4, (FAST,)), ReplicaPlacement(4, (SLOW,), 2)), "unlike micro-batches"),
+        (placed(ReplicaPlacement(4, (FAST,)), ReplicaPlacement(4, (SLOW,), 2)), "different micro-batches"),
         (
             placed(ReplicaPlacement(2, (StagePlacement(0, 3), StagePlacement(1, 1, tp=2)))),
-            "stages of unlike tp",
+            "stages with different tp",
         ),
         (
             placed(ReplicaPlacement(4, (StagePlacement(1, 3), StagePlacement(0, 1)))),
-            "in another order than the machines",
+            "in another order than the nodes",
         ),
         (
             placed(ReplicaPlacement(4, (FAST,)), ReplicaPlacement(3, (SLOW,))),
             "7 ranks do not fill 2 machines",
         ),
-        (placed(ReplicaPlacement(4, (FAST,))), "in another order than the machines"),
+        (placed(ReplicaPlacement(4, (FAST,))), "in another order than the nodes"),
     ],
     ids=["tp", "recompute", "micro-batches", "stages' tp", "order", "count", "one kind"],
 )

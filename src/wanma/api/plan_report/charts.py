@@ -48,16 +48,16 @@ def step_figure(timeline: Timeline) -> str:
     kinds = {span.kind for span in timeline.spans}
     legend: list[tuple[str, int]] = [(kind, SPAN_COLORS[kind]) for kind in SPAN_COLORS if kind in kinds]
     if any(span.parts.keys() - {"compute"} for span in timeline.spans):
-        legend.append(("of it exposed communication", EXPOSED_COLOR))
+        legend.append(("exposed communication", EXPOSED_COLOR))
     count = f"{timeline.micro_batches:,} micro-batch{'' if timeline.micro_batches == 1 else 'es'}"
     notes = [f"{count}, {duration_text(timeline.seconds)}."]
     if pp > 1:
-        notes.append("A row is a pipeline rank, with all data, context and tensor ranks of its stages.")
+        notes.append("Each row is one pipeline rank, with all data, context and tensor ranks of its stages.")
     if len(shown) < pp:
         notes.append(f"{len(shown)} of {pp} pipeline ranks are drawn.")
     if any(row.is_secondary for row in rows):
-        notes.append("Thin rows: weights gathered and gradients reduced beside computing.")
-    return gantt_figure("One step", rows, timeline.seconds, legend, " ".join(notes))
+        notes.append("Thin rows: parameter gathers and gradient reductions that overlap compute.")
+    return gantt_figure("Timeline of one step", rows, timeline.seconds, legend, " ".join(notes))
 
 
 def _rank_name(rank: int, plan: Plan) -> str:
@@ -106,25 +106,25 @@ def pareto_chart(search_result: SearchResult, memory_limit_bytes: float | None) 
     ]
     lines = [_plan_points("front", 1, front, is_joined=True)]
     if others:
-        lines.append(_plan_points("other layouts", 7, others, is_joined=False))
+        lines.append(_plan_points("other plans", 7, others, is_joined=False))
     xs = [x for line in lines for x in line.xs]
     largest = max(y for line in lines for y in line.ys)
     is_near = memory_limit_bytes is not None and largest > memory_limit_bytes / 3
     return Chart(
-        "Memory against time",
+        "Memory by step time",
         lines,
-        "of the fullest rank, over the time of a step",
+        "of the largest rank, over step time",
         bytes_text,
         bytes_text,
         axis_unit=float(2**30),
         wide=True,
-        horizontal_lines=[("a plan may fill", memory_limit_bytes)]
+        horizontal_lines=[("memory limit", memory_limit_bytes)]
         if memory_limit_bytes is not None and is_near
         else [],
         x_ticks=AxisScale(min(xs), max(*xs, 1.001 * min(xs)), 0.0, 1.0).ticks(),
         x_text=_tick_text,
-        tooltip_text=lambda bucket: f"{duration_text(bucket.center)} a step",
-        note="No plan is both faster and smaller than one of the front.",
+        tooltip_text=lambda bucket: f"{duration_text(bucket.center)} per step",
+        note="No other plan is both faster and smaller than a plan of the front.",
     )
 
 
@@ -155,7 +155,7 @@ def scale_charts(points: Sequence[ScalingPoint], workload: Workload | None) -> l
         Chart(
             "Efficiency",
             [Series("per device", 1, xs, shares, marks_all_points=True)],
-            "of a device, next to the fewest",
+            "per device, relative to the smallest device count",
             percent_text,
             lambda share: f"{100 * share:.3g} %",
         ),

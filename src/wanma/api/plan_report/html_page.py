@@ -70,7 +70,7 @@ def report_html(report: PlanAnalysis, title: str) -> str:
 def _header(study: Study, title: str) -> str:
     plan = study.plan_result.plan
     only = study.unsupported_reason
-    note = f'<p class="problem">A forecast only: {escape(only)}</p>' if only is not None else ""
+    note = f'<p class="problem">Not supported: {escape(only)}</p>' if only is not None else ""
     state = "" if only is None else ' <span class="state interrupted">forecast only</span>'
     return (
         f"<header><h1>{escape(title)}{state}</h1><p>{escape(mesh_text(plan))}, "
@@ -100,7 +100,7 @@ def _key_figures(study: Study) -> str:
     )
     if (run := forecast.run) is not None:
         found.append(
-            KeyFigure("the whole run", duration_text(run.seconds), f"{study.job.train.steps:,} steps")
+            KeyFigure("complete run", duration_text(run.seconds), f"{study.job.train.steps:,} steps")
         )
         if run.energy_joules is not None:
             found.append(KeyFigure("energy", energy_text(run.energy_joules), "at the wall"))
@@ -115,7 +115,7 @@ def _key_figures(study: Study) -> str:
 def _device_shares_table(study: Study) -> str:
     """Return the shares of each device, for a plan that treats devices unequally; empty for others."""
     lines = "".join(f"<li>{escape(line)}</li>" for line in share_lines(study.plan_result.plan, study.cluster))
-    body = card("Who computes what", f"<ul>{lines}</ul>")
+    body = card("Placement and batch shares", f"<ul>{lines}</ul>")
     return f'<section class="plans">{body}</section>' if lines else ""
 
 
@@ -128,7 +128,7 @@ def _cost_cards(study: Study) -> str:
     if forecast.step is not None:
         cards.insert(0, _time_card(forecast.step, forecast))
     elif study.time_unavailable_reason is not None:
-        cards.insert(0, card("A step", f'<p class="note">{escape(study.time_unavailable_reason)}</p>'))
+        cards.insert(0, card("Step time", f'<p class="note">{escape(study.time_unavailable_reason)}</p>'))
     return f'<section class="pair">{"".join(cards)}</section>'
 
 
@@ -136,9 +136,7 @@ def _time_card(step: StepTime, forecast: Forecast) -> str:
     shares = time_shares(step)
     rows = "".join(
         table_row(
-            legend_entry(
-                f"{kind.name} ({kind.mesh_dimension})" if kind.mesh_dimension else kind.name, kind.colour
-            ),
+            legend_entry(kind.label, kind.colour),
             duration_text(seconds),
             percent_text(share),
         )
@@ -146,9 +144,10 @@ def _time_card(step: StepTime, forecast: Forecast) -> str:
     )
     body = bar((f"c{kind.colour}", share) for kind, _, share in shares)
     body += (
-        bar_caption("of the rank that computes longest", step_seconds_text(step)) + f"<table>{rows}</table>"
+        bar_caption("of the rank with the longest compute time", step_seconds_text(step))
+        + f"<table>{rows}</table>"
     )
-    return card("Where a step's time goes", body + reason_list(forecast.reasons))
+    return card("Step time by kind", body + reason_list(forecast.reasons))
 
 
 def _memory_card(study: Study, forecast: Forecast) -> str:
@@ -159,17 +158,17 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
         table_row(legend_entry(name, MEMORY_COLOURS[field]), bytes_text(size)) for field, name, size in parts
     )
     body = bar((f"c{MEMORY_COLOURS[field]}", size / full) for field, _, size in parts)
-    body += bar_caption(f"of {bytes_text(limit)} that a plan may fill", memory_text(forecast))
+    body += bar_caption(f"of the limit of {bytes_text(limit)}", memory_text(forecast))
     waiting = "".join(
-        table_row(escape(f"waiting on {place}"), bytes_text(size))
+        table_row(escape(f"offloaded to {place}"), bytes_text(size))
         for place in ("host", "disk")
         if (size := getattr(forecast, f"{place}_bytes"))
     )
     if copies := in_memory_checkpoint_text(forecast, study.plan_result.plan, study.cluster):
-        waiting += table_row(f"copies for recovery, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
+        waiting += table_row(f"in-memory checkpoints, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
     told = pipeline_memory_text(forecast)
-    note = f'<p class="note">Pipeline ranks in their order: {escape(told)}</p>' if told else ""
-    return card("Memory of the fullest rank", f"{body}<table>{rows}{waiting}</table>{note}")
+    note = f'<p class="note">Memory by pipeline rank: {escape(told)}</p>' if told else ""
+    return card("Memory of the largest rank", f"{body}<table>{rows}{waiting}</table>{note}")
 
 
 # ---------------------------------------------------------------- other plans
@@ -182,10 +181,10 @@ def _search_section(study: Study, found: SearchResult) -> Iterator[str]:
         body += f'<tr><th colspan="7">{escape(UNSUPPORTED_PLANS_TITLE)}</th></tr>'
         body += "".join(_plan_row(number, one, study) for number, one in enumerate(others, len(shown) + 1))
     numbers = ("step", throughput_unit(study.workload), "MFU", "memory")
-    head = table_header(("", "plan", *numbers, "where a step's time goes"), numbers)
+    head = table_header(("", "plan", *numbers, "step time by kind"), numbers)
     seen = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
     legend = "".join(
-        legend_entry(kind.name, kind.colour)
+        legend_entry(kind.label, kind.colour)
         for kind in TIME_KINDS
         if any(getattr(step, kind.field) for step in seen)
     )
@@ -211,7 +210,7 @@ def _plan_row(number: int, candidate: Candidate, study: Study) -> str:
         for line in share_lines(candidate.plan, study.cluster)
     )
     only = (
-        f"<br><em>forecast only: {escape(candidate.unsupported_reason)}</em>"
+        f"<br><em>unsupported: {escape(candidate.unsupported_reason)}</em>"
         if candidate.unsupported_reason
         else ""
     )
@@ -259,7 +258,7 @@ def _signed_duration_text(seconds: float) -> str:
 
 
 def _slowdown_text(share: float | None) -> str:
-    return "time not known" if share is None else f"{share:+.0%} time"
+    return "step time unknown" if share is None else f"{share:+.0%} time"
 
 
 def _what_if_table(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> str:
@@ -277,7 +276,7 @@ def _scaling_section(points: Sequence[ScalingPoint], workload: Workload | None) 
     rows = "".join(_scaling_row(point, workload) for point in points)
     head = table_header(("devices", throughput_unit(workload), "efficiency", "plan"), ("devices",))
     table = f"<table>{head}{rows}</table>"
-    yield f'<section class="card plans"><h2>Over numbers of devices</h2>{table}</section>'
+    yield f'<section class="card plans"><h2>Scaling over device counts</h2>{table}</section>'
 
 
 def _scaling_row(point: ScalingPoint, workload: Workload | None) -> str:

@@ -89,7 +89,7 @@ def fit_hardware_model(
     if missing := {"product", "stream", "dispatch"} - {point.operator for point in points}:
         raise WanmaError(
             f"the measurements of {name} lack {' and '.join(sorted(missing))}",
-            "measure again, with more --seconds",
+            "measure again, with a higher --seconds",
         )
     plain = DeviceModel(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), sustained=1.0)
     # Seconds of measuring do not show the clock under hours of load: `sustained` stays as it was.
@@ -140,7 +140,10 @@ def _with_bandwidth(chip: DeviceModel, points: Sequence[BenchmarkPoint], is_peak
         if point.seconds > 2 * chip.launch_seconds
     ]
     if not rates:
-        raise WanmaError(f"{chip.name}: no stream took longer than its launch", "measure it at rest")
+        raise WanmaError(
+            f"{chip.name}: no memory-stream benchmark took longer than its launch",
+            "measure again on an idle device",
+        )
     if not is_peak_known:
         return replace(chip, bandwidth_bytes_per_second=median(rates), bandwidth_share=1.0)
     # The longest stream counts: shorter ones stay in a cache.

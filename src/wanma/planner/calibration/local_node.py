@@ -30,9 +30,9 @@ def rank_counts(
     if requested:
         if min(requested) < min_ranks:
             words = "one rank" if min_ranks == 1 else f"{min_ranks} ranks"
-            raise JobError(f"--ranks {min(requested)}: a measurement takes at least {words}")
+            raise JobError(f"--ranks {min(requested)}: a calibration needs at least {words}")
         if gpus and max(requested) > most:
-            raise JobError(f"--ranks {max(requested)}: this machine has {most} GPUs", f"give at most {most}")
+            raise JobError(f"--ranks {max(requested)}: this node has {most} GPUs", f"give at most {most}")
         return sorted(set(requested))
     return [1 << power for power in range(most.bit_length()) if 1 << power >= min_ranks] or [min_ranks]
 

@@ -72,7 +72,7 @@ def module_step_components(
 ) -> StepComponents:
     """Return the components of `module_step_time`; arguments and errors likewise."""
     if not has_operators(workload):
-        raise ValueError("the operators of the model's layers are not known one by one")
+        raise ValueError("the operators of the model's layers are not known")
     framework = framework or FrameworkTraits(fuses_pointwise=plan.compile)
     return build_step_components(
         build_stages(module_model_cost(workload, plan, hardware, framework), plan),
@@ -120,8 +120,8 @@ def embedding_table_reasons(workload: Workload, step: StepTime) -> tuple[str, ..
     if share < _REPORTED_SHARE or 2 * tables < workload.parameters:
         return ()
     return (
-        f"the update is {share:.0%} of a step: it passes over all rows of the embedding tables, "
-        f"{tables / 1e9:.3g} billion parameters, whichever of them a step asks for",
+        f"the optimizer update takes {share:.0%} of a step: it updates all rows of the embedding "
+        f"tables, {tables / 1000000000.0:.3g} billion parameters, also rows that the step does not use",
     )
 
 

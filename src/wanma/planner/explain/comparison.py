@@ -1,7 +1,7 @@
 """Comparison of a plan with the best one: its extra time by cause, or the reason why it cannot run.
 
     print(compare(problem, plan, found.best).sentence)
-    # slower, 1.42 s a step against 1.01 s (+41 %): TP 16 crosses nodes: +410 ms of exposed all-reduce
+    # slower, 1.42 s per step against 1.01 s (+41 %): TP 16 crosses nodes: +410 ms of exposed all-reduce
 
 Pure functions, without torch.
 """
@@ -24,7 +24,7 @@ from wanma.planner.rules.capabilities import unsupported_reason
 from wanma.planner.rules.compression import compression_text
 from wanma.planner.search.result import Candidate
 
-Verdict = Literal["refused", "not runnable", "does not fit", "slower", "as fast", "faster", "time unknown"]
+Verdict = Literal["invalid", "unsupported", "does not fit", "slower", "equal", "faster", "no time forecast"]
 
 EQUAL_TIME_SHARE = 0.005
 """Share of the step time within which two plans count as equally fast."""
@@ -58,9 +58,9 @@ class PlanComparison:
     plan: Plan
     verdict: Verdict
     headline: str
-    """Result in words: 'slower, 1.42 s a step against 1.01 s (+41%)', or the reason for a refusal."""
+    """Result in words: 'slower, 1.42 s per step against 1.01 s (+41%)', or the reason why it is invalid."""
     forecast: Forecast | None = None
-    """Forecast of the plan; None for a refused plan."""
+    """Forecast of the plan; None for an invalid plan."""
     differences: tuple[TimeDifference, ...] = ()
     """Differences by kind of time: the largest loss first, then the gains."""
     remedies: tuple[PlanChange, ...] = ()
@@ -86,7 +86,7 @@ def compare_plans(
         known_forecast: forecast of `plan` from a search; required for plans with a replica placement.
     """
     if not plan.placement and (reason := invalid_plan_reason(problem, plan)):
-        return PlanComparison(plan, "refused", f"refused: {reason}")
+        return PlanComparison(plan, "invalid", f"invalid: {reason}")
     needed = known_forecast or forecast_plan(problem, plan)
     if needed.memory_bytes > problem.memory_limit_bytes:
         ways = tuple(fitting_changes(problem, plan, keep=3) or memory_saving_changes(problem, plan, keep=3))
@@ -95,9 +95,9 @@ def compare_plans(
         )
     reason = unsupported_reason(problem.job, plan, problem.cluster)
     if reason is not None and (best is None or best.unsupported_reason != reason):
-        return PlanComparison(plan, "not runnable", f"a forecast only: {reason}", needed)
+        return PlanComparison(plan, "unsupported", f"unsupported: {reason}", needed)
     if needed.step is None or best is None or best.forecast.step is None:
-        return PlanComparison(plan, "time unknown", "fits; the time of its step is not known", needed)
+        return PlanComparison(plan, "no time forecast", "fits; no step-time forecast", needed)
     verdict, headline = _time_verdict(needed.step, best.forecast.step)
     differences = tuple(_differences(problem, plan, needed.step, best.plan, best.forecast.step))
     return PlanComparison(plan, verdict, headline, needed, differences)
@@ -108,20 +108,20 @@ def _too_large_text(
 ) -> str:
     """Describe a plan that does not fit, with the largest kind of memory and the best change.
 
-    Example: 'does not fit: stage 0 needs 91.0 GiB of 80.0 GiB; largest: activations 44.0 GiB; ...'.
+    Example: 'does not fit: stage 0 needs 91.0 GiB, the limit is 80.0 GiB; largest: ...'.
     """
     kinds = {name: getattr(memory_forecast, field) for field, name in MEMORY_KINDS.items()}
     largest = max(kinds, key=lambda name: kinds[name])
     sentences = [
         f"does not fit: {_largest_rank_text(problem, plan, memory_forecast)} needs "
-        f"{bytes_text(memory_forecast.memory_bytes)} of "
+        f"{bytes_text(memory_forecast.memory_bytes)}, the limit is "
         f"{bytes_text(problem.memory_limit_bytes)}",
         f"largest: {largest} {bytes_text(kinds[largest])}",
     ]
     for way in remedies[:1]:
         is_enough = way.forecast.memory_bytes <= problem.memory_limit_bytes
-        enough = "and fit" if is_enough else "of it, which is not enough"
-        sentences.append(f"{way} would save {bytes_text(way.saved_bytes)} {enough}")
+        enough = ", which is enough" if is_enough else ", which is not enough"
+        sentences.append(f"{way} would save {bytes_text(way.saved_bytes)}{enough}")
     return "; ".join(sentences)
 
 
@@ -139,9 +139,9 @@ def _time_verdict(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
     """Return the verdict and the headline of a plan that fits."""
     ratio = step.seconds / best.seconds - 1.0
     if abs(ratio) < EQUAL_TIME_SHARE:
-        return "as fast", f"as fast as the best: {duration_text(step.seconds)} a step"
+        return "equal", f"as fast as the best plan: {duration_text(step.seconds)} per step"
     verdict: Verdict = "slower" if ratio > 0 else "faster"
-    times = f"{duration_text(step.seconds)} a step against {duration_text(best.seconds)}"
+    times = f"{duration_text(step.seconds)} per step against {duration_text(best.seconds)}"
     return verdict, f"{verdict}, {times} ({ratio:+.0%})"
 
 
@@ -158,7 +158,7 @@ def _differences(
             else:
                 why = cause(problem, best_plan, plan)
                 found.append(
-                    TimeDifference(kind, seconds, f"the best's {why}" if why else "", what(best_plan))
+                    TimeDifference(kind, seconds, f"best plan: {why}" if why else "", what(best_plan))
                 )
     return sorted(found, key=lambda one: -one.seconds)
 
@@ -199,7 +199,7 @@ def _data_parallel_cause(problem: PlanningProblem, plan: Plan, other: Plan) -> s
 
 
 def _compression_text(plan: Plan) -> str:
-    return compression_text(plan) or "whole"
+    return compression_text(plan) or "uncompressed"
 
 
 def _offload_cause(_problem: PlanningProblem, plan: Plan, other: Plan) -> str:
@@ -218,7 +218,9 @@ def _bubble_cause(problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
 
 def _optimizer_cause(_problem: PlanningProblem, plan: Plan, _other: Plan) -> str:
     return (
-        f"state shared by {plan.shard_group_size} ranks" if plan.shard_group_size > 1 else "state not sharded"
+        f"state sharded over {plan.shard_group_size} ranks"
+        if plan.shard_group_size > 1
+        else "state not sharded"
     )
 
 
@@ -234,13 +236,13 @@ def _compute_cause(_problem: PlanningProblem, plan: Plan, other: Plan) -> str:
     if plan.precision != other.precision:
         causes.append(f"computed in {plan.precision} instead of {other.precision}")
     if plan.fp8 != other.fp8:
-        causes.append("products in 16 bits instead of 8" if other.fp8 else "products in 8 bits")
+        causes.append("16-bit matrix products instead of fp8" if other.fp8 else "fp8 matrix products")
     if plan.tp > other.tp:
-        causes.append(f"TP {plan.tp} leaves narrower products than {other.tp}")
+        causes.append(f"TP {plan.tp} has smaller matrix products than {other.tp}")
     if plan.micro_batch < other.micro_batch:
         causes.append(f"micro-batch {plan.micro_batch} instead of {other.micro_batch}")
     if plan.pp > 1 and plan.stage_count != other.stage_count:
-        causes.append(f"{plan.stage_count} stages, of which the fullest sets the pace")
+        causes.append(f"{plan.stage_count} stages, limited by the longest")
     return ", ".join(causes[:2])
 
 
@@ -269,14 +271,14 @@ Cause = Callable[[PlanningProblem, Plan, Plan], str]
 """Function of (problem, slower plan, other plan) that names the cause of a difference."""
 
 _KINDS: dict[str, tuple[Callable[[Plan], str], Cause]] = {
-    "compute": (_constant_text("computing"), _compute_cause),
+    "compute": (_constant_text("compute"), _compute_cause),
     "tensor": (_tensor_exchange, _tensor_parallel_cause),
     "context": (_context_exchange, _context_parallel_cause),
-    "expert": (_constant_text("exposed token exchange"), _expert_parallel_cause),
-    "data": (_constant_text("exposed gradient and parameter exchange"), _data_parallel_cause),
-    "moving": (_constant_text("waiting for what is offloaded"), _offload_cause),
-    "bubble": (_constant_text("waiting in the pipeline"), _bubble_cause),
+    "expert": (_constant_text("exposed token dispatch"), _expert_parallel_cause),
+    "data": (_constant_text("exposed gradient reduction and parameter gather"), _data_parallel_cause),
+    "moving": (_constant_text("exposed offload transfer"), _offload_cause),
+    "bubble": (_constant_text("pipeline bubble"), _bubble_cause),
     "optimizer": (_constant_text("optimizer"), _optimizer_cause),
-    "loading": (_constant_text("waiting for data"), _no_cause),
-    "checkpoint": (_constant_text("saving"), _no_cause),
+    "loading": (_constant_text("exposed data loading"), _no_cause),
+    "checkpoint": (_constant_text("checkpoint saving"), _no_cause),
 }

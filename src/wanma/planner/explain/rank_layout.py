@@ -11,9 +11,9 @@ from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.models.config.dimensions import DecoderConfig
 
 MESH_DIMENSION_TEXTS = {
-    "pp": "the layers, into stages",
-    "dp_replicate": "the samples; each rank holds a whole copy of its part of the model",
-    "dp_shard": "the samples, and the state of the model between its ranks",
+    "pp": "layers, into stages",
+    "dp_replicate": "samples; each rank holds a complete model part",
+    "dp_shard": "samples and model states",
     "cp": "every sequence",
     "tp": "every matrix",
     "ep": "the experts of every layer",

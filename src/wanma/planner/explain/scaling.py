@@ -34,17 +34,22 @@ def parse_device_range(text: str) -> list[int]:
     """
     match = _RANGE.fullmatch(text.strip())
     if match is None:
-        raise JobError(f"--scale {text}: this is no range", "write two numbers of GPUs: 64..4096")
+        raise JobError(f"--scale {text} is not a range", "give two numbers of GPUs: 64..4096")
     low, high = (int(number.replace("_", "")) for number in match.groups())
     if not 1 <= low <= high:
-        raise JobError(f"--scale {text}: it begins at 1 or more and ends no lower", "write 64..4096")
+        raise JobError(
+            f"--scale {text}: the range must begin at 1 or more and must not decrease",
+            "give a range such as 64..4096",
+        )
     counts = [low]
     while counts[-1] * 2 <= high:
         counts.append(counts[-1] * 2)
     if counts[-1] < high:
         counts.append(high)
     if len(counts) > MAX_POINTS:
-        raise JobError(f"--scale {text}: that is more than {MAX_POINTS} doublings", "write a narrower range")
+        raise JobError(
+            f"--scale {text}: the range has more than {MAX_POINTS} doublings", "give a narrower range"
+        )
     return counts
 
 

@@ -25,9 +25,9 @@ from wanma.job.errors import JobError, did_you_mean
 
 WHAT_IF_KEYS = {
     "device": "a device of the catalogue, as in device=H200 SXM",
-    "gpus": "devices in all, as in gpus=2048",
-    "nodes": "machines in all, as in nodes=256",
-    "memory": "of one device, as in memory=40GB",
+    "gpus": "total devices, as in gpus=2048",
+    "nodes": "total nodes, as in nodes=256",
+    "memory": "memory of one device, as in memory=40GB",
     "link.intra_node": "bytes per second of one device and direction, as in link.intra_node=450GB",
     "link.inter_node": "Gbit/s of one network card, as in link.inter_node=200G, or =8x400G for eight of them",
 }
@@ -70,22 +70,20 @@ def parse_changes(text: str) -> dict[str, str]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
             raise _change_error(
-                part, "a change is KEY=VALUE", f"for example gpus=2048; keys: {', '.join(WHAT_IF_KEYS)}"
+                part, "a change must be KEY=VALUE", f"for example gpus=2048; keys: {', '.join(WHAT_IF_KEYS)}"
             )
         if key not in WHAT_IF_KEYS:
             known = "; ".join(f"{name}: {what}" for name, what in WHAT_IF_KEYS.items())
-            raise _change_error(
-                part, f"there is no '{key}' to change.{did_you_mean(key, WHAT_IF_KEYS)}", known
-            )
+            raise _change_error(part, f"unknown key '{key}'.{did_you_mean(key, WHAT_IF_KEYS)}", known)
         if key in changes:
             raise _change_error(
-                part, f"{key} is given twice", f"first as {key}={changes[key]}; leave one out"
+                part, f"{key} is given twice", f"remove one; the first is {key}={changes[key]}"
             )
         changes[key] = value
     if not changes:
-        raise JobError("--what-if says nothing", f"give KEY=VALUE; keys: {', '.join(WHAT_IF_KEYS)}")
+        raise JobError("--what-if is empty", f"give KEY=VALUE; keys: {', '.join(WHAT_IF_KEYS)}")
     if {"gpus", "nodes"} <= set(changes):
-        raise _change_error(text, "gpus and nodes both say how many", "give one of them")
+        raise _change_error(text, "gpus and nodes both set the size of the cluster", "give one of them")
     return changes
 
 
@@ -99,7 +97,7 @@ def with_device_count(cluster: Cluster, count: int) -> Cluster:
     """
     present = cluster.device_count
     if present == 0:
-        raise JobError("this cluster has no accelerators", "say nodes=... for machines without them")
+        raise JobError("this cluster has no accelerators", "set nodes=... for nodes without accelerators")
     if len(cluster.nodes) == 1:
         (node,) = cluster.nodes
         on_each = len(node.devices)
@@ -110,17 +108,17 @@ def with_device_count(cluster: Cluster, count: int) -> Cluster:
         if count % on_each:
             below = count - count % on_each
             raise JobError(
-                f"machines have {on_each} devices each",
-                f"say gpus={below} or gpus={below + on_each}",
+                f"nodes have {on_each} devices each",
+                f"set gpus={below} or gpus={below + on_each}",
             )
     nodes = []
     for node in cluster.nodes:
         machines_then, rest = divmod(node.count * count, present)
         if rest or machines_then < 1:
             raise JobError(
-                f"{cluster} cannot grow or shrink to that in proportion",
-                f"take a multiple of {_smallest_proportional_count(cluster)}, or write the cluster out with "
-                "--cluster",
+                f"{cluster} cannot be scaled to that number in proportion",
+                f"use a multiple of {_smallest_proportional_count(cluster)}, or describe the cluster "
+                "with --cluster",
             )
         nodes.append(replace(node, count=machines_then))
     return replace(cluster, nodes=tuple(nodes))
@@ -148,8 +146,8 @@ def _nodes(cluster: Cluster, value: str) -> Cluster:
         if rest or machines_then < 1:
             raise _change_error(
                 f"nodes={value}",
-                f"{cluster} cannot grow or shrink to that in proportion",
-                "write the cluster out with --cluster",
+                f"{cluster} cannot be scaled to that number in proportion",
+                "describe the cluster with --cluster",
             )
         nodes.append(replace(node, count=machines_then))
     return replace(cluster, nodes=tuple(nodes))
@@ -158,9 +156,7 @@ def _nodes(cluster: Cluster, value: str) -> Cluster:
 def _device(cluster: Cluster, value: str) -> Cluster:
     kind = require_device_kind(value)
     if kind.kind == "cpu":
-        raise _change_error(
-            f"device={value}", f"{kind.name} is a processor", "name a GPU or another accelerator"
-        )
+        raise _change_error(f"device={value}", f"{kind.name} is a CPU", "name a GPU or another accelerator")
     return replace(cluster, nodes=tuple(_with_device_kind(node, kind) for node in cluster.nodes))
 
 
@@ -188,7 +184,9 @@ def _memory(cluster: Cluster, value: str) -> Cluster:
     size = round(_bytes("memory", value))
     if not 1 <= size <= MAX_MEMORY_BYTES:
         raise _change_error(
-            f"memory={value}", "a device has more than nothing and at most 1,000 TB", "say memory=40GB"
+            f"memory={value}",
+            "the memory must be more than 0 and at most 1,000 TB",
+            "give a size such as memory=40GB",
         )
 
     def sized(device: Device) -> Device:
@@ -210,13 +208,13 @@ def _with_intra_node_link(cluster: Cluster, value: str) -> Cluster:
     if not 0 < rate <= MAX_LINK_BYTES_PER_SECOND:
         raise _change_error(
             f"link.intra_node={value}",
-            "a link has more than nothing and at most 100 TB per second",
-            "say link.intra_node=450GB",
+            "the bandwidth must be more than 0 and at most 100 TB per second",
+            "give a rate such as link.intra_node=450GB",
         )
     if not any(node.inside for node in cluster.nodes):
         raise _change_error(
             f"link.intra_node={value}",
-            "nothing is known of the links inside these machines",
+            "the links inside these nodes are unknown",
             "describe them in a cluster file ([[nodes.levels]]; docs/clusters.md)",
         )
     return replace(
@@ -233,8 +231,8 @@ def _with_inter_node_link(cluster: Cluster, value: str) -> Cluster:
         if not node.network or (node.nics == 0 and not is_number_given):
             raise _change_error(
                 f"link.inter_node={value}",
-                f"nothing is known of the network cards of {node.name}",
-                "say how many a machine has, as in link.inter_node=8x400G",
+                f"the network cards of {node.name} are unknown",
+                "give the number of cards per node, as in link.inter_node=8x400G",
             )
         number = cards.count if is_number_given else node.nics
         outermost = number * cards.bytes_per_second / max(len(node.devices), 1)
@@ -283,7 +281,9 @@ def _count(key: str, value: str, most: int) -> int:
     digits = value.replace("_", "")
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= most:
         raise _change_error(
-            f"{key}={value}", f"{key} is a whole number from 1 to {most:,}", f"say {key}=2048"
+            f"{key}={value}",
+            f"{key} must be an integer from 1 to {most:,}",
+            f"give a number such as {key}=2048",
         )
     return int(digits)
 
@@ -292,7 +292,7 @@ def _bytes(key: str, value: str) -> float:
     match = _SIZE.fullmatch(value)
     if match is None:
         raise _change_error(
-            f"{key}={value}", "this is no size", "write a number and its unit: 40GB, or 40GiB"
+            f"{key}={value}", "this is not a size", "give a number and its unit: 40GB, or 40GiB"
         )
     return float(match[1]) * _BYTES[match[2].casefold()]
 

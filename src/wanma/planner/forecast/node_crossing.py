@@ -9,7 +9,7 @@ from wanma.job.plan.plan import Plan
 from wanma.observe.units import duration_text
 from wanma.planner.forecast.problem import PlanningProblem
 
-NODE_CROSSING_PREFIX = "tensor parallel crosses machines: "
+NODE_CROSSING_PREFIX = "tensor parallel crosses nodes: "
 """Beginning of the sentence about spanning groups, by which it is found among a forecast's reasons."""
 
 
@@ -23,7 +23,7 @@ def node_crossing_reason(plan: Plan, node_count: int) -> str | None:
     if node_count == 1 or plan.tp == 1 or uneven or plan.placement or here % plan.tp == 0:
         return None
     inside = [str(size) for size in range(2, min(plan.tp, here + 1)) if here % size == 0]
-    return f"{NODE_CROSSING_PREFIX}parallel.tp = {plan.tp} does not divide the {here} ranks of each" + (
+    return f"{NODE_CROSSING_PREFIX}parallel.tp = {plan.tp} does not divide the {here} ranks of each node" + (
         f" ({' or '.join(inside)} would)" if inside else ""
     )
 
@@ -45,7 +45,12 @@ def node_crossing_reasons(
     if step is None or single_node_step is None:
         return [text]
     took, would = duration_text(step.tensor), duration_text(single_node_step.tensor)
-    return [f"{text}; its exchanges take {took} of a step of {duration_text(step.seconds)}, inside {would}"]
+    return [
+        (
+            f"{text}; its communication takes {took} of a step of {duration_text(step.seconds)}, within "
+            f"a node {would}"
+        )
+    ]
 
 
 def with_single_node_links(problem: PlanningProblem) -> PlanningProblem:

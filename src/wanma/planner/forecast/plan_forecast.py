@@ -64,9 +64,9 @@ def forecast_plan(
     """
     if plan.world_size > problem.hardware.device_count:
         raise JobError(
-            f"the plan has {count_text(plan.world_size, 'rank')}, and the machines have "
+            f"the plan has {count_text(plan.world_size, 'rank')}, and the cluster has "
             f"{count_text(problem.hardware.device_count, 'device')}",
-            "lower the sizes in [parallel], or plan for more machines",
+            "lower the sizes in [parallel], or plan for more nodes",
         )
     return with_step_time(
         problem, plan, forecast_plan_memory(problem, plan), forecast_step_time(problem, plan, simulate)
@@ -89,8 +89,8 @@ def custom_optimizer_reasons(name: str | None) -> tuple[str, ...]:
     if name is None:
         return ()
     return (
-        f"the state and the update of {name} are taken to be as large as AdamW's: two "
-        "numbers in fp32 for each trained parameter",
+        f"the optimizer state and update of {name} are assumed to be as large as AdamW's: two fp32 "
+        "numbers per trained parameter",
     )
 
 
@@ -147,12 +147,12 @@ def _with_fused_pointwise(framework: FrameworkTraits) -> FrameworkTraits:
 def time_unavailable_reason(problem: PlanningProblem, plan: Plan) -> str | None:
     """Return the reason why there is no forecast of time, or None."""
     if problem.dimensions is None and not has_operators(problem.workload):
-        return "step time unknown: the model's operators are not known one by one"
+        return "step time unknown: the model's operators are not known"
     if problem.hardware.unknown:
         return f"step time unknown: {problem.hardware.unknown}"
     chip, habits = problem.hardware.chip, framework_traits_of(problem, plan)
     if habits.optimizer_flops and updates_on_cpu(plan):
-        return "step time unknown: nobody measured Muon's products on the processors beside a GPU"
+        return "step time unknown: Muon on the CPUs beside a GPU has not been measured"
     for precision in (matmul_precision(plan, habits), plan.precision):
         if precision not in chip.products:
             known = ", ".join(sorted(chip.products)) or "none"
@@ -275,9 +275,10 @@ def unbounded_run_reason(problem: PlanningProblem, plan: Plan, step: StepTime) -
     """Return the reason why there is no forecast of the whole run."""
     found = forecast_goodput(problem, plan, step)
     return (
-        f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
-        f"{MIN_GOODPUT:.0%} of its time would be useful; save more often (checkpoint.every_steps), and keep "
-        "copies in memory (checkpoint.in_memory_every_steps)"
+        "no forecast of the complete run: with a failure every "
+        f"{duration_text(found.seconds_between_failures)}, goodput is below {MIN_GOODPUT:.0%}; save "
+        "checkpoints more often (checkpoint.every_steps), and use in-memory checkpoints "
+        "(checkpoint.in_memory_every_steps)"
     )
 
 
@@ -295,25 +296,30 @@ def synchronization_reasons(problem: PlanningProblem, plan: Plan, step: StepTime
     often = "at every step"
     if seldom.has_local_weights:
         apart = f"{seldom.every / seldom.fragments:.3g} steps"
-        often = f"every {apart} instead of its gradients at every step"
+        often = f"every {apart} instead of gradients at every step"
     between = step_components(problem, plan).site_exchange if step is not None else None
     if step is None or between is None:
         parameters = problem.workload.parameters / plan.pp
         sent = site_sent_bytes(plan, framework_traits_of(problem, plan), parameters, trainable_share(problem))
-        return (f"between {seldom.sites} sites each rank sends about {bytes_text(int(sent))} {often}",)
+        return (
+            (
+                f"synchronization of {seldom.sites} sites: each rank sends about "
+                f"{bytes_text(int(sent))} {often}"
+            ),
+        )
     return (
-        f"between {seldom.sites} sites each rank sends {bytes_text(int(between.sent_bytes))} {often}: "
-        f"{duration_text(between.exchange_seconds)} each; of all that is between them "
-        f"{duration_text(between.exposed_seconds(step.seconds))} a step are waited for",
+        f"synchronization of {seldom.sites} sites: each rank sends "
+        f"{bytes_text(int(between.sent_bytes))} {often} ({duration_text(between.exchange_seconds)} per "
+        f"exchange); exposed time {duration_text(between.exposed_seconds(step.seconds))} per step",
     )
 
 
 def step_time_text(step: StepTime) -> str:
     """Describe the kinds of a step's time by share.
 
-    Example: 'a step: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'.
+    Example: 'step time: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'.
     """
     kinds = [one.name for one in fields(StepTime) if one.name not in ("seconds", "uncertainty")]
     shares = sorted(((getattr(step, kind) / step.seconds, kind) for kind in kinds), reverse=True)
     named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]
-    return "a step: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")
+    return "step time: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")

@@ -164,10 +164,10 @@ def host_memory_overflow_reason(
         here = min(max(len(node.devices), 1), plan.world_size)
     if waiting * here <= node.memory_bytes * USABLE_HOST_MEMORY_SHARE:
         return None
-    snapshots = f" ({bytes_text(kept * here)} of it as checkpoint.in_memory_every_steps)" if kept else ""
+    snapshots = f" ({bytes_text(kept * here)} for in-memory checkpoints)" if kept else ""
     return (
-        f"{bytes_text(waiting * here)} would wait in the memory of {node.name}{snapshots}, which has "
-        f"{bytes_text(node.memory_bytes)}"
+        f"the plan needs {bytes_text(waiting * here)} of host memory on {node.name}{snapshots}, which "
+        f"has {bytes_text(node.memory_bytes)}"
     )
 
 
@@ -180,8 +180,8 @@ def select_device_type(job: Job, cluster: Cluster) -> str:
     has_gpu = all(node.devices for node in cluster.nodes)
     if job.cluster.device == "cuda" and not has_gpu:
         raise JobError(
-            "cluster.device = 'cuda', but this machine shows no NVIDIA GPU",
-            "use cluster.device = 'auto' or 'cpu'; `wanma doctor` says what was looked for",
+            "cluster.device = 'cuda', but this node has no NVIDIA GPU",
+            "set cluster.device = 'auto' or 'cpu'; `wanma doctor` lists what was checked",
         )
     return "cuda" if has_gpu and job.cluster.device != "cpu" else "cpu"
 

@@ -57,7 +57,7 @@ def build_hardware_model(
         ValueError: there is no such kind of node, or no rank.
     """
     if not 0 <= node_kind < len(cluster.nodes) or ranks < 1:
-        raise ValueError(f"node kind {node_kind} of {len(cluster.nodes)}, {ranks} ranks on a machine")
+        raise ValueError(f"node kind {node_kind} of {len(cluster.nodes)}, {ranks} ranks on a node")
     node = cluster.nodes[node_kind]
     here = len(node.devices) or ranks
     calibration = calibration or Calibration()
@@ -176,8 +176,8 @@ def _single_device_kind(node: NodeGroup) -> Device:
     names = sorted({device.name for device in node.devices})
     if len(names) > 1:
         raise _UnknownRateError(
-            f"{node.name} has different devices in one machine ({', '.join(names)}), which no forecast of "
-            "time takes: describe each kind as nodes of their own"
+            f"{node.name} has different devices in one node ({', '.join(names)}), for which no time "
+            "forecast is available: describe each kind as a node group of its own"
         )
     return node.devices[0]
 
@@ -196,15 +196,15 @@ def _device_model(device: Device) -> tuple[DeviceModel, float, list[str]]:
     if not peaks or bandwidth is None:
         what, key = ("memory bandwidth", "gb_per_second") if peaks else ("peak rate", "peak_teraflops")
         raise _UnknownRateError(
-            f"nothing is known of the {what} of '{device.name}': give {key} under [[devices]] of a cluster "
-            "file, or measure it there with `wanma cluster --calibrate`"
+            f"the {what} of '{device.name}' is unknown: give {key} under [[devices]] of a cluster file, "
+            "or run `wanma cluster --calibrate` on such a node"
         )
     known = find_by_name(device.name)
     attained, doubt, assumed = known.efficiency if known else None, 0.0, []
     if attained is None:
         reference = nearest_catalogue_device(device)
         attained, doubt = DEVICE_EFFICIENCIES[reference], _DISSIMILAR_DEVICE_UNCERTAINTY
-        assumed.append(f"{device.name}: not in the catalogue; taken to attain as much as {reference}")
+        assumed.append(f"{device.name}: not in the catalogue; assumed to be as efficient as {reference}")
     elif attained.estimate_basis:
         doubt = _SIMILAR_DEVICE_UNCERTAINTY
         assumed.append(f"{device.name}: {attained.estimate_basis}")
@@ -257,7 +257,12 @@ def _intra_node_links(node: NodeGroup, device_count: int) -> tuple[list[LinkLeve
     return (
         links,
         _ASSUMED_LINK_UNCERTAINTY,
-        [f"{node.name}: nobody says how its {device_count} devices are joined; taken to be {usual.name}"],
+        [
+            (
+                f"{node.name}: the link between its {device_count} devices is not given; assumed to be "
+                f"{usual.name}"
+            )
+        ],
     )
 
 
@@ -265,10 +270,10 @@ def _cpu_hardware(node: NodeGroup, ranks: int, threads: int | None) -> HardwareM
     """Return the hardware model of a CPU node; each rank is a device with its share of the node."""
     cpu = node.cpu
     if cpu is None or not cpu.peak_flops_per_second:
-        what = f"'{cpu.name}'" if cpu else f"the processors of {node.name}"
+        what = f"'{cpu.name}'" if cpu else f"the CPU of {node.name}"
         raise _UnknownRateError(
-            f"nothing is known of the peak rate of {what}: measure it there with "
-            "`wanma cluster --calibrate`, or name cpu = ... in a cluster file"
+            f"the peak rate of {what} is unknown: run `wanma cluster --calibrate` on such a node, or "
+            "set cpu = ... in a cluster file"
         )
     each = _threads_per_rank(node, ranks, threads)
     share = min(each / node.cores, 1 / ranks)
@@ -298,10 +303,13 @@ def _cpu_hardware(node: NodeGroup, ranks: int, threads: int | None) -> HardwareM
 
 def _uncalibrated_cpu_text(name: str) -> str:
     """Return the sentence about a CPU without a calibration."""
-    way_out = "`wanma cluster --calibrate` takes some minutes"
+    way_out = "run `wanma cluster --calibrate` (some minutes)"
     if find_by_name(name) is None:
-        return f"of {name} only products were measured, at first use, and all else is assumed; {way_out}"
-    return f"{name} was never measured here; {way_out}"
+        return (
+            f"{name}: only matrix products were measured, at first use, and all other rates are "
+            f"assumed; {way_out}"
+        )
+    return f"{name} is not calibrated; {way_out}"
 
 
 _CORE_BANDWIDTH = 5e9
@@ -352,8 +360,8 @@ def _inter_node_links(node: NodeGroup, devices_per_node: int) -> list[LinkLevel]
         links.append(_link_level(level, nodes * devices_per_node, kept * share, slower))
     if node.count > 1 and max((link.devices for link in links), default=0) < node.count * devices_per_node:
         raise _UnknownRateError(
-            f"nothing is known of the network between all {node.count} nodes of {node.name}: give "
-            "network = '8x400G' (the cards of one node) in a cluster file, or ', 8x400G' in a line"
+            f"the network between the {node.count} nodes of {node.name} is unknown: give network = "
+            "'8x400G' (the cards of one node) in a cluster file, or ', 8x400G' in a cluster line"
         )
     return links
 
@@ -379,8 +387,9 @@ def _placement_assumptions(node: NodeGroup) -> list[str]:
         each = nodes_per_domain(node.count, level.size)
         units, rest = divmod(node.count, each)
         told.append(
-            f"placement assumed: {node.count} machines of {node.name} lie on {units} domains of {level.name} "
-            f"(up to {level.size} machines), {each} in each" + (f", and {rest} in another" if rest else "")
+            f"placement assumed: {node.count} nodes of {node.name} are on {units} domains of "
+            f"{level.name} (up to {level.size} nodes), {each} in each"
+            + (f", and {rest} in another" if rest else "")
         )
     return told
 

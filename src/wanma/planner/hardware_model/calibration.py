@@ -245,7 +245,7 @@ def load_calibration(path: Path | None = None) -> Calibration:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WanmaError(
             f"the calibration {path} cannot be used: {error}",
-            "remove the file, and measure again with `wanma cluster --calibrate`",
+            "remove the file, and run `wanma cluster --calibrate` again",
         ) from error
 
 
@@ -264,8 +264,8 @@ def save_calibration(calibration: Calibration, path: Path | None = None) -> Path
         write_json(path, calibration.to_json())
     except OSError as error:
         raise WanmaError(
-            f"cannot keep the calibration in {path}: {error.strerror or error}",
-            "choose another with --output FILE, or set XDG_CACHE_HOME to a folder that can be written to",
+            f"cannot write the calibration to {path}: {error.strerror or error}",
+            "choose another file with --output FILE, or set XDG_CACHE_HOME to a writable folder",
         ) from error
     return path
 
@@ -291,7 +291,7 @@ def _device_calibration(value: Mapping[str, Any]) -> DeviceCalibration:
 def _hardware_model(value: Mapping[str, Any]) -> HardwareModel:
     known = {one.name for one in fields(HardwareModel)}
     if unknown := set(value) - known:
-        raise ValueError(f"unknown key {sorted(unknown)[0]} of a machine")
+        raise ValueError(f"unknown key {sorted(unknown)[0]} of a hardware model")
     chip = dict(value["chip"])
     chip["products"] = {name: MatmulCurve(**curve) for name, curve in chip["products"].items()}
     chip["attention"] = AttentionCurve(**chip["attention"])

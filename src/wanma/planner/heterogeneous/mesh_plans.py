@@ -28,14 +28,14 @@ def as_mesh_plan(plan: Plan, hardware: HeterogeneousHardware) -> Plan | str:
     """
     unlike = {(tuple(place.tp for place in one.places), one.stage_cuts) for one in plan.placement}
     if len(unlike) > 1:
-        return "replicas that differ by their devices (other stages, other tp) are not run yet"
+        return "replicas with different stages or tp are not supported yet"
     if len({(one.micro_batch, one.recompute) for one in plan.placement}) > 1:
-        return "replicas of unlike micro-batches or of unlike recompute are not run yet"
+        return "replicas with different micro-batches or recompute are not supported yet"
     places = plan.placement[0].places
     if len({place.tp for place in places}) > 1:
-        return "stages of unlike tp are not run yet"
+        return "stages with different tp are not supported yet"
     if len(places) > 1 and len(plan.placement) > 1:
-        return "several kinds of replicas that each span several devices are not run yet"
+        return "several kinds of replicas that each span several devices are not supported yet"
     if reason := _rank_order_mismatch_reason(plan, hardware):
         return reason
     shares = _shares_in_node_order(plan)
@@ -118,7 +118,7 @@ def _rank_order_mismatch_reason(plan: Plan, hardware: HeterogeneousHardware) -> 
     on_each, odd = divmod(plan.world_size, len(machines))
     is_full = any(on_each > hardware.pools[kind].devices_per_node for kind in machines)
     if odd or is_full or on_each % plan.tp:
-        return f"{plan.world_size} ranks do not fill {len(machines)} machines with as many on each"
+        return f"{plan.world_size} ranks do not fill {len(machines)} nodes with equally many ranks each"
     wanted = [
         place.node
         for stage in range(plan.pp)
@@ -126,5 +126,5 @@ def _rank_order_mismatch_reason(plan: Plan, hardware: HeterogeneousHardware) -> 
         for place in [one.places[stage]] * (one.count * plan.tp)
     ]
     if wanted != [kind for kind in machines for _ in range(on_each)]:
-        return "its stages follow each other in another order than the machines of the cluster"
+        return "its stages are in another order than the nodes of the cluster"
     return None

@@ -58,9 +58,9 @@ def build_heterogeneous_hardware(
     for number, node in enumerate(cluster.nodes):
         if not node.devices:
             raise JobError(
-                f"{node} in a cluster of {cluster}: machines without accelerators are not planned for "
-                "together with others",
-                "leave them out of the cluster, or plan for them alone",
+                f"{node} in a cluster of {cluster}: nodes without accelerators cannot be planned "
+                "together with other nodes",
+                "remove them from the cluster, or plan for them alone",
             )
         memory = min(device.memory_bytes for device in node.devices) * memory_share
         machine = build_hardware_model(cluster, number, calibration)
@@ -68,8 +68,8 @@ def build_heterogeneous_hardware(
     level = cluster.inter_group_level()
     if level is None:
         raise JobError(
-            f"nothing is known of the network between the machines of {cluster}",
-            "give every kind of nodes its network ('8x8 H100 SXM + 16x8 A100, 4x100G'), or [between] in a "
+            f"the network between the nodes of {cluster} is unknown",
+            "give each node group its network ('8x8 H100 SXM + 16x8 A100, 4x100G'), or [between] in a "
             "cluster file",
         )
     # As between nodes of one kind (`hardware_model.builder`).

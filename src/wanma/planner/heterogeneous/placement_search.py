@@ -29,7 +29,7 @@ from wanma.planner.heterogeneous.replica_shapes import Array, HeterogeneousSpace
 from wanma.planner.heterogeneous.stage_placement import PlacedReplicas, StagePlacer
 from wanma.planner.search.result import Candidate, SearchResult, build_pareto_front
 
-UNSUPPORTED_PLACEMENT_TEXT = "wanma does not run replicas that are placed on unlike devices yet"
+UNSUPPORTED_PLACEMENT_TEXT = "replicas on different devices are not supported yet"
 
 
 class ReplicaGroupSet(NamedTuple):
@@ -88,8 +88,8 @@ def search_placements(
     began = time.perf_counter()
     if problem.dimensions is None:
         raise JobError(
-            "plans on unlike machines are searched for decoders only",
-            "plan for one kind of machines of the cluster, or give parallel.batch_shares",
+            "heterogeneous clusters support the plan search for decoders only",
+            "plan for one kind of node of the cluster, or set parallel.batch_shares",
         )
     costs = HeterogeneousCosts(
         problem, hardware, replace(base_plan, sequence_parallel=problem.job.parallel.sequence_parallel)
@@ -100,7 +100,7 @@ def search_placements(
         raise JobError(
             f"train.precision = '{base_plan.precision}': no device of the cluster ({names}) has a rate for "
             "it",
-            "choose another train.precision",
+            "set another train.precision",
         )
     search.run()
     found = sorted(search.candidates, key=lambda one: (one.seconds, len(one.plan.placement)))

@@ -87,7 +87,7 @@ def balanced_cuts(
     """
     blocks = len(costs)
     if stages > blocks + (first_cost is not None) + (last_cost is not None) or stages < 1:
-        raise ValueError(f"{blocks} blocks cannot be cut into {stages} stages")
+        raise ValueError(f"{blocks} blocks cannot be split into {stages} stages")
     totals = np.array([0.0, *accumulate(costs)])
     ends: list[float | None] = [None] * stages
     for stage, extra in ((0, first_cost), (stages - 1, last_cost)):
@@ -137,21 +137,21 @@ def invalid_cuts_reason(
         has_post_block: the same for the last stage.
     """
     if stages > blocks + has_pre_block + has_post_block:
-        return f"{blocks} blocks cannot be cut into {stages} stages"
+        return f"{blocks} blocks cannot be split into {stages} stages"
     if len(cuts) != stages - 1:
         return f"{stages} stages need {stages - 1} cuts, not {len(cuts)}"
     bounds = (0, *cuts, blocks)
     if any(not 0 <= cut <= blocks for cut in cuts):
-        return f"cuts lie between 0 and {blocks}, the number of blocks"
+        return f"cuts must lie between 0 and {blocks}, the number of blocks"
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if start > stop:
-            return f"cuts rise: {stop} comes after {start}"
+            return f"cuts must increase: {stop} comes after {start}"
         if (
             start == stop
             and not (has_pre_block and stage == 0)
             and not (has_post_block and stage == stages - 1)
         ):
-            return f"stage {stage} of {stages} would hold nothing"
+            return f"stage {stage} of {stages} would be empty"
     return None
 
 
@@ -160,7 +160,7 @@ def invalid_virtual_stages_reason(schedule: Schedule, virtual_stages: int) -> st
     needed = DEFAULT_VIRTUAL_STAGES[schedule]
     if schedule in INTERLEAVED or virtual_stages == needed:
         return None
-    return f"schedule '{schedule}' has {needed} stage{'s' if needed > 1 else ''} on each rank"
+    return f"schedule '{schedule}' has {needed} stage{('s' if needed > 1 else '')} per rank"
 
 
 def invalid_micro_batches_reason(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
@@ -172,9 +172,9 @@ def invalid_micro_batches_reason(schedule: Schedule, pp: int, micro_batches: int
     if accepts_micro_batches(schedule, pp, micro_batches):
         return None
     if schedule == "1f1b":
-        return f"schedule '1f1b' needs at least as many as stages, {pp}"
+        return f"schedule '1f1b' needs at least {pp}, the number of stages"
     if schedule == "dualpipev":
-        return f"schedule 'dualpipev' needs at least as many as stages, {2 * pp}"
+        return f"schedule 'dualpipev' needs at least {2 * pp}, the number of stages"
     return (
         f"schedule '{schedule}' runs them in rounds of {pp} or more, "
         f"and {micro_batches} do not divide into {max(micro_batches // pp, 1)} equal rounds"

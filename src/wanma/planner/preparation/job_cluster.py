@@ -32,13 +32,13 @@ def run_cluster(job: Job) -> Cluster:
     if described.node_count != job.cluster.nodes:
         raise JobError(
             f"cluster.file describes {described.node_count} nodes, and cluster.nodes = {job.cluster.nodes}",
-            f"set cluster.nodes = {described.node_count}; `wanma plan` needs no machines",
+            f"set cluster.nodes = {described.node_count}; `wanma plan` needs no nodes",
         )
     (this,) = found.nodes
     if not any(_has_same_devices(this, node) for node in described.nodes):
         raise JobError(
-            f"cluster.file describes {described}, and this machine ({found}) is none of them",
-            "correct the file, or leave cluster.file out to plan for what is here",
+            f"cluster.file describes {described}, and this node ({found}) is none of them",
+            "correct the file, or unset cluster.file to plan for this node",
         )
     return described
 
@@ -57,14 +57,15 @@ def check_node_kind(job: Job, plan: Plan, cluster: Cluster) -> None:
     rank = job.cluster.node_rank
     if rank is None or rank >= len(order):
         raise JobError(
-            f"the plan gives the machines of {cluster} unlike work, and nobody said which of them this is",
-            f"give each machine its number in that order, from 0 to {len(order) - 1}: cluster.node_rank",
+            f"the plan gives the nodes of {cluster} different work, and cluster.node_rank of this node "
+            "is not set",
+            f"set cluster.node_rank to the number of the node in that order, from 0 to {len(order) - 1}",
         )
     (this,) = discover_node().nodes
     if not _has_same_devices(this, order[rank]):
         raise JobError(
-            f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this machine is {this}",
-            "give it the number of a machine of its kind",
+            f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this node is {this}",
+            "set it to the number of a node of this kind",
         )
 
 
@@ -82,7 +83,7 @@ def job_on_hypothetical_cluster(
         JobError: no such device, or the cluster cannot be read.
     """
     if device is not None and cluster is not None:
-        raise JobError("--device and --cluster both say for which machines", "give one of them")
+        raise JobError("--device and --cluster both set the nodes to plan for", "give one of them")
     if cluster is not None:
         described = read_cluster(cluster)
     elif device is not None and is_shorthand(device):

@@ -154,9 +154,9 @@ def plan_notes(job: Job, plan_result: PlanResult) -> list[str]:
         _without_missing_packages(job).parallel.allow != job.parallel.allow
         and plan_result.plan.device == "cuda"
     ):
-        told.append("fp8 was not looked at: it needs the package `torchao` (pip install 'wanma[fp8]')")
+        told.append("fp8 was not searched: it needs the package `torchao` (pip install 'wanma[fp8]')")
     if "bf16" in job.parallel.allow and job.train.precision == "fp32" and input_kind(job.model) != "tokens":
-        told.append("bf16 was not looked at: only decoders are planned for in another precision")
+        told.append("bf16 was not searched: only decoders are planned in another precision")
     reasons = plan_result.forecast.reasons if plan_result.forecast is not None else ()
     if chosen:
         told += reasons

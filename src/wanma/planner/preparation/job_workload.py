@@ -87,7 +87,7 @@ def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:
             is_frozen=partial(is_frozen, groups=job.train.parameter_groups),
         )
     except WanmaError as error:
-        return WorkloadResult(None, f"the model has no forecast: {error.message}")
+        return WorkloadResult(None, f"no forecast for this model: {error.message}")
     if "model" in objects:  # training converts its batch normalisation at the start
         from wanma.models.layers.batch_norm import find_sample_coupling_modules
 

@@ -46,7 +46,7 @@ def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
     forecast, workload = prepared.plan_result.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in plan_notes(job, prepared.plan_result)]
-        own = "The sizes of a module of one's own are known only once it runs."
+        own = "The sizes of a custom module are known only after it has run."
         parts.append(
             Text(
                 f"· {prepared.workload_unavailable_reason}" if prepared.workload_unavailable_reason else own,
@@ -55,8 +55,8 @@ def render_plan_summary(job: Job, prepared: PreparedJob) -> RenderableType:
         )
         return Group(*parts)
     if forecast.step is not None:
-        parts += [_head("A step, forecast"), step_table(forecast, workload)]
-    parts += [_head("Memory of a rank, forecast"), _memory_table(forecast, prepared)]
+        parts += [_head("Step time, forecast"), step_table(forecast, workload)]
+    parts += [_head("Memory per rank, forecast"), _memory_table(forecast, prepared)]
     parts += [_head("Model"), _size_table(workload)]
     told = dict.fromkeys([*forecast.reasons, *plan_notes(job, prepared.plan_result)])
     parts += [Text(f"· {note}", style="dim") for note in told]
@@ -94,11 +94,11 @@ def _plan_table(job: Job, prepared: PreparedJob) -> Table:
     if plan.synchronization is not None:
         rows.append(("between sites", str(plan.synchronization)))
     if plan.pp > 1:
-        cuts = "by parameters, once the model is built"
+        cuts = "by parameter count, when the model is built"
         if plan.stage_cuts:
             blocks = "blocks" if len(plan.stage_cuts) > 1 else "block"
             cuts = f"before {blocks} {', '.join(map(str, plan.stage_cuts))}"
-        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stage_count} stages, cut {cuts}"))
+        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stage_count} stages, split {cuts}"))
     for name, value in rows:
         table.add_row(name, value)
     return table
@@ -129,14 +129,14 @@ def _memory_table(forecast: Forecast, prepared: PreparedJob) -> RenderableType:
     table.add_column()
     for _, name, size in memory_parts(forecast):
         table.add_row(name, bytes_text(size))
-    table.add_row(Text("in all", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
+    table.add_row(Text("total", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
     for place in ("host", "disk"):
         if size := getattr(forecast, f"{place}_bytes"):
-            table.add_row(f"waiting on {place}", bytes_text(size))
+            table.add_row(f"offloaded to {place}", bytes_text(size))
     if copies := in_memory_checkpoint_text(forecast, prepared.plan, prepared.cluster):
-        table.add_row("copies for recovery", bytes_text(forecast.snapshots_bytes), copies)
+        table.add_row("in-memory checkpoints", bytes_text(forecast.snapshots_bytes), copies)
     if told := pipeline_memory_text(forecast):
-        return Group(table, Text(f"pipeline ranks in their order: {told}"))
+        return Group(table, Text(f"memory by pipeline rank: {told}"))
     return table
 
 
@@ -153,5 +153,5 @@ def _size_table(workload: Workload) -> Table:
             f"{layer.count * layer.flops_per_sample:.3g}",
         )
     flops = sum(layer.count * layer.flops_per_sample for layer in workload.layers)
-    table.add_row("in all", "", "", f"{workload.parameters:,}", f"{flops:.3g}", style="bold")
+    table.add_row("total", "", "", f"{workload.parameters:,}", f"{flops:.3g}", style="bold")
     return table

@@ -29,18 +29,23 @@ class TimeKind(NamedTuple):
     glyph: str
     """Character of the terminal's bar, distinct also without colours."""
 
+    @property
+    def label(self) -> str:
+        """Return the name with its mesh dimension: 'exposed communication (tp)'."""
+        return f"{self.name} ({self.mesh_dimension})" if self.mesh_dimension else self.name
+
 
 TIME_KINDS = (
-    TimeKind("compute", "computing", "", 1, "blue", "█"),
-    TimeKind("tensor", "exposed tensor exchange", "tp", 2, "yellow", "▓"),
-    TimeKind("context", "exposed context exchange", "cp", 8, "cyan", "c"),
-    TimeKind("expert", "exposed token exchange", "ep", 4, "magenta", "e"),
-    TimeKind("data", "exposed gradients and weights", "dp", 3, "green", "▒"),
-    TimeKind("moving", "waiting for what is offloaded", "", 6, "bright_yellow", "m"),
-    TimeKind("bubble", "waiting in the pipeline", "pp", 7, "bright_black", "░"),
+    TimeKind("compute", "compute", "", 1, "blue", "█"),
+    TimeKind("tensor", "exposed communication", "tp", 2, "yellow", "▓"),
+    TimeKind("context", "exposed communication", "cp", 8, "cyan", "c"),
+    TimeKind("expert", "exposed communication", "ep", 4, "magenta", "e"),
+    TimeKind("data", "exposed communication", "dp", 3, "green", "▒"),
+    TimeKind("moving", "exposed offload transfer", "", 6, "bright_yellow", "m"),
+    TimeKind("bubble", "pipeline bubble", "pp", 7, "bright_black", "░"),
     TimeKind("optimizer", "optimizer", "", 5, "red", "o"),
-    TimeKind("loading", "waiting for data", "", 6, "bright_red", "l"),
-    TimeKind("checkpoint", "saving", "", 6, "bright_red", "s"),
+    TimeKind("loading", "exposed data loading", "", 6, "bright_red", "l"),
+    TimeKind("checkpoint", "checkpoint saving", "", 6, "bright_red", "s"),
 )
 
 MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))
@@ -89,21 +94,21 @@ def settings_text(plan: Plan) -> str:
 def gradient_reduction_text(plan: Plan) -> str:
     """Return the gradient reduction in words; empty where FSDP2 reduces them, or nothing is reduced.
 
-    Example: 'summed 8.0 MiB at a time, within machines first, while backward goes on'.
+    Example: 'buckets of 8.0 MiB, hierarchical all-reduce, overlapped with backward'.
     """
     if not plan.computes_on_master_weights or plan.replicate_group_size == 1:
         return ""
-    parts = [f"summed {bytes_text(plan.bucket_bytes)} at a time"]
-    parts += ["within machines first"] if plan.hierarchical else []
+    parts = [f"buckets of {bytes_text(plan.bucket_bytes)}"]
+    parts += ["hierarchical all-reduce"] if plan.hierarchical else []
     is_beside = plan.overlap and plan.pp == 1
-    return ", ".join([*parts, "while backward goes on" if is_beside else "after the last backward"])
+    return ", ".join([*parts, "overlapped with backward" if is_beside else "after the last backward"])
 
 
 def _settings(plan: Plan) -> Iterable[str]:
     if plan.shard != "none":
         yield f"{plan.shard} sharded"
     if plan.placement:
-        yield "unlike replicas"
+        yield "different replicas"
         return
     yield f"micro-batch {plan.micro_batch}"
     if plan.pp > 1:
@@ -112,11 +117,11 @@ def _settings(plan: Plan) -> Iterable[str]:
         share = f" of {plan.recompute_share:.0%}" if plan.recompute_share < 1 else ""
         yield f"{plan.recompute} recompute{share}"
     if plan.tp > 1 and not plan.sequence_parallel:
-        yield "whole sequences"
+        yield "no sequence parallelism"
     if plan.cp > 1:
         yield plan.cp_method
     if plan.hierarchical:
-        yield "gradients by machines first"
+        yield "hierarchical all-reduce"
     if plan.compile:
         yield "compiled"
     if "bf16" in plan.approximate:
@@ -127,9 +132,9 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield f"gradients {words}"
     for kind in ("parameters", "optimizer", "activations"):
         if (place := getattr(plan, f"offload_{kind}")) != "none":
-            yield f"{kind} on {place}"
+            yield f"{kind} offloaded to {place}"
     if plan.batch_shares:
-        yield "uneven shares of the batch"
+        yield "uneven batch shares"
     if plan.synchronization is not None:
         yield str(plan.synchronization)
 
@@ -236,8 +241,8 @@ def run_cost_text(forecast: Forecast) -> str:
 def goodput_text(forecast: Forecast) -> str:
     """Return the goodput with the causes of its loss; empty where it is 100 %.
 
-    Causes of less than a tenth of the loss are left out. Example: 'useful 98.7 %: a failure every 5 h 12 min,
-    4 min 04 s each'.
+    Causes of less than a tenth of the loss are omitted. Example: 'goodput 98.7 %: a failure every 5 h 12 min,
+    4 min 04 s lost each time'.
     """
     found = forecast.run.useful if forecast.run is not None else None
     if found is None or percent_text(found.share) == percent_text(1.0):
@@ -245,10 +250,10 @@ def goodput_text(forecast: Forecast) -> str:
     causes, least = [], 0.1 * (1 - found.share)
     if found.failure_share >= least:
         every, each = map(duration_text, (found.seconds_between_failures, found.seconds_per_failure))
-        causes.append(f"a failure every {every}, {each} each")
+        causes.append(f"a failure every {every}, {each} lost each time")
     if found.copying_share >= least:
-        causes.append(f"copies of its state take {percent_text(found.copying_share)}")
-    return f"useful {percent_text(found.share)}: {', '.join(causes)}"
+        causes.append(f"in-memory checkpoints take {percent_text(found.copying_share)}")
+    return f"goodput {percent_text(found.share)}: {', '.join(causes)}"
 
 
 def memory_text(forecast: Forecast) -> str:
@@ -258,14 +263,14 @@ def memory_text(forecast: Forecast) -> str:
 def in_memory_checkpoint_text(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
     """Return the host memory of in-memory checkpoints; empty below `MIN_SHOWN_CHECKPOINT_SHARE`.
 
-    Example: 'in all 72.0 GiB of a machine's 512 GiB'.
+    Example: '72.0 GiB of 512 GiB per node'.
     """
     on_each = max(len(node.devices) for node in cluster.nodes)
     ranks = min(on_each or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
     taken, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
     if taken < MIN_SHOWN_CHECKPOINT_SHARE * memory:
         return ""
-    return f"in all {bytes_text(taken)} of a machine's {bytes_text(memory)}"
+    return f"{bytes_text(taken)} of {bytes_text(memory)} per node"
 
 
 def pipeline_memory_text(forecast: Forecast, max_ranks: int = 8) -> str:

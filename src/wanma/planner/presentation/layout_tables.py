@@ -44,7 +44,7 @@ def render_rank_layout(
     """
     parts: list[RenderableType] = [Text(str(plan), style="bold"), Text()]
     split = mesh_dimensions(plan)
-    parts.append(_mesh_table(split) if split else Text("one rank holds the whole model"))
+    parts.append(_mesh_table(split) if split else Text("one rank holds the complete model"))
     found = stage_layouts(plan, dimensions.layers) if dimensions is not None else []
     if plan.pp > 1 and found:
         parts += [Text(), _stage_table(found)]
@@ -62,7 +62,7 @@ def render_rank_layout(
 
 def _mesh_table(mesh_dimensions: list[MeshDimension]) -> Table:
     table = Table(
-        "axis", "size", "its ranks share", "with rank 0", box=None, pad_edge=False, header_style="dim"
+        "mesh dimension", "size", "splits", "group of rank 0", box=None, pad_edge=False, header_style="dim"
     )
     for axis in mesh_dimensions:
         table.add_row(axis.name, str(axis.size), axis.split_text, ranks_text(axis.ranks))
@@ -142,7 +142,7 @@ def _rank_contents_table(contents: RankContents, plan: Plan, dimensions: Decoder
     if contents.positions:
         table.add_row("positions", ", ".join(map(_range_text, contents.positions)), "each sequence")
     if contents.state_shards > 1:
-        table.add_row("of all that", f"1/{contents.state_shards} ({plan.shard})", "between steps")
+        table.add_row("model states", f"1/{contents.state_shards} ({plan.shard})", "between steps")
     return table
 
 

@@ -256,7 +256,7 @@ class _Analyzer:
             return WhyAnswer(
                 question,
                 None,
-                f"cannot be said: {study.time_unavailable_reason or study.workload_unavailable_reason}",
+                f"not available: {study.time_unavailable_reason or study.workload_unavailable_reason}",
             )
         pinned = _job_with_sizes(study.job, question)
         worlds = candidate_world_sizes(homogeneous_cluster(pinned, study.cluster))
@@ -294,7 +294,7 @@ class _Analyzer:
             _job_with_open_layout(self.job) if not self.job.parallel.auto else self.job, cluster
         )
         if self.workload is None:
-            raise JobError(self.workload_result.reason or "nothing is known of the model")
+            raise JobError(self.workload_result.reason or "the model is unknown")
         untimed = time_search_unavailable_reason(
             job, cluster, self.workload, self.dimensions, self.calibration
         )
@@ -335,10 +335,12 @@ def _job_with_sizes(job: Job, question: str) -> Job:
     for part in filter(None, (part.strip() for part in question.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
-            raise JobError(f"--why {question}: '{part}' is no KEY=VALUE", "for example --why tp=16,pp=2")
+            raise JobError(
+                f"--why {question}: '{part}' is not KEY=VALUE", "give KEY=VALUE, for example --why tp=16,pp=2"
+            )
         key = key.strip().removeprefix("parallel.")
         pins.append(f"parallel.{key}={value.strip()}")
     if not pins:
-        raise JobError("--why asks about nothing", "for example --why tp=16,pp=2")
+        raise JobError("--why is empty", "give KEY=VALUE, for example --why tp=16,pp=2")
     told: dict[str, Any] = _job_with_open_layout(job).model_dump(exclude_unset=True)
     return to_job(told, pins, f"--why {question}")

@@ -33,7 +33,7 @@ from wanma.planner.presentation.what_if_table import what_if_rows
 from wanma.planner.search.result import Candidate, SearchResult
 
 MAX_SHOWN_PLANS = 8
-UNSUPPORTED_PLANS_TITLE = "Forecasts only: wanma does not run these plans"
+UNSUPPORTED_PLANS_TITLE = "Plans that are not supported (forecast only)"
 MAX_SHOWN_FRONT = 8
 MIN_WIDTH_FOR_BARS, MIN_WIDTH_FOR_RATES, MIN_WIDTH_FOR_MEMORY = 104, 80, 60
 """Widths of a window, in columns, below which a table omits bars, rates, and all but step and plan."""
@@ -44,13 +44,13 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
     study = analysis.study
     parts: list[RenderableType] = [Text(f"\n{study.cluster}", style="bold")]
     if study.unsupported_reason is not None:
-        parts.append(Text(f"· a forecast only: {study.unsupported_reason}", style="dim"))
+        parts.append(Text(f"· unsupported: {study.unsupported_reason}", style="dim"))
     prepared = PreparedJob(
         study.cluster, study.plan_result, study.workload, None, study.workload_unavailable_reason
     )
     parts.append(render_plan_summary(study.job, prepared))
     if shares := share_lines(study.plan_result.plan, study.cluster):
-        parts += [_head("Who computes what"), *map(Text, shares)]
+        parts += [_head("Placement and batch shares"), *map(Text, shares)]
     forecast = study.plan_result.forecast
     if study.time_unavailable_reason is not None and (
         forecast is None or study.time_unavailable_reason not in forecast.reasons
@@ -64,7 +64,7 @@ def render_analysis(analysis: PlanAnalysis) -> RenderableType:
         parts += [_head("What if"), _what_if_table(study, analysis.what_if_answers)]
     if analysis.scaling_points:
         parts += [
-            _head("Over numbers of devices"),
+            _head("Scaling over device counts"),
             _ResponsiveTable(_scale_rows(analysis.scaling_points, study.workload)),
         ]
     return Group(*parts)
@@ -114,7 +114,7 @@ def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = No
     for line in share_lines(plan, cluster) if cluster is not None else ():
         cell.append(f"\n{line}", style="dim")
     if note is not None:
-        cell.append(f"\na forecast only: {note}", style="yellow")
+        cell.append(f"\nunsupported: {note}", style="yellow")
     return cell
 
 
@@ -122,8 +122,10 @@ def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = No
 
 
 def _search_tables(study: Study, search_result: SearchResult) -> Iterable[RenderableType]:
-    searched = f"{count_text(search_result.plan_count, 'plan')} in {duration_text(search_result.seconds)}"
-    yield _head(f"Best plans, of {searched}")
+    searched = (
+        f"{count_text(search_result.plan_count, 'plan')} searched in {duration_text(search_result.seconds)}"
+    )
+    yield _head(f"Best plans ({searched})")
     shown, others = split_by_support(search_result, MAX_SHOWN_PLANS)
     yield _plans_table(shown, study)
     if others:
@@ -136,7 +138,7 @@ def _search_tables(study: Study, search_result: SearchResult) -> Iterable[Render
         yield _head("The job's own plan")
         yield from _comparison(study.best_comparison)
     if len(search_result.pareto_front) > 1:
-        yield _head("Memory against time: no plan is both faster and smaller than one of these")
+        yield _head("Pareto front: no other plan is both faster and smaller")
         yield _front_table(search_result.pareto_front)
 
 
@@ -157,7 +159,7 @@ def split_by_support(
 
 def _plans_table(candidates: Sequence[Candidate], study: Study, first: int = 1) -> RenderableType:
     rows: list[list[RenderableType]] = [
-        ["", "plan", "step", throughput_unit(study.workload), "MFU", "memory", "where a step's time goes"]
+        ["", "plan", "step", throughput_unit(study.workload), "MFU", "memory", "step time by kind"]
     ]
     for number, one in enumerate(candidates, first):
         is_ours = one.plan == study.plan_result.plan
@@ -207,7 +209,7 @@ def _comparison(answer: PlanComparison) -> Iterable[RenderableType]:
     for difference in answer.differences:
         yield Text(f"  {difference}", style="red" if difference.seconds > 0 else "green")
     for way in answer.remedies:
-        slowdown = "its time is not known" if way.slowdown is None else f"{way.slowdown:+.0%} time"
+        slowdown = "step time unknown" if way.slowdown is None else f"{way.slowdown:+.0%} time"
         yield Text(f"  {way}: {memory_text(way.forecast)}, {slowdown}")
 
 

@@ -24,7 +24,7 @@ def what_if_rows(study: Study, what_ifs: Sequence[WhatIfAnswer]) -> list[list[st
     Rows without any value are left out.
     """
     outcomes = [_outcome(study, "", study), *(_outcome(one.study, one.reason, study) for one in what_ifs)]
-    names = ("machines", "plan", "settings", "step", throughput_unit(study.workload), "MFU", "memory", "run")
+    names = ("cluster", "plan", "settings", "step", throughput_unit(study.workload), "MFU", "memory", "run")
     rows = [[name, *(outcome.get(name) or MISSING_TEXT for outcome in outcomes)] for name in names]
     heads = ["", "now", *(one.changes for one in what_ifs)]
     return [heads, *(row for row in rows if any(cell != MISSING_TEXT for cell in row[1:]))]
@@ -34,7 +34,7 @@ def _outcome(study: Study | None, reason: str, baseline: Study) -> dict[str, str
     if study is None:
         return {"plan": reason}
     plan, forecast = study.plan_result.plan, study.plan_result.forecast
-    cells = {"machines": str(study.cluster), "plan": mesh_text(plan), "settings": settings_text(plan)}
+    cells = {"cluster": str(study.cluster), "plan": mesh_text(plan), "settings": settings_text(plan)}
     if forecast is None:
         return cells
     step, old = forecast.step, baseline.plan_result.forecast

@@ -37,9 +37,9 @@ FP8_MIN_COMPUTE_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with matrix products in fp8."""
 
 APPROXIMATIONS = {
-    "bf16": "computes in 16 bits what the job has in fp32",
-    "fp8": "rounds what the blocks' products take to 8 bits",
-    "compression": "leaves out or rounds parts of gradients where ranks exchange them",
+    "bf16": "computes in bf16 where the job sets fp32",
+    "fp8": "rounds the inputs of matrix products in blocks to 8 bits",
+    "compression": "drops or rounds parts of the gradients that ranks exchange",
 }
 """Approximations of the mathematics that a plan may use (`Plan.approximate`), with their effect.
 
@@ -47,9 +47,11 @@ A plan uses one only if the job allows it (`parallel.allow`) or asks for it.
 """
 
 SYNCHRONIZATION_APPROXIMATIONS = {
-    "local_sgd": "lets sites go on by themselves and averages their weights now and then",
-    "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
-    "delayed": "applies gradients some steps late",
+    "local_sgd": ("trains each site independently and averages the weights every `synchronize_every` steps"),
+    "diloco": (
+        "trains each site independently and applies an outer optimizer step every `synchronize_every` steps"
+    ),
+    "delayed": "applies gradients `staleness` steps after they are computed",
 }
 """Approximations by synchronization between sites; used only if the job asks (`parallel.synchronize`)."""
 
@@ -101,7 +103,8 @@ def factored_optimizer_error(optimizer: str, plan: Plan) -> JobError | None:
         f"parallel.{axis} = {getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1
     )
     return JobError(
-        f"train.optimizer = 'adafactor' needs whole rows and columns, which {split} would split",
+        f"train.optimizer = 'adafactor' needs complete rows and columns of each matrix, which are "
+        f"split by {split}",
         "use dp_replicate, or train.optimizer = 'adamw'",
     )
 
@@ -147,8 +150,8 @@ def _unsupported_device(query: _SupportQuery) -> _Unsupported | None:
     if query.plan.device == "cpu" or not devices:
         return None
     return _Unsupported(
-        f"wanma does not run on {', '.join(sorted(devices))}",
-        "train on CPUs or on GPUs that torch calls cuda (NVIDIA, AMD)",
+        f"wanma does not support {', '.join(sorted(devices))}",
+        "train on CPUs, or on GPUs with torch's device type cuda (NVIDIA, AMD)",
     )
 
 
@@ -156,8 +159,8 @@ def _placed_replicas(query: _SupportQuery) -> _Unsupported | None:
     if not query.plan.placement:
         return None
     return _Unsupported(
-        "replicas that differ by their devices (other stages, other tp) are planned for and not run yet",
-        "give unlike devices unlike shares of the batch (parallel.batch_shares), or train on one kind",
+        "replicas on different devices (other stages, other tp) are not supported yet, only their forecast",
+        "set batch shares for the different devices (parallel.batch_shares), or train on one kind of device",
     )
 
 
@@ -168,7 +171,7 @@ def _balance_without_timing(query: _SupportQuery) -> _Unsupported | None:
         return None
     return _Unsupported(
         f"parallel.load_balancing = 'on': {reason}",
-        "set parallel.load_balancing = 'off' and parallel.batch_shares by hand, or parallel.shard to 'none' "
+        "set parallel.load_balancing = 'off' and parallel.batch_shares, or set parallel.shard = 'none' "
         "or 'optimizer'",
     )
 
@@ -178,11 +181,11 @@ def _disallowed_approximation(query: _SupportQuery) -> _Unsupported | None:
     for name in query.plan.approximate:
         if name in SYNCHRONIZATION_APPROXIMATIONS and name not in allowed:
             return _Unsupported(
-                f"{name} {SYNCHRONIZATION_APPROXIMATIONS[name]}, and the job does not ask for it",
+                f"{name} {SYNCHRONIZATION_APPROXIMATIONS[name]}, and the job does not set it",
                 f"set parallel.synchronize = '{name}'",
             )
         if name not in allowed:
-            changed = APPROXIMATIONS.get(name, "changes the numbers")
+            changed = APPROXIMATIONS.get(name, "changes the mathematics")
             return _Unsupported(
                 f"{name} {changed}, and the job does not allow it", f"set parallel.allow = ['{name}']"
             )
@@ -197,17 +200,17 @@ def _compressed(query: _SupportQuery) -> _Unsupported | None:
 def _fp8(query: _SupportQuery) -> _Unsupported | None:
     if not query.plan.fp8:
         return None
-    way_out = "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)"
+    way_out = "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)"
     if query.plan.device == "cpu":
-        return _Unsupported("there are no matrix products in fp8 on CPUs", way_out)
+        return _Unsupported("CPUs do not support fp8 matrix products", way_out)
     for node in query.cluster.nodes:
         for device in node.devices:
             # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
             if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
-                return _Unsupported(f"{device.name} computes no matrix products in fp8", way_out)
+                return _Unsupported(f"{device.name} does not support fp8 matrix products", way_out)
     if query.plan.precision != "bf16":
         return _Unsupported(
-            f"between products in fp8 is bf16, and the plan's precision is {query.plan.precision}",
+            f"with fp8, all other operators need bf16, and the plan's precision is {query.plan.precision}",
             "set train.precision = 'bf16'",
         )
     return None
@@ -217,9 +220,8 @@ def _compiled_recompute(query: _SupportQuery) -> _Unsupported | None:
     if supports_compiled_recompute(query.plan, query.torch_version):
         return None
     return _Unsupported(
-        f"torch {'.'.join(map(str, query.torch_version))} does not compile blocks that recompute in full "
-        "where tp "
-        "splits their matrices",
+        f"torch {'.'.join(map(str, query.torch_version))} cannot compile blocks with full recompute and "
+        "tensor parallelism",
         "set parallel.recompute = 'selective', parallel.compile = false, or parallel.tp = 1",
     )
 
@@ -237,9 +239,9 @@ def _undeclared_model_layout(query: _SupportQuery) -> _Unsupported | None:
     model = query.job.model
     name = model.factory or model.preset or model.family
     return _Unsupported(
-        f"{name} does not declare what {' and '.join(axes)} would split",
-        f"set {' = '.join(f'parallel.{axis}' for axis in axes)} = 1; data-parallel axes (dp_replicate, "
-        "dp_shard) work with any module",
+        f"{name} does not declare how to split it over {' and '.join(axes)}",
+        f"set {' = '.join(f'parallel.{axis}' for axis in axes)} = 1; dp_replicate and dp_shard work "
+        "with any module",
     )
 
 
@@ -254,9 +256,8 @@ def _split_backward(query: _SupportQuery) -> _Unsupported | None:
     if not apart or query.torch_version >= (2, 13) or input_kind(query.job.model) != "custom":
         return None
     return _Unsupported(
-        f"under schedule '{plan.schedule}' torch {'.'.join(map(str, query.torch_version))} computes wrong "
-        "gradients "
-        "for parameters that a forward uses several times, as one's own module may",
+        f"with schedule '{plan.schedule}', torch {'.'.join(map(str, query.torch_version))} computes "
+        "wrong gradients for parameters that a forward uses several times, which a custom module may do",
         "set parallel.schedule = 'interleaved_1f1b', or install torch 2.13",
     )
 

@@ -51,17 +51,16 @@ def unsupported_compression_error(plan: Plan, cluster: Cluster) -> JobError | No
     methods = plan.compression_methods
     if methods and plan.precision == "fp64":
         return JobError(
-            f"parallel.compression = '{_first_method(plan)}' with train.precision = 'fp64', which is for "
-            "proofs: "
-            "compressed sums are made in fp32",
-            "leave parallel.compression out, or set train.precision = 'fp32'",
+            f"parallel.compression = '{_first_method(plan)}' with train.precision = 'fp64': compressed "
+            "gradients are summed in fp32",
+            "unset parallel.compression, or set train.precision = 'fp32'",
         )
-    unlike = "parallel.batch_shares" if plan.batch_shares else f"{len(cluster.nodes)} kinds of machines"
+    unlike = "parallel.batch_shares" if plan.batch_shares else f"{len(cluster.nodes)} kinds of nodes"
     if "powersgd" in methods and (plan.batch_shares or len(cluster.nodes) > 1):
         return JobError(
-            f"parallel.compression = 'powersgd' on unlike devices ({unlike}): each rank multiplies out the "
-            "sum itself, and they would round it differently, so that replicas drift apart",
-            "use 'int8' or 'topk', whose sums are the same bits on all devices",
+            f"parallel.compression = 'powersgd' on different devices ({unlike}): each rank computes the "
+            "sum itself and rounds it differently, so the replicas diverge",
+            "use 'int8' or 'topk': their sums have the same bits on all devices",
         )
     return None
 
@@ -79,8 +78,8 @@ def unused_compression_key_error(job: Job) -> JobError | None:
         if value != default and not is_used:
             wanted = f"'{method}'" if method is not None else "compressed"
             return JobError(
-                f"parallel.{name} = {value}, and no gradient is {wanted}",
-                f"leave parallel.{name} out, or set parallel.compression"
+                f"parallel.{name} = {value} has no effect: no gradient is {wanted}",
+                f"unset parallel.{name}, or set parallel.compression"
                 + (f" = {wanted}" if method is not None else ""),
             )
     return None
@@ -89,14 +88,14 @@ def unused_compression_key_error(job: Job) -> JobError | None:
 def compression_text(plan: Plan) -> str:
     """Return the plan's gradient compression in words; empty where there is none.
 
-    Examples: 'in int8', 'by the largest 1 % of their elements, embedding.* whole'.
+    Examples: 'in int8', 'by top-k (1%), embedding.* uncompressed'.
     """
     if not plan.compression_methods:
         return ""
     words = {
-        "none": "whole",
-        "topk": f"by the largest {100 * plan.compression_share:g}% of their elements",
-        "powersgd": f"in rank {plan.compression_rank}",
+        "none": "uncompressed",
+        "topk": f"by top-k ({100 * plan.compression_share:g}%)",
+        "powersgd": f"by PowerSGD (rank {plan.compression_rank})",
     }
     told = [words.get(plan.compression, f"in {plan.compression}")]
     told += [f"{match} {words.get(kind, f'in {kind}')}" for match, kind in plan.compression_groups]
@@ -119,13 +118,14 @@ def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
     where = "replicas" if plan.replicate_group_size > 1 else "shards"
     text = f"gradients {compression_text(plan)}: "
     if plan.hierarchical:
-        text += "machines sum theirs whole, and send each other what one rank of each would"
+        text += "uncompressed within a node; between nodes, one rank per node sends compressed gradients"
     else:
         sent, plain = reduction_sent_bytes(plan, whole)
         text += (
-            f"to sum them over {where} a rank sends about {bytes_text(sent)} instead of {bytes_text(plain)}"
+            f"to reduce them over {where}, a rank sends about {bytes_text(sent)} instead of "
+            f"{bytes_text(plain)}"
         )
-    return (text + (f", and keeps {bytes_text(kept)} of what is left out" if kept else ""),)
+    return (text + (f", and keeps {bytes_text(kept)} of error feedback" if kept else ""),)
 
 
 def _first_method(plan: Plan) -> str:

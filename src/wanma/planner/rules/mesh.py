@@ -40,31 +40,32 @@ def check_mesh(job: Job, plan: Plan, cluster: Cluster) -> None:
     world, nodes = plan.world_size, job.cluster.nodes
     if world % nodes:
         raise JobError(
-            f"the plan has {count_text(world, 'rank')}, which cluster.nodes = {nodes} does not divide",
+            f"the plan has {count_text(world, 'rank')}, which is not a multiple of cluster.nodes = {nodes}",
             "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
         )
     if nodes > 1 and job.cluster.rendezvous is None:
         raise JobError(
-            f"cluster.nodes = {nodes}: the machines need a place to meet",
-            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of them",
+            f"cluster.nodes = {nodes} needs a rendezvous address",
+            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of the nodes",
         )
     ranks_here = world // nodes
     for node in cluster.nodes:
         if plan.device == "cuda" and ranks_here > len(node.devices):
             raise JobError(
-                f"the plan needs {ranks_here} GPUs on {node.name}, which has {len(node.devices)}",
+                f"the plan needs {ranks_here} GPUs on {node.name}; it has {len(node.devices)}",
                 "lower the sizes in [parallel], add nodes, or set cluster.device = 'cpu'",
             )
     if plan.shard != "none" and plan.dp_shard * plan.cp == 1:
         raise JobError(
-            f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
+            f"parallel.shard = '{plan.shard}' needs more than one shard rank: parallel.dp_shard = 1",
             f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",
         )
     check_shards(plan)
     if plan.pp > 1 and job.model.loss is not None:
         raise JobError(
-            f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
-            "set parallel.pp = 1, or leave model.loss out",
+            f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines support only "
+            "cross entropy",
+            "set parallel.pp = 1, or unset model.loss",
         )
     if plan.pp > 1:
         check_schedule(plan)
@@ -97,8 +98,9 @@ def check_shards(plan: Plan) -> None:
     """
     if plan.shard == "none" and plan.dp_shard > 1:
         raise JobError(
-            f"parallel.shard = 'none' with parallel.dp_shard = {plan.dp_shard}",
-            f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
+            f"parallel.shard = 'none' with parallel.dp_shard = {plan.dp_shard}: nothing is sharded",
+            f"set dp_replicate = {plan.dp_shard} instead, or set parallel.shard to 'optimizer', "
+            "'gradients' or 'parameters'",
         )
 
 
@@ -123,19 +125,19 @@ def check_schedule(plan: Plan) -> None:
     if reason := invalid_virtual_stages_reason(plan.schedule, plan.virtual_stages):
         raise JobError(
             f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
-            f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
+            f"unset parallel.virtual_stages, or set parallel.schedule to {' or '.join(INTERLEAVED)}",
         )
     excluded = split_backward_conflict(plan)
     if excluded == "compile":
         raise JobError(
-            f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
-            "weights in one piece, which this schedule takes apart",
+            f"{key} with parallel.compile: this schedule splits backward into input and weight "
+            "gradients, which a compiled block computes together",
             "set parallel.compile = false, or parallel.schedule = 'interleaved_1f1b'",
         )
     if excluded == "recompute":
         raise JobError(
-            f"{key} with parallel.recompute = '{plan.recompute}': the gradients of a block's inputs and of "
-            "each of its weights are computed apart, and each of them would run the block again",
+            f"{key} with parallel.recompute = '{plan.recompute}': this schedule splits backward into "
+            "input and weight gradients, and each of them would recompute the block",
             "set parallel.recompute = 'none', or parallel.schedule = 'interleaved_1f1b'",
         )
 
@@ -153,7 +155,7 @@ def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
         given = f", parallel.stage_cuts = {list(cuts)}" if job.parallel.stage_cuts else ""
         raise JobError(
             f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
-            f"leave parallel.stage_cuts out, and use at most {blocks + 2} stages (pp × virtual_stages)",
+            f"unset parallel.stage_cuts, and use at most {blocks + 2} stages (pp × virtual_stages)",
         )
 
 
@@ -173,7 +175,7 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
         sizes = valid_micro_batch_sizes(job, plan, max(plan.max_rows_per_data_rank(batch), plan.micro_batch))
         if sizes:
             nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
-            way_out = f"use parallel.micro_batch = {nearest}"
+            way_out = f"set parallel.micro_batch = {nearest}"
         else:
             single = replace(plan, micro_batch=1)
             enough = next(
@@ -186,9 +188,9 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
         rows = plan.rows_per_data_rank(batch)[rank]
         whose = f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_parallel_size} data ranks"
         raise JobError(
-            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {whose} {rows} samples, and "
-            f"parallel.micro_batch = {plan.micro_batch} makes them {count} micro-batches: {reason}",
-            f"{way_out}, or parallel.schedule = 'gpipe', which runs any number",
+            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {whose} {rows} samples, "
+            f"which are {count} micro-batches of parallel.micro_batch = {plan.micro_batch}: {reason}",
+            f"{way_out}, or set parallel.schedule = 'gpipe', which accepts any number",
         )
 
 
@@ -235,8 +237,8 @@ def _check_unused_stage_keys(job: Job, plan: Plan) -> None:
     for key, value in given.items():
         if value:
             raise JobError(
-                f"parallel.{key} = {value} with parallel.pp = 1: there is no pipeline to cut",
-                f"leave parallel.{key} out, or set parallel.pp to the number of ranks that share the layers",
+                f"parallel.{key} = {value} with parallel.pp = 1: there is no pipeline",
+                f"unset parallel.{key}, or set parallel.pp to the number of pipeline ranks",
             )
 
 
@@ -246,23 +248,22 @@ def _check_context(job: Job, plan: Plan) -> None:
     named = job.model.huggingface is None and job.model.factory is None
     if job.data.images is not None or (named and input_kind(job.model) == "images"):
         raise JobError(
-            f"{key} cuts sequences, and images have none",
-            "set parallel.cp = 1 and use the ranks as dp_replicate or dp_shard",
+            f"{key} splits sequences, and images have none",
+            "set parallel.cp = 1, and use the ranks as dp_replicate or dp_shard",
         )
     if job.model.factory is not None:
         raise JobError(
-            f"{key}: {job.model.factory} does not declare its attention, which must see what other ranks "
-            "hold of a sequence",
-            "set parallel.cp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+            f"{key}: {job.model.factory} does not declare its attention layers, which communicate over cp",
+            "set parallel.cp = 1; dp_replicate and dp_shard work with any module",
         )
     length, unit = job.data.sequence_length, plan.sequence_length_multiple
     if (job.data.text or job.data.sources) and not mesh_divides_sequence(plan, length):
         pieces = "twice as many pieces as ranks" if plan.cp_method == "ring" else "as many pieces as ranks"
-        shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence_parallel else ""
+        shared = f", each split over parallel.tp = {plan.tp}" if plan.sequence_parallel else ""
         raise JobError(
-            f"data.sequence_length = {length} cannot be cut evenly: {key} with parallel.cp_method = "
+            f"data.sequence_length = {length} cannot be split evenly: {key} with parallel.cp_method = "
             f"'{plan.cp_method}' needs {pieces}{shared}",
-            f"use a multiple of {unit} for data.sequence_length, or a smaller parallel.cp",
+            f"set data.sequence_length to a multiple of {unit}, or lower parallel.cp",
         )
 
 
@@ -270,10 +271,10 @@ def _check_context_heads(plan: Plan, dimensions: DecoderConfig) -> None:
     """Check that all-to-all gives each context rank an equal share of the heads that `tp` leaves."""
     if not cp_divides_heads(dimensions, plan):
         raise JobError(
-            f"parallel.cp = {plan.cp} with parallel.cp_method = 'all_to_all' cannot share model.heads = "
+            f"parallel.cp = {plan.cp} with parallel.cp_method = 'all_to_all' cannot split model.heads = "
             f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
-            "set parallel.cp_method = 'ring', which takes any number of heads, or use a cp × tp that divides "
-            "the heads",
+            "set parallel.cp_method = 'ring', which accepts any number of heads, or use a cp × tp that "
+            "divides the heads",
         )
 
 
@@ -286,7 +287,7 @@ def _check_tensor(plan: Plan, dimensions: DecoderConfig) -> None:
     for key, size in sizes.items():
         if size % plan.tp:
             smaller = [str(tp) for tp in range(1, plan.tp) if all(n % tp == 0 for n in sizes.values())]
-            other = f"make model.{key} a multiple of {plan.tp}"
+            other = f"set model.{key} to a multiple of {plan.tp}"
             raise JobError(
                 f"parallel.tp = {plan.tp} does not divide model.{key} = {size}",
                 f"set parallel.tp to {' or '.join(smaller)}, or {other}",
@@ -298,20 +299,18 @@ def _check_expert_ranks(job: Job, plan: Plan) -> None:
     named = job.model.huggingface is None and job.model.factory is None
     if job.model.factory is not None or (named and input_kind(job.model) == "images"):
         raise JobError(
-            f"parallel.ep = {plan.ep}: {job.model.factory or job.model.preset or job.model.family} has no "
-            "experts that could be spread",
+            f"parallel.ep = {plan.ep}: {job.model.factory or job.model.preset or job.model.family} has "
+            "no experts",
             "set parallel.ep = 1",
         )
     sizes = plan.valid_ep_sizes()
     if plan.ep not in sizes:
         ranks = plan.data_parallel_size * plan.cp
         raise JobError(
-            f"parallel.ep = {plan.ep} cannot be cut out of {ranks} data and context ranks "
-            "(dp_replicate × dp_shard × cp)"
-            + (
-                f", of which {plan.shard_group_size} share the state" if plan.shard_group_size < ranks else ""
-            ),
-            f"set parallel.ep to {' or '.join(map(str, sizes))}, or change those axes",
+            f"parallel.ep = {plan.ep} cannot split {ranks} data and context ranks (dp_replicate × "
+            "dp_shard × cp)"
+            + (f" in shard groups of {plan.shard_group_size}" if plan.shard_group_size < ranks else ""),
+            f"set parallel.ep to {' or '.join(map(str, sizes))}, or change dp_replicate, dp_shard or cp",
         )
 
 
@@ -321,13 +320,13 @@ def _check_experts(plan: Plan, dimensions: DecoderConfig) -> None:
     if plan.ep > 1 and experts == 0:
         raise JobError(
             f"parallel.ep = {plan.ep}, but the model has no experts",
-            "set parallel.ep = 1, or model.experts",
+            "set parallel.ep = 1, or set model.experts",
         )
     if experts % plan.ep:
         sizes = [str(size) for size in plan.valid_ep_sizes() if experts % size == 0]
         raise JobError(
             f"parallel.ep = {plan.ep} does not divide model.experts = {experts}",
-            f"set parallel.ep to {' or '.join(sizes)}, or make model.experts a multiple of {plan.ep}",
+            f"set parallel.ep to {' or '.join(sizes)}, or set model.experts to a multiple of {plan.ep}",
         )
 
 
@@ -336,8 +335,8 @@ def _check_sequence(job: Job, plan: Plan) -> None:
     length = job.data.sequence_length
     if plan.sequence_parallel and (job.data.text or job.data.sources) and length % plan.tp:
         raise JobError(
-            f"data.sequence_length = {length} does not divide among parallel.tp = {plan.tp} ranks",
-            f"make it a multiple of {plan.tp}, or set parallel.sequence_parallel = false",
+            f"data.sequence_length = {length} is not a multiple of parallel.tp = {plan.tp}",
+            f"set it to a multiple of {plan.tp}, or set parallel.sequence_parallel = false",
         )
 
 
@@ -347,14 +346,14 @@ def _check_offload_and_recompute(job: Job, plan: Plan) -> None:
     at_host = [f"parallel.offload_{kind}" for kind in kinds if getattr(plan, f"offload_{kind}") == "host"]
     if plan.device == "cpu" and at_host:
         raise JobError(
-            f"{' and '.join(at_host)} = 'host': on CPUs all of it is in the host's memory already",
-            "offload to 'disk', or leave the key out",
+            f"{' and '.join(at_host)} = 'host' has no effect on CPUs: the data is in host memory already",
+            "offload to 'disk', or unset the key",
         )
     if parallel.recompute_share < 1 and parallel.recompute in ("none", "auto"):
         raise JobError(
             f"parallel.recompute_share = {parallel.recompute_share:g} with parallel.recompute = "
             f"'{parallel.recompute}'" + (", which chooses the share" if parallel.recompute == "auto" else ""),
-            "leave parallel.recompute_share out, or set parallel.recompute = 'full' or 'selective'",
+            "unset parallel.recompute_share, or set parallel.recompute = 'full' or 'selective'",
         )
 
 
@@ -363,19 +362,19 @@ def _check_fp8(plan: Plan, cluster: Cluster) -> None:
         return
     if plan.device == "cpu":
         raise JobError(
-            "train.fp8: there are no matrix products in fp8 on CPUs",
-            "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)",
+            "train.fp8: CPUs do not support fp8 matrix products",
+            "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)",
         )
     devices = [device for node in cluster.nodes for device in node.devices]
     for device in devices:
         # GPUs of the catalogue have rates, and one for fp8 if they compute in it.
         if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
             raise JobError(
-                f"train.fp8: {device.name} computes no matrix products in fp8",
-                "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)",
+                f"train.fp8: {device.name} does not support fp8 matrix products",
+                "unset train.fp8, or train on GPUs of compute capability 8.9 or higher (L40S, H100, B200)",
             )
     if plan.precision != "bf16":
         raise JobError(
-            f"train.fp8 with train.precision = '{plan.precision}': between the products in fp8 is bf16",
+            f"train.fp8 with train.precision = '{plan.precision}': with fp8, all other operators need bf16",
             "set train.precision = 'bf16'",
         )

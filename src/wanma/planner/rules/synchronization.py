@@ -56,9 +56,9 @@ def build_synchronization(parallel: ParallelSection) -> Synchronization | None:
     sites = parallel.sites or parallel.dp_replicate
     if parallel.dp_replicate % sites:
         raise JobError(
-            f"parallel.sites = {sites} does not divide parallel.dp_replicate = {parallel.dp_replicate}, and "
-            "each site has as many replicas as the others",
-            f"leave parallel.sites out, or make parallel.dp_replicate a multiple of {sites}",
+            f"parallel.sites = {sites} does not divide parallel.dp_replicate = {parallel.dp_replicate}: "
+            "all sites need equally many replicas",
+            f"unset parallel.sites, or set parallel.dp_replicate to a multiple of {sites}",
         )
     if kind == "delayed":
         staleness = DEFAULT_STALENESS if parallel.staleness is None else parallel.staleness
@@ -66,14 +66,14 @@ def build_synchronization(parallel: ParallelSection) -> Synchronization | None:
     every = parallel.synchronize_every or DEFAULT_SYNCHRONIZE_EVERY
     if parallel.fragments > every:
         raise JobError(
-            f"parallel.fragments = {parallel.fragments} are exchanged in turn, one after a step at most, and "
-            f"parallel.synchronize_every = {every}",
+            f"parallel.fragments = {parallel.fragments} with parallel.synchronize_every = {every}: at "
+            "most one fragment is exchanged per step",
             f"set parallel.fragments to at most {every}, or raise parallel.synchronize_every",
         )
     if parallel.overlap_steps >= every:
         raise JobError(
-            f"parallel.overlap_steps = {parallel.overlap_steps}: an exchange must be over when the "
-            f"fragment's next one begins, after parallel.synchronize_every = {every} steps",
+            f"parallel.overlap_steps = {parallel.overlap_steps}: an exchange must end before the next "
+            f"one of the same fragment begins, after parallel.synchronize_every = {every} steps",
             f"set parallel.overlap_steps below {every}, or raise parallel.synchronize_every",
         )
     mix = DEFAULT_OVERLAP_MIX if parallel.overlap_mixing_factor is None else parallel.overlap_mixing_factor
@@ -110,39 +110,38 @@ def check_synchronization(job: Job, plan: Plan) -> None:
     key = f"parallel.synchronize = '{seldom.kind}'"
     if plan.compression_methods:
         raise JobError(
-            f"{key} with parallel.compression: what is left out of gradients has no place in a "
-            "checkpoint of sites yet",
-            "leave parallel.compression out; parallel.outer_compression makes smaller what sites exchange",
+            f"{key} with parallel.compression: checkpoints of sites do not support error feedback yet",
+            "unset parallel.compression; parallel.outer_compression compresses the exchange between sites",
         )
     if plan.offload_parameters != "none":
         raise JobError(
-            f"{key} with parallel.offload_parameters = '{plan.offload_parameters}': what sites exchange is "
-            "made from weights and gradients that are on the device",
-            "leave parallel.offload_parameters out, or share them within each site (parallel.dp_shard)",
+            f"{key} with parallel.offload_parameters = '{plan.offload_parameters}': the exchange "
+            "between sites needs weights and gradients on the device",
+            "unset parallel.offload_parameters, or shard them within each site (parallel.dp_shard)",
         )
     if seldom.has_local_weights and plan.offload_optimizer == "disk":
         raise JobError(
-            f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum would "
-            "take the memory that this is to save",
-            "leave parallel.offload_optimizer out, or share the state within each site (parallel.dp_shard)",
+            f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum "
+            "would take the memory that the offload saves",
+            "unset parallel.offload_optimizer, or shard the state within each site (parallel.dp_shard)",
         )
     if seldom.has_local_weights and job.train.weight_average > 0:
         raise JobError(
-            f"{key} with train.weight_average = {job.train.weight_average:g}: what is evaluated and saved is "
-            "the average of the sites already",
-            "leave train.weight_average out",
+            f"{key} with train.weight_average = {job.train.weight_average:g}: the average of the sites "
+            "is evaluated and saved already",
+            "unset train.weight_average",
         )
     if seldom.offload == "host" and plan.device == "cpu":
         raise JobError(
-            "parallel.outer_offload = 'host': on CPUs all of it is in the host's memory already",
-            "leave parallel.outer_offload out",
+            "parallel.outer_offload = 'host' has no effect on CPUs: the data is in host memory already",
+            "unset parallel.outer_offload",
         )
     nodes = job.cluster.nodes
     if nodes > 1 and plan.sites > 1 and nodes % plan.sites and plan.sites % nodes:
         raise JobError(
-            f"parallel.sites = {plan.sites} on cluster.nodes = {nodes}: a site that shares its machines with "
-            "parts of others would wait for the slow links at every step",
-            "make the number of sites (default: dp_replicate) divide the machines, or the machines the sites",
+            f"parallel.sites = {plan.sites} on cluster.nodes = {nodes}: a site that shares its nodes "
+            "with parts of other sites would wait for the slow links at every step",
+            "set parallel.sites (default: dp_replicate) to a divisor or a multiple of cluster.nodes",
         )
 
 
@@ -154,20 +153,19 @@ def _check_keys(parallel: ParallelSection) -> None:
         if getattr(parallel, key) != default and kind not in kinds:
             means = " or ".join(f"'{one}'" for one in kinds)
             raise JobError(
-                f"parallel.{key} = {getattr(parallel, key)!r} says nothing with "
-                f"parallel.synchronize = '{kind}'",
-                f"leave it out, or set parallel.synchronize = {means}",
+                f"parallel.{key} = {getattr(parallel, key)!r} has no effect with parallel.synchronize = "
+                f"'{kind}'",
+                f"unset it, or set parallel.synchronize = {means}",
             )
     if parallel.overlap_mixing_factor is not None and not parallel.overlap_steps:
         raise JobError(
             f"parallel.overlap_mixing_factor = {parallel.overlap_mixing_factor:g} with "
-            "parallel.overlap_steps = 0: no step is "
-            "taken while an exchange is waited for",
-            "leave parallel.overlap_mixing_factor out, or set parallel.overlap_steps",
+            "parallel.overlap_steps = 0: no step runs during an exchange",
+            "unset parallel.overlap_mixing_factor, or set parallel.overlap_steps",
         )
     if parallel.auto and kind != "every_step":
         raise JobError(
-            f"parallel.synchronize = '{kind}' with parallel = 'auto', which looks only at plans whose ranks "
-            "agree at every step",
-            "give the sizes of the axes: dp_replicate for the sites, the others within each",
+            f"parallel.synchronize = '{kind}' with parallel = 'auto': the search covers only plans that "
+            "synchronize at every step",
+            "set the mesh dimensions: dp_replicate for the sites, the others within each site",
         )

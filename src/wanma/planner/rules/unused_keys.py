@@ -43,7 +43,7 @@ def _unused_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         kind = "data.factory" if job.data.factory is not None else "data.images"
         own_model = ("sequence_length",) if job.model.factory is not None else ()
         for name in ("tokenizer", "document_masks", "cache", *own_model):
-            yield f"data.{name}", f"it is for text, and the data are {kind}'s"
+            yield f"data.{name}", f"it applies to text, and the data come from {kind}"
 
 
 def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -57,7 +57,7 @@ def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.tp == 1:
         yield "parallel.sequence_parallel", "matrices are not split (parallel.tp = 1)"
     if plan.shard_group_size == 1 and not parallel.auto:
-        yield "parallel.shard", "there is one rank to hold it all (parallel.dp_shard = 1)"
+        yield "parallel.shard", "there is one shard rank (parallel.dp_shard = 1)"
     if plan.dp_replicate == 1:
         for name in ("bucket_bytes", "hierarchical"):
             yield f"parallel.{name}", "there is one replica (parallel.dp_replicate = 1)"
@@ -65,10 +65,10 @@ def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "parallel.collectives", "there is one rank"
     if ranks == 1:
         for name in ("overlap", "compression", "load_balancing"):
-            yield f"parallel.{name}", "no other rank has gradients to sum with (one data rank)"
+            yield f"parallel.{name}", "there is no other rank to reduce gradients with (one data rank)"
     if plan.sites == 1:
         for name in ("outer_compression", "overlap_steps", "overlap_mixing_factor"):
-            yield f"parallel.{name}", "there is one site, which exchanges nothing"
+            yield f"parallel.{name}", "there is one site, so nothing is exchanged"
     if plan.recompute == "none" and parallel.recompute == "none":
         yield "parallel.recompute_share", "nothing is recomputed (parallel.recompute = 'none')"
 
@@ -76,36 +76,36 @@ def _unused_layout_keys(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
 def _unused_training_keys(job: Job) -> Iterator[tuple[str, str]]:
     train, checkpoint = job.train, job.checkpoint
     if train.optimizer not in ("sgd", "muon"):
-        yield "train.momentum", f"train.optimizer = '{train.optimizer}' has none"
+        yield "train.momentum", f"train.optimizer = '{train.optimizer}' has no momentum"
     if train.optimizer not in _ADAM_OPTIMIZERS:
         for name in ("betas", "epsilon"):
-            yield f"train.{name}", f"it is AdamW's, and train.optimizer = '{train.optimizer}'"
+            yield f"train.{name}", f"it applies to AdamW, and train.optimizer = '{train.optimizer}'"
     if train.precision != "fp16":
-        yield "train.loss_scale", f"only fp16 needs one, and train.precision = '{train.precision}'"
+        yield "train.loss_scale", f"only fp16 uses a loss scale, and train.precision = '{train.precision}'"
     if train.spike == "ignore":
-        yield "train.spike_deviations", "spikes are not looked for (train.spike = 'ignore')"
+        yield "train.spike_deviations", "spikes are ignored (train.spike = 'ignore')"
     if train.schedule == "constant":
-        yield "train.final_learning_rate_share", "the rate stays (train.schedule = 'constant')"
+        yield "train.final_learning_rate_share", "the learning rate is constant (train.schedule = 'constant')"
     if train.stop_patience == 0:
         for name in ("stop_metric", "stop_mode", "stop_min_delta"):
-            yield f"train.{name}", "the run does not end early (train.stop_patience = 0)"
+            yield f"train.{name}", "early stopping is off (train.stop_patience = 0)"
     if not checkpoint.keep_best:
         for name in ("best_metric", "best_mode"):
-            yield f"checkpoint.{name}", "the best one is not kept (checkpoint.keep_best = false)"
+            yield f"checkpoint.{name}", "the best checkpoint is not kept (checkpoint.keep_best = false)"
     if checkpoint.upload is None:
-        yield "checkpoint.upload_keep", "nothing is uploaded (checkpoint.upload)"
+        yield "checkpoint.upload_keep", "nothing is uploaded (checkpoint.upload is not set)"
 
 
 def _unused_cluster_keys(job: Job) -> Iterator[tuple[str, str]]:
     parallel, cluster = job.parallel, job.cluster
     if cluster.nodes == 1:
         for name in ("node_rank", "rendezvous", "topology_address"):
-            yield f"cluster.{name}", "there is one machine (cluster.nodes = 1)"
-        yield "checkpoint.partner", "there is no other machine to copy to (cluster.nodes = 1)"
+            yield f"cluster.{name}", "there is one node (cluster.nodes = 1)"
+        yield "checkpoint.partner", "there is no partner node (cluster.nodes = 1)"
     if cluster.min_nodes is None:
         yield (
             "cluster.last_call_timeout_seconds",
-            "the start waits for all machines (cluster.nodes = 'MIN..MAX')",
+            "the start waits for all nodes; only cluster.nodes = 'MIN..MAX' uses it",
         )
     if "disk" not in (parallel.offload_parameters, parallel.offload_optimizer, parallel.offload_activations):
         yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*)"
@@ -115,7 +115,7 @@ def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:
     """Yield sentences on keys with less effect than they say, such as a start after the last step."""
     if plan.synchronization is not None and plan.sites == 1:
         kind = plan.synchronization.kind
-        yield f"parallel.synchronize = '{kind}': there is one site (one replica), which exchanges nothing"
+        yield f"parallel.synchronize = '{kind}': there is one site (one replica), so nothing is exchanged"
     steps = job.train.steps
     end = f"the run has {steps:,} steps"
     if job.train.warmup_steps >= steps:
@@ -125,16 +125,16 @@ def _partial_effect_notes(job: Job, plan: Plan) -> Iterator[str]:
         )
     if job.train.validate_every_steps > steps:
         every = job.train.validate_every_steps
-        yield f"train.validate_every_steps = {every:,}: {end}, so it validates at the end only"
+        yield f"train.validate_every_steps = {every:,}: {end}, so validation runs only at the end"
     best = job.checkpoint
     if best.keep_best and best.best_metric != "loss" and job.train.validate_every_steps == 0:
         yield (
-            f"checkpoint.best_metric = '{best.best_metric}' compares nothing: it validates at the end only "
-            "(train.validate_every_steps = 0)"
+            f"checkpoint.best_metric = '{best.best_metric}' has no effect: validation runs only at the "
+            "end (train.validate_every_steps = 0)"
         )
     every = job.checkpoint.every_steps
     if every > steps and not _is_default("checkpoint.every_steps", every):
-        yield f"checkpoint.every_steps = {every:,}: {end}, so it saves at the end only"
+        yield f"checkpoint.every_steps = {every:,}: {end}, so a checkpoint is saved only at the end"
     if late := [step for step, _ in job.train.batch_ramp if step >= steps]:
         yield f"train.batch_ramp: step {late[0]:,} is not reached: {end}"
     if job.parallel.compression_from_step >= steps:

@@ -157,7 +157,7 @@ def _linear_axis(chart: Chart, drawn: list[_DrawnSeries]) -> tuple[AxisScale, st
     if above:
         highest = max(above, key=lambda index: totals[index])
         outside = (
-            f"{len(above)} beyond the top, the highest at {_step_text(top.points[highest])}: "
+            f"{len(above)} above the chart, the highest at {_step_text(top.points[highest])}: "
             f"{chart.value_text(totals[highest])}."
         )
     return AxisScale(*linear_range(kept, True), HEIGHT - BOTTOM, TOP), outside
