@@ -95,11 +95,11 @@ def test_it_grows_where_what_is_left_gains_twice_what_it_costs() -> None:
     pays = made.replan(ReplanRequest(3, two, 2, 9_000, 0.5, 2.0))
     assert pays.plan == made.plan
     assert pays.nodes == 3
-    assert "0.50 s a step" in pays.reason
+    assert "0.50 s per step now" in pays.reason
     assert "at best" in pays.reason
     too_late = made.replan(ReplanRequest(3, two, 2, 9_990, 0.5, 2.0))
     assert (too_late.plan, too_late.nodes) == (two, 2)
-    assert "stay: " in too_late.reason
+    assert "keep the plan: " in too_late.reason
     assert made.replan(ReplanRequest(3, two, 2, 9_000)).nodes == 2, (
         "one takes the place of another that was lost"
     )

@@ -101,7 +101,7 @@ def test_where_time_goes_names_what_is_a_twentieth_or_more() -> None:
     step = forecast_plan(problem(), PLAN).step
     assert step is not None
     text = step_time_text(step)
-    assert text.startswith("a step: ")
+    assert text.startswith("step time: ")
     for kind in ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer"):
         assert (f"{kind} {getattr(step, kind) / step.seconds:.0%}" in text) == (
             getattr(step, kind) / step.seconds >= 0.05

@@ -175,8 +175,8 @@ def test_a_catalogued_device_with_other_figures_keeps_its_curves_and_takes_the_f
 @pytest.mark.parametrize(
     ("device", "told"),
     [
-        ("peak_teraflops = { bf16 = 300 }", "memory bandwidth of 'New': give gb_per_second"),
-        ("gb_per_second = 2000", "peak rate of 'New': give peak_teraflops"),
+        ("peak_teraflops = { bf16 = 300 }", "memory bandwidth of 'New' is unknown: give gb_per_second"),
+        ("gb_per_second = 2000", "peak rate of 'New' is unknown: give peak_teraflops"),
     ],
 )
 def test_an_unknown_rate_leaves_a_machine_without_products_that_says_why(

@@ -272,7 +272,7 @@ def test_a_decoder_that_was_read_takes_as_long_as_one_by_formula(recompute: str)
 
 
 def test_without_operators_there_is_no_time() -> None:
-    with pytest.raises(ValueError, match="operators are not known"):
+    with pytest.raises(ValueError, match="layers are not known"):
         module_step_time(Workload((LayerWorkload("one", 1, 1, 1.0, 1.0),), 1), PLAN, 256, machine(1))
 
 

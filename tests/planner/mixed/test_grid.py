@@ -87,7 +87,7 @@ def test_stages_that_are_cut_by_the_speed_of_their_devices_are_a_grid() -> None:
         ),
         (
             placed(ReplicaPlacement(4, (FAST,)), ReplicaPlacement(3, (SLOW,))),
-            "7 ranks do not fill 2 machines",
+            "7 ranks do not fill 2 nodes",
         ),
         (placed(ReplicaPlacement(4, (FAST,))), "in another order than the nodes"),
     ],
