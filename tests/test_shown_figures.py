@@ -12,7 +12,7 @@ from wanma.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^ {4}wanma (plan [^\n]*)$|^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SEARCHED = re.compile(r"(plans in ).*")
+SEARCHED = re.compile(r"(plans searched in ).*")
 """The time of looking at plans, which varies."""
 
 
