@@ -8,6 +8,7 @@ import pytest
 
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
+from wanma.job.forecast.forecast import STEP_TIME_KINDS
 from wanma.job.plan.plan import Plan
 from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.forecast.plan_forecast import forecast_plan, step_time_text, with_pipeline_rank_memory
@@ -102,7 +103,6 @@ def test_where_time_goes_names_what_is_a_twentieth_or_more() -> None:
     assert step is not None
     text = step_time_text(step)
     assert text.startswith("step time: ")
-    for kind in ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer"):
-        assert (f"{kind} {getattr(step, kind) / step.seconds:.0%}" in text) == (
-            getattr(step, kind) / step.seconds >= 0.05
-        )
+    for field, name in STEP_TIME_KINDS.items():
+        share = getattr(step, field) / step.seconds
+        assert (f"{name} {share:.0%}" in text) == (share >= 0.05)

@@ -56,7 +56,7 @@ def test_a_step_takes_as_long_as_forecast_and_every_rank_is_accounted_for(
     assert steps.seconds == pytest.approx(assemble_step_time(parts).seconds + 0.003, rel=0.02)
     for rank in range(plan.pp):
         computing = [span for span in steps.spans if span.rank == rank and span.track == "compute"]
-        assert (computing[0].kind, computing[0].start, computing[0].seconds) == ("load", 0.0, 0.002)
+        assert (computing[0].kind, computing[0].start, computing[0].seconds) == ("data loading", 0.0, 0.002)
         assert computing[-1].end == pytest.approx(steps.seconds)
         for before, after in pairwise(computing):
             assert after.start == pytest.approx(before.end)
@@ -91,7 +91,7 @@ def test_the_gaps_of_the_busiest_rank_are_the_forecast_bubble() -> None:
     forecast = assemble_step_time(parts)
     steps = build_timeline(parts)
     waits = [
-        sum(span.seconds for span in steps.spans if span.rank == rank and span.kind == "wait")
+        sum(span.seconds for span in steps.spans if span.rank == rank and span.kind == "idle")
         for rank in range(4)
     ]
     assert forecast.bubble > 0

@@ -22,12 +22,12 @@ MAX_SHOWN_RANKS = 16
 SPAN_COLORS: dict[SpanKind, int] = {
     "forward": 1,
     "backward": 3,
-    "weights": 6,
+    "weight gradient": 6,
     "gather": 4,
     "reduce": 4,
     "optimizer": 5,
-    "snapshot": 7,
-    "load": 7,
+    "in-memory checkpoint": 7,
+    "data loading": 7,
 }
 """Colour number of each kind of span; other kinds are not drawn."""
 EXPOSED_COLOR = 2

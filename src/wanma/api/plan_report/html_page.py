@@ -136,7 +136,7 @@ def _time_card(step: StepTime, forecast: Forecast) -> str:
     shares = time_shares(step)
     rows = "".join(
         table_row(
-            legend_entry(kind.label, kind.colour),
+            legend_entry(kind.name, kind.colour),
             duration_text(seconds),
             percent_text(share),
         )
@@ -184,7 +184,7 @@ def _search_section(study: Study, found: SearchResult) -> Iterator[str]:
     head = table_header(("", "plan", *numbers, "step time by kind"), numbers)
     seen = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
     legend = "".join(
-        legend_entry(kind.label, kind.colour)
+        legend_entry(kind.name, kind.colour)
         for kind in TIME_KINDS
         if any(getattr(step, kind.field) for step in seen)
     )

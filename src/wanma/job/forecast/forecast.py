@@ -136,6 +136,23 @@ class StepTime:
     """Half the width of the 90 % interval, as a share of `seconds`."""
 
 
+STEP_TIME_KINDS = MappingProxyType(
+    {
+        "compute": "compute",
+        "tensor": "exposed communication (tp)",
+        "context": "exposed communication (cp)",
+        "expert": "exposed communication (ep)",
+        "data": "exposed communication (dp)",
+        "moving": "exposed offload transfer",
+        "bubble": "pipeline bubble",
+        "optimizer": "optimizer",
+        "loading": "exposed data loading",
+        "checkpoint": "checkpoint saving",
+    }
+)
+"""Fields of a step time that add up to its `seconds`, with their names in plans and reports."""
+
+
 @dataclass(frozen=True)
 class Goodput:
     """Forecast of goodput: share of a long run's time that advances training."""

@@ -22,7 +22,16 @@ from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
 from wanma.planner.pipeline.simulation import Interval, simulate_pipeline_intervals
 
 SpanKind = Literal[
-    "load", "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
+    "data loading",
+    "forward",
+    "backward",
+    "weight gradient",
+    "idle",
+    "send",
+    "gather",
+    "reduce",
+    "optimizer",
+    "in-memory checkpoint",
 ]
 Track = Literal["compute", "exchange", "send"]
 
@@ -112,7 +121,7 @@ def build_timeline(
             reduce_start = min(min(last), update - components.reduce_seconds)
         compute.append(Span(rank, "compute", "optimizer", update, components.optimizer_seconds))
         if checkpoint_seconds:
-            compute.append(Span(rank, "compute", "snapshot", end, checkpoint_seconds))
+            compute.append(Span(rank, "compute", "in-memory checkpoint", end, checkpoint_seconds))
         spans += _with_idle_spans(compute, rank)
         exchange = [
             Span(rank, "exchange", "gather", 0.0, components.gather_seconds),
@@ -123,7 +132,7 @@ def build_timeline(
             spans += _sends(compute, plan, components.stage_send_seconds)
     if loading_seconds:
         spans = [replace(span, start=span.start + loading_seconds) for span in spans]
-        loads = [Span(rank, "compute", "load", 0.0, loading_seconds) for rank in range(plan.pp)]
+        loads = [Span(rank, "compute", "data loading", 0.0, loading_seconds) for rank in range(plan.pp)]
         spans = sorted([*loads, *spans], key=lambda span: span.rank)
     seconds = loading_seconds + end + checkpoint_seconds
     return Timeline(plan, components.micro_batches, seconds, tuple(spans))
@@ -151,7 +160,7 @@ def _compute_span(interval: Interval, components: StepComponents, delay: float) 
     weights = components.costs[stage].backward_weight
     if kind == "forward":
         parts = components.forward[stage]
-    elif kind == "weights":
+    elif kind == "weight gradient":
         parts = {"compute": weights}
     else:
         apart = weights if components.plan.schedule in SPLIT_BACKWARD else 0.0
@@ -172,7 +181,7 @@ def _with_idle_spans(spans: list[Span], rank: int) -> Iterable[Span]:
     shortest = 1e-9 * spans[-1].end
     for span in spans:
         if span.start - clock > shortest:
-            yield Span(rank, "compute", "wait", clock, span.start - clock)
+            yield Span(rank, "compute", "idle", clock, span.start - clock)
         yield span
         clock = span.end
 
@@ -180,7 +189,7 @@ def _with_idle_spans(spans: list[Span], rank: int) -> Iterable[Span]:
 def _sends(compute: list[Span], plan: Plan, seconds: float) -> Iterable[Span]:
     """Yield the messages to stages on other ranks: outputs, and gradients of inputs."""
     for span in compute:
-        if span.stage is None or span.kind == "weights":
+        if span.stage is None or span.kind == "weight gradient":
             continue
         target = span.stage + (1 if span.kind == "forward" else -1)
         if 0 <= target < plan.stage_count and target not in plan.stages_of_pipeline_rank(span.rank):
@@ -205,7 +214,11 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         )
         mine = [span for span in timeline.spans if span.rank == rank]
         thread = 0
-        for track, name in (("compute", "computing"), ("exchange", "data parallel"), ("send", "sends")):
+        for track, name in (
+            ("compute", "compute"),
+            ("exchange", "data parallel"),
+            ("send", "pipeline sends"),
+        ):
             for lane in _lanes(span for span in mine if span.track == track):
                 events.append(_metadata_event(rank, thread, "thread_name", name))
                 for span in lane:

@@ -7,12 +7,12 @@ one planning problem. Pure functions, without torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
 from wanma.job.errors import JobError
-from wanma.job.forecast.forecast import Forecast, PipelineRankMemory, StepTime
+from wanma.job.forecast.forecast import STEP_TIME_KINDS, Forecast, PipelineRankMemory, StepTime
 from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.planner.cost.decoder import decoder_block_groups, decoder_model_cost, decoder_stage_send_seconds
@@ -317,9 +317,9 @@ def synchronization_reasons(problem: PlanningProblem, plan: Plan, step: StepTime
 def step_time_text(step: StepTime) -> str:
     """Describe the kinds of a step's time by share.
 
-    Example: 'step time: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'.
+    Example: 'step time: compute 71 %, pipeline bubble 14 %, others below 5 %'.
     """
-    kinds = [one.name for one in fields(StepTime) if one.name not in ("seconds", "uncertainty")]
-    shares = sorted(((getattr(step, kind) / step.seconds, kind) for kind in kinds), reverse=True)
+    kinds = STEP_TIME_KINDS.items()
+    shares = sorted(((getattr(step, field) / step.seconds, name) for field, name in kinds), reverse=True)
     named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]
     return "step time: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")

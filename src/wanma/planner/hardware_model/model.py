@@ -201,9 +201,11 @@ class HardwareModel:
 
     def __post_init__(self) -> None:
         if not self.links:
-            raise ValueError("a machine needs at least one level of links; of one device, LinkLevel(1, 0, 1)")
+            raise ValueError(
+                "a hardware model needs at least one link level; for one device, LinkLevel(1, 0, 1)"
+            )
         if any(inner.devices >= outer.devices for inner, outer in pairwise(self.links)):
-            raise ValueError("levels of links come innermost first, each joining more devices")
+            raise ValueError("link levels must be innermost first, each with more devices")
 
     @property
     def device_count(self) -> int:

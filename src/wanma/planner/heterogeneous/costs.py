@@ -90,7 +90,7 @@ class HeterogeneousCosts:
             ValueError: the model is no decoder.
         """
         if problem.dimensions is None:
-            raise ValueError("only a decoder's blocks can be placed on unlike machines")
+            raise ValueError("only decoder blocks can be placed on different nodes")
         self.problem, self.hardware = problem, hardware
         self.base_plan = replace(base_plan, placement=(), batch_shares=(), pp=1, dp_replicate=1, tp=1)
         self.dimensions: DecoderConfig = problem.dimensions
@@ -419,7 +419,7 @@ def placed_step_time(costs: HeterogeneousCosts, plan: Plan, global_batch: int) -
         ValueError: the plan is not placed.
     """
     if not plan.placement:
-        raise ValueError("the plan is not placed on machines of several kinds")
+        raise ValueError("the plan has no replica placement")
     sizes = plan.rows_per_data_rank(global_batch)
     steps, first = [], 0
     for replicas in plan.placement:

@@ -30,7 +30,7 @@ def simulate_step(costs: HeterogeneousCosts, plan: Plan, global_batch: int) -> f
         ValueError: the plan is not placed.
     """
     if not plan.placement:
-        raise ValueError("the plan is not placed on machines of several kinds")
+        raise ValueError("the plan has no replica placement")
     return _Step(costs, plan, global_batch).run()
 
 

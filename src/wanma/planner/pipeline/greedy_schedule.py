@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from wanma.planner.pipeline.operation import Interval, Operation, OperationKind, StageCost
 
-_KINDS: tuple[OperationKind, ...] = ("backward", "forward", "weights")
+_KINDS: tuple[OperationKind, ...] = ("backward", "forward", "weight gradient")
 """Kinds of operations in the order in which a rank prefers them."""
 _BACKWARD, _FORWARD, _WEIGHTS = range(3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-OperationKind = Literal["forward", "backward", "weights"]
+OperationKind = Literal["forward", "backward", "weight gradient"]
 
 
 class Operation(NamedTuple):

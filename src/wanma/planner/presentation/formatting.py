@@ -8,20 +8,17 @@ from itertools import groupby
 from typing import NamedTuple
 
 from wanma.job.cluster import Cluster
-from wanma.job.forecast.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
+from wanma.job.forecast.forecast import MEMORY_KINDS, STEP_TIME_KINDS, Forecast, StepTime, Workload
 from wanma.job.plan.plan import MESH_DIMS, Plan
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, percent_text
 from wanma.planner.rules.compression import compression_text
 
 
 class TimeKind(NamedTuple):
-    """Kind of a step's time, with its name and appearance."""
+    """Kind of a step's time, with its appearance."""
 
     field: str
     """Field of `StepTime`."""
-    name: str
-    mesh_dimension: str
-    """Mesh dimension that causes the time; empty for kinds that every plan has."""
     colour: int
     """Number of a colour, 1 to 8, as in page.css."""
     style: str
@@ -30,22 +27,21 @@ class TimeKind(NamedTuple):
     """Character of the terminal's bar, distinct also without colours."""
 
     @property
-    def label(self) -> str:
-        """Return the name with its mesh dimension: 'exposed communication (tp)'."""
-        return f"{self.name} ({self.mesh_dimension})" if self.mesh_dimension else self.name
+    def name(self) -> str:
+        return STEP_TIME_KINDS[self.field]
 
 
 TIME_KINDS = (
-    TimeKind("compute", "compute", "", 1, "blue", "█"),
-    TimeKind("tensor", "exposed communication", "tp", 2, "yellow", "▓"),
-    TimeKind("context", "exposed communication", "cp", 8, "cyan", "c"),
-    TimeKind("expert", "exposed communication", "ep", 4, "magenta", "e"),
-    TimeKind("data", "exposed communication", "dp", 3, "green", "▒"),
-    TimeKind("moving", "exposed offload transfer", "", 6, "bright_yellow", "m"),
-    TimeKind("bubble", "pipeline bubble", "pp", 7, "bright_black", "░"),
-    TimeKind("optimizer", "optimizer", "", 5, "red", "o"),
-    TimeKind("loading", "exposed data loading", "", 6, "bright_red", "l"),
-    TimeKind("checkpoint", "checkpoint saving", "", 6, "bright_red", "s"),
+    TimeKind("compute", 1, "blue", "█"),
+    TimeKind("tensor", 2, "yellow", "▓"),
+    TimeKind("context", 8, "cyan", "c"),
+    TimeKind("expert", 4, "magenta", "e"),
+    TimeKind("data", 3, "green", "▒"),
+    TimeKind("moving", 6, "bright_yellow", "m"),
+    TimeKind("bubble", 7, "bright_black", "░"),
+    TimeKind("optimizer", 5, "red", "o"),
+    TimeKind("loading", 6, "bright_red", "l"),
+    TimeKind("checkpoint", 6, "bright_red", "s"),
 )
 
 MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))

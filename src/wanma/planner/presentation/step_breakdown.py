@@ -40,7 +40,7 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
     table.add_column()
     for kind, seconds, share in time_shares(step):
         bar = Text(kind.glyph * max(round(BAR_WIDTH * share), 1), style=kind.style)
-        table.add_row(kind.label, duration_text(seconds), percent_text(share), bar)
+        table.add_row(kind.name, duration_text(seconds), percent_text(share), bar)
     parts: list[RenderableType] = [Text(", ".join(facts)), table]
     if run := run_cost_text(forecast):
         parts.append(Text(f"complete run: {run}"))
@@ -68,5 +68,5 @@ def time_legend(steps: Iterable[StepTime]) -> Text:
     for kind in TIME_KINDS:
         if kind.field in seen:
             legend.append(kind.glyph, style=kind.style)
-            legend.append(f" {kind.label}   ", style="dim")
+            legend.append(f" {kind.name}   ", style="dim")
     return legend

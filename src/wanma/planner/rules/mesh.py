@@ -41,7 +41,7 @@ def check_mesh(job: Job, plan: Plan, cluster: Cluster) -> None:
     if world % nodes:
         raise JobError(
             f"the plan has {count_text(world, 'rank')}, which is not a multiple of cluster.nodes = {nodes}",
-            "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
+            "set pp, dp_replicate, dp_shard, cp and tp so that their product is a multiple of the nodes",
         )
     if nodes > 1 and job.cluster.rendezvous is None:
         raise JobError(
