@@ -107,7 +107,10 @@ def halved(step: int) -> float:
 
 def test_what_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for arguments, says in (
-        ({"optimizer": torch.optim.SGD(Plain().parameters(), lr=1.0)}, "made already"),
+        (
+            {"optimizer": torch.optim.SGD(Plain().parameters(), lr=1.0)},
+            "built before its parameters are sharded",
+        ),
         ({"schedule": 0.5}, "schedule is a float"),
         ({"callbacks": [print]}, "is no wanma.Callback"),
     ):

@@ -228,9 +228,9 @@ def test_without_an_example_the_utilisation_is_unknown(
     ("example", "told"),
     [
         (torch.empty(2, 5), "cannot measure Plain without running it"),
-        ((), "is not what a model's forward takes"),
-        (torch.tensor(1.0), "is not what a model's forward takes"),
-        ([3], "is not what a model's forward takes"),
+        ((), "example must hold tensors"),
+        (torch.tensor(1.0), "example must hold tensors"),
+        ([3], "example must hold tensors"),
     ],
     ids=["other shape", "nothing", "no samples", "no tensor"],
 )

@@ -166,16 +166,14 @@ def test_of_own_decoders_all_matrices_but_embedding_and_head_are_hidden(
 
 def test_the_role_of_a_lone_matrix_can_be_said() -> None:
     roles = find_parameter_roles(Scaled())
-    with pytest.raises(
-        JobError, match=r"places is a matrix that its module holds by itself(.|\n)*muon = true"
-    ):
+    with pytest.raises(JobError, match=r"places is a matrix of a custom module(.|\n)*muon = true"):
         parameter_rules(roles, TrainSection(optimizer="muon"))
     for said in (True, False):
         groups: Any = [{"match": "places", "muon": said}]
         rules = parameter_rules(roles, TrainSection(optimizer="muon", parameter_groups=groups))
         assert rules["places"].is_orthogonalised is said
     wrong = TrainSection(optimizer="muon", parameter_groups=[{"match": "token", "muon": True}])
-    with pytest.raises(JobError, match="which is no matrix"):
+    with pytest.raises(JobError, match="which is not a matrix"):
         parameter_rules(roles, wrong)
 
 

@@ -29,8 +29,8 @@ WITH_OTHER_TARGETS = Case(loss="in_batch_negatives", entry="session")
 REFUSED = {
     "complex_parameter": "is complex",
     "lazy_linear": "has no shape before the first forward",
-    "kept_weight": "by another reference",
-    "kept_first_weight": "by another reference",
+    "kept_weight": "an old reference to this parameter",
+    "kept_first_weight": "an old reference to this parameter",
     "one_storage": "memory",
 }
 """Words of the refusal of what no layout can do."""

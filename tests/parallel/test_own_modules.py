@@ -170,7 +170,7 @@ def test_sparse_gradients_are_refused_by_name(trained: bool) -> None:
 @pytest.mark.parametrize("trained", [True, False])
 def test_weights_in_16_bits_are_not_trained(trained: bool) -> None:
     low = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(trained)
-    expected = r"Sequential: 1\.weight is bfloat16, and weights that are trained are kept in fp32"
+    expected = r"Sequential: 1\.weight is bfloat16, but trained weights must be fp32"
     builds_if(not trained, nn.Sequential(nn.Linear(2, 2), low), expected)
 
 
@@ -178,7 +178,7 @@ def test_weights_in_16_bits_are_not_trained(trained: bool) -> None:
 def test_running_statistics_of_ones_own_samples_are_for_one_rank(ranks: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2, track_running_stats=True))
     builds_if(
-        ranks == 1, model, r"the running statistics of 1 are of the samples that a rank sees, so 2", ranks
+        ranks == 1, model, r"the running statistics of 1 cover only the samples of one rank, so 2", ranks
     )
 
 

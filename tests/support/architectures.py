@@ -392,8 +392,8 @@ def short(told: str) -> str:
 
 _WORDS = {
     "^equal$": "✓",
-    "has no matrix that may be split": "no plan",
-    "does not say what .* does with a part of the sequence": "whole only",
+    "has no matrix that (can|may) be split": "no plan",
+    "does not (say what|declare how) .* a part of the sequence": "whole only",
     "its attention cannot be replaced": "its attention cannot be replaced",
     "routed experts are not those": "routed experts other than Mixtral's and Qwen3-MoE's",
     "has layers of .* \\(layer_types\\)": "layers that mix tokens in other ways than attention",

@@ -177,7 +177,7 @@ class Listed(Body):
 
 
 def test_a_flag_that_reaches_no_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="requires_grad was set by another reference"):
+    with pytest.raises(AssertionError, match="requires_grad was set on an old reference"):
         trained(tmp_path / "run", full_batch_job(1), LAYOUTS["one"], seeded(Listed), DATA)
 
 

@@ -372,8 +372,8 @@ def _require_fp32_weights(module: nn.Module, spec: ModelSpec) -> None:
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise JobError(
-                f"{spec.name}: {name} is {dtype}, and weights that are trained are kept in fp32",
-                "build the model in fp32 (model.float()); train.precision says in what it computes",
+                f"{spec.name}: {name} is {dtype}, but trained weights must be fp32",
+                "build the model in fp32 (model.float()); train.precision sets the precision of computation",
             )
 
 
@@ -381,8 +381,8 @@ def _require_dense_gradients(module: nn.Module, spec: ModelSpec) -> None:
     for name, table in module.named_modules():
         if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.sparse and table.weight.requires_grad:
             raise JobError(
-                f"{spec.name}: {name or type(table).__name__} makes sparse gradients, and wanma sums and "
-                "applies them as whole tensors",
+                f"{spec.name}: {name or type(table).__name__} makes sparse gradients, but only dense "
+                "gradients are supported",
                 "build it with sparse=False",
             )
 
@@ -391,23 +391,25 @@ def _require_layout_independence(module: nn.Module, spec: ModelSpec, plan: Plan)
     """Refuse modules that cannot give the same numbers on several ranks."""
     if (drawing := find_unkeyed_random_modules(module)) and (splits := _setting_against_keyed_draws(plan)):
         raise JobError(
-            f"{spec.name}: {drawing[0]} draws random numbers, which cannot be keyed by sample under {splits}",
-            "use nn.Dropout modules, or data-parallel axes alone (dp_replicate, dp_shard) without compile",
+            f"{spec.name}: {drawing[0]} draws random numbers, but random numbers keyed by sample are "
+            f"not supported under {splits}",
+            "use nn.Dropout modules, or only data-parallel dimensions (dp_replicate, dp_shard) "
+            "without parallel.compile",
         )
     if plan.data_parallel_size == 1:
         return
     if coupled := find_sample_coupling_modules(module):
         raise JobError(
-            f"{spec.name}: {coupled[0]} computes statistics over whatever samples share a micro-batch, so "
+            f"{spec.name}: {coupled[0]} computes statistics over all samples of a micro-batch, so "
             f"{plan.data_parallel_size} data ranks would train another model than one",
-            "let its forward call super().forward, or one of torch's batch normalisations: wanma makes their "
-            "statistics those of model.batch_norm_group samples",
+            "call super().forward or a torch batch normalization in its forward: wanma computes their "
+            "statistics over model.batch_norm_group samples",
         )
     if keeping := find_instance_norm_statistics(module):
         raise JobError(
-            f"{spec.name}: the running statistics of {keeping[0]} are of the samples that a rank sees, so "
+            f"{spec.name}: the running statistics of {keeping[0]} cover only the samples of one rank, so "
             f"{plan.data_parallel_size} data ranks would evaluate another model than one",
-            "let it keep none: track_running_stats=False",
+            "build it with track_running_stats=False",
         )
 
 

@@ -116,7 +116,9 @@ def test_a_dataset_and_a_loss_of_ones_own_follow_one_process(kind: Any, tmp_path
 
 def test_a_dataset_without_sequences_is_refused(tmp_path: Path) -> None:
     text = own_data({"sequence": 6})
-    with pytest.raises(AssertionError, match=r"parallel.cp = 2: samples of 6 positions cannot be cut evenly"):
+    with pytest.raises(
+        AssertionError, match=r"parallel.cp = 2: samples of 6 positions cannot be split evenly"
+    ):
         spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
 
 

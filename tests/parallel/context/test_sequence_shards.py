@@ -141,7 +141,9 @@ def test_without_either_a_batch_is_left_alone() -> None:
 )
 def test_what_has_no_sequence_is_refused(inputs: Tensor, targets: Tensor) -> None:
     whole = batch(inputs, targets=targets)
-    with pytest.raises(WanmaError, match=r"parallel.cp = 2 cuts sequences, but a sample has inputs of shape"):
+    with pytest.raises(
+        WanmaError, match=r"parallel.cp = 2 splits sequences, but a sample has inputs of shape"
+    ):
         shard_sequence(whole, grid(Plan(cp=2), 0))
 
 

@@ -73,7 +73,7 @@ def test_zero_3_follows_one_process(kind: type[nn.Module], collectives: str, tmp
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Penalised, r"reads parameters of a block that does not compute .*\n.*'gradients'"),
+        (Penalised, r"reads parameters of a block outside the forward pass .*\n.*'gradients'"),
         (InPlace, r"a block changes its input in place.*\n.*'optimizer'"),
     ],
 )

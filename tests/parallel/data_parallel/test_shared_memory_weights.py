@@ -203,7 +203,7 @@ def changed_in_forward(worker: WorkerContext) -> str:
 
 def test_weights_that_change_as_they_compute_are_refused_by_name() -> None:
     for message in run_ranks(changed_in_forward, 2, ()):
-        assert message.startswith("embedding.weight was changed in a forward pass")
+        assert message.startswith("embedding.weight was modified in a forward pass")
 
 
 def changed_between_steps(worker: WorkerContext, precision: Any) -> list[float]:

@@ -122,7 +122,9 @@ def test_replicas_make_the_same_change(kind: type[nn.Module], plan: Plan, tmp_pa
     same_numbers(one, spread_over(tmp_path / "many", job(tmp_path), plan, objects=objects))
 
 
-SHARED_OUT = r"{} was changed in a forward pass, which does not compute with .*\n.*parallel\.shard = 'none'"
+SHARED_OUT = (
+    r"{} was modified in a forward pass, but the forward pass uses a gathered .*\n.*parallel\.shard = 'none'"
+)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ SHARED_OUT = r"{} was changed in a forward pass, which does not compute with .*\
         (Assigned, Plan(dp_shard=2, shard="parameters"), "auto", SHARED_OUT.format("first.weight")),
         (Taught, Plan(dp_shard=2, shard="gradients"), "gloo", SHARED_OUT.format("teacher.weight")),
         (Taught, Plan(dp_shard=2, shard="parameters"), "auto", SHARED_OUT.format("teacher.weight")),
-        (Taught, Plan(micro_batch=4), "auto", r"teacher.weight was changed .* several"),
-        (Renormed, REPLICAS, "auto", r"table.weight depends on the forward passes before"),
+        (Taught, Plan(micro_batch=4), "auto", r"teacher.weight was modified .* per micro-batch"),
+        (Renormed, REPLICAS, "auto", r"table.weight depends on earlier forward passes"),
     ],
 )
 def test_a_change_that_would_be_lost_or_made_otherwise_is_refused(
@@ -171,7 +173,7 @@ class WrittenLayer(nn.Linear):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (ClampedLayer, r"1.weight was changed in a forward pass, of which a step has several"),
+        (ClampedLayer, r"1.weight was modified in a forward pass, but a step has one forward pass per"),
         (WrittenLayer, r"parallel.pp = 2: a tensor that backward needs was changed in place.*\n.*self.x = "),
     ],
 )
@@ -213,7 +215,9 @@ def test_micro_batches_that_each_change_a_weight_late_are_refused() -> None:
     changes = ForwardChangeCheck(["weight"])
     for number in range(100):
         step(changes, weight, 1.0 if number < 80 else 0.9)
-    with pytest.raises(JobError, match="weight was changed in a forward pass, of which a step has several"):
+    with pytest.raises(
+        JobError, match="weight was modified in a forward pass, but a step has one forward pass per"
+    ):
         step(changes, weight, 0.9)
 
 

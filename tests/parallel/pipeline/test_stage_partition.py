@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[nn.Module, ParallelSpec | None, str]] = {
     "statistics over samples": (
         nn.Sequential(nn.Linear(2, 2), GroupedBatchNorm(2, group_size=4)),
         None,
-        "batch normalisation",
+        "batch normalization",
     ),
 }
 
@@ -210,7 +210,9 @@ def test_parts_that_compute_with_anothers_parameters_are_refused(hidden: bool, t
     first = nn.Linear(6, 6)
     model = nn.Sequential(first, nn.Linear(6, 6), Borrowing(first, hidden), nn.Linear(6, 2))
     expected = (
-        r"0\.weight: the model computes" if hidden else r"a part of the model holds 0\.weight of another"
+        r"0\.weight: the forward pass uses an old reference"
+        if hidden
+        else r"a part of the model holds a reference to 0\.weight of another"
     )
     plan = Plan(pp=2, stage_cuts=(2,), micro_batch=2)
     with pytest.raises(AssertionError, match=expected):
@@ -221,7 +223,7 @@ def test_hooks_that_every_stage_would_run_are_refused() -> None:
     for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
         model = sequence(2, 2, 2)
         getattr(model, register)(print)
-        with pytest.raises(JobError, match=r"Sequential has a hook, which every stage would run"):
+        with pytest.raises(JobError, match=r"Sequential has a hook, but every stage would run"):
             pipeline_parallel_spec(model, None, Plan(pp=2))
 
 
@@ -232,7 +234,7 @@ class Pairs(nn.Module):
 
 def test_a_stage_that_puts_out_something_else_than_one_tensor_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 6), Pairs(), nn.Linear(6, 6), nn.Linear(6, 2))
-    with pytest.raises(AssertionError, match=r"stage 0 puts out a tuple"):
+    with pytest.raises(AssertionError, match=r"the output of stage 0 is a tuple"):
         spread_over(
             tmp_path,
             JOB,

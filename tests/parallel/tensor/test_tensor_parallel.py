@@ -369,10 +369,10 @@ def test_biases_and_padding_have_the_gradients_of_one_process(sequence: bool) ->
 @pytest.mark.parametrize(
     ("roles", "length", "ranks", "message"),
     [
-        ({name: role for name, role in ROLES.items() if name != "norm"}, 8, 2, "what norm does with a part"),
-        (ROLES, 7, 2, "7 tokens does not divide among 2 tensor ranks"),
+        ({name: role for name, role in ROLES.items() if name != "norm"}, 8, 2, "how norm handles a part"),
+        (ROLES, 7, 2, "7 tokens cannot be split evenly over 2 tensor-parallel ranks"),
         (ROLES, 8, 5, r"tp = 5 does not divide dim 0 of embedding.weight, \(12, 6\)"),
-        ({}, 8, 2, "Small has no matrix that may be split"),
+        ({}, 8, 2, "Small has no matrix that can be split"),
     ],
 )
 def test_what_cannot_be_split_is_refused(

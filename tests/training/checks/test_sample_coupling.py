@@ -241,7 +241,7 @@ def logarithms_of_distances(output: Tensor, targets: Tensor) -> Tensor:
 def test_what_cannot_be_checked_is_told(tmp_path: Path) -> None:
     run = train(tmp_path, ACCUMULATING.with_changes(micro_batch=4), model=seeded(Plain), loss=picky)
     told = (run.directory / "events.jsonl").read_text()
-    assert told.count("it could not be checked") == 1
+    assert told.count("could not check") == 1
     assert "the loss picky failed: ValueError: a sample came twice" in told
     sound = train(
         tmp_path / "sound",
@@ -249,7 +249,7 @@ def test_what_cannot_be_checked_is_told(tmp_path: Path) -> None:
         model=seeded(Plain),
         loss=cross_entropies,
     )
-    assert "it could not be checked" not in (sound.directory / "events.jsonl").read_text()
+    assert "could not check" not in (sound.directory / "events.jsonl").read_text()
 
 
 def test_losses_that_only_copies_make_infinite_are_coupled(tmp_path: Path) -> None:

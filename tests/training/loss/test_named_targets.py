@@ -94,8 +94,16 @@ def test_a_dict_without_a_loss_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "says", "way_out"),
     [
-        (Plan(pp=2), "a dict of class, norm, .* last stage computes cross entropy", "pp = 1 and give a loss"),
-        (Plan(cp=2), "a dict of class, norm, .* a part of each sequence", "cp = 1 .*one target by position"),
+        (
+            Plan(pp=2),
+            "a dict of class, norm, .* last pipeline stage computes cross entropy",
+            "pp = 1 and use a custom loss",
+        ),
+        (
+            Plan(cp=2),
+            "a dict of class, norm, .* a part of each sequence",
+            "cp = 1 .*single target with one value per position",
+        ),
     ],
     ids=["pipeline", "context"],
 )
@@ -113,5 +121,5 @@ def test_a_layout_that_takes_one_target_is_refused_before_the_first_step(
 
 def test_ranks_of_a_pipeline_refuse_a_dict(tmp_path: Path) -> None:
     plan = Plan(pp=2, micro_batch=2, precision="fp64")
-    with pytest.raises(AssertionError, match="a dict of class, norm, which only a loss"):
+    with pytest.raises(AssertionError, match="a dict of class, norm, which needs a custom loss"):
         run_job(tmp_path, session_job(), plan, objects())

@@ -69,9 +69,9 @@ class Twice(Numbers):
 
 
 def test_a_loss_with_parameters_is_refused_and_one_whose_are_frozen_is_not() -> None:
-    with pytest.raises(JobError, match=r"Margins has parameters of its own, such as shift") as error:
+    with pytest.raises(JobError, match=r"Margins has trainable parameters, such as shift") as error:
         check_loss(Margins())
-    assert "make it a part of the model" in (error.value.hint or "")
+    assert "move these weights into the model" in (error.value.hint or "")
     check_loss(Margins().requires_grad_(False))
 
 
@@ -81,7 +81,7 @@ def test_weights_that_a_function_holds_are_refused_before_they_would_have_been_u
 ) -> None:
     model, margins, targets = Plain(), Margins(), torch.tensor([0, 1])
     loss = prepare_loss(make(margins), model, CPU, None)
-    with pytest.raises(WanmaError, match="weights that are not the model's and get a gradient"):
+    with pytest.raises(WanmaError, match="with a gradient that are not part of the model"):
         loss(model(torch.randn(2, 8)), targets).sum().backward()
     with torch.no_grad():
         margins.shift.grad = None
@@ -108,7 +108,7 @@ def test_a_loss_that_changes_its_buffers_is_refused_in_its_first_call() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "told"),
-    [(nn.CrossEntropyLoss, r"CrossEntropyLoss\(reduction='none'\)"), ("mse", "give a function")],
+    [(nn.CrossEntropyLoss, r"CrossEntropyLoss\(reduction='none'\)"), ("mse", "pass a function")],
 )
 def test_what_is_no_loss_is_refused_before_anything_starts(loss: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(JobError) as error:

@@ -122,8 +122,8 @@ def broken(output: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("metric", "told"),
     [
-        (mean_of_the_batch, r"metric 'mine' returned Tensor of shape \(\) for .* which cannot be added up"),
-        (spread_of_the_batch, r"metric 'mine' depends on which samples are in a batch together"),
+        (mean_of_the_batch, r"metric 'mine' returned Tensor of shape \(\) for .* which cannot be summed"),
+        (spread_of_the_batch, r"metric 'mine' depends on the division into batches"),
         (
             broken,
             r"metric 'mine' failed: IndexError: index 7 is out of [^\n]*\n"
@@ -169,7 +169,7 @@ def test_values_that_are_of_no_sample_are_refused() -> None:
         sum_and_count("f", 0.5, 3)
     with pytest.raises(WanmaError, match=r"returned Tensor of shape \(2,\) for 3 samples"):
         sum_and_count("f", torch.ones(2), 3)
-    with pytest.raises(WanmaError, match=r"second part does not say what counts"):
+    with pytest.raises(WanmaError, match=r"second part is not a mask, weights or a count"):
         sum_and_count("f", (torch.ones(3), "all"), 3)
     assert sum_and_count("f", (torch.tensor(4.0), 2), 3) == (4.0, 2.0)
 
@@ -195,5 +195,5 @@ def test_rows_that_fill_up_reach_no_metric() -> None:
 def test_a_validation_of_ones_own_gives_the_same_names_every_time() -> None:
     given = ReportedMetrics()
     given.add({"a": torch.ones(2)}, 2, torch.ones(2, dtype=torch.bool))
-    with pytest.raises(WanmaError, match="gave the metrics b after a"):
+    with pytest.raises(WanmaError, match="returned the metrics b, but a for an earlier batch"):
         given.add({"b": torch.ones(2)}, 2, torch.ones(2, dtype=torch.bool))

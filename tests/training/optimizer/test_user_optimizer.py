@@ -160,13 +160,13 @@ def test_what_an_optimizer_couples_is_found_out() -> None:
         (
             Scaled,
             {"dp_shard": 2, "shard": "gradients"},
-            "Scaled looks at whole tensors, which parallel.dp_shard = 2 would",
+            "Scaled needs full tensors, but parallel.dp_shard = 2 would",
         ),
-        (Scaled, {"tp": 2}, "Scaled looks at whole tensors, which parallel.tp = 2 would split"),
-        (Clipped, {"pp": 2}, "Clipped looks at several tensors together, which parallel.pp = 2 would split"),
+        (Scaled, {"tp": 2}, "Scaled needs full tensors, but parallel.tp = 2 would split"),
+        (Clipped, {"pp": 2}, "Clipped needs several tensors together, but parallel.pp = 2 would split"),
         (Noisy, {}, "Noisy draws random numbers"),
-        (Forgetful, {}, "Forgetful does not carry on from a checkpoint"),
-        (torch.optim.LBFGS, {}, r"LBFGS (failed in its step|cannot be made)"),
+        (Forgetful, {}, "Forgetful does not resume exactly from a checkpoint"),
+        (torch.optim.LBFGS, {}, r"LBFGS (failed in its step|cannot be built)"),
         (
             lambda groups: torch.optim.SGD([p for g in groups for p in g["params"]]),
             {},
@@ -195,9 +195,9 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
         return float(len(asked))
 
     for schedule, told in (
-        (counting, "another rate when it is asked again"),
-        (lambda step: math.nan * step, "gives nan at step 0"),
-        (lambda step: 1 / (step - 1), "ZeroDivisionError|gives -1"),
+        (counting, "another value for the same step"),
+        (lambda step: math.nan * step, "returned nan at step 0"),
+        (lambda step: 1 / (step - 1), "ZeroDivisionError|returned -1"),
         (0.1, "schedule is a float"),
     ):
         with pytest.raises(JobError, match=told):
@@ -206,7 +206,7 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
 
 def test_one_that_is_made_already_or_named_twice_is_refused() -> None:
     made = torch.optim.SGD(Plain().parameters())
-    with pytest.raises(JobError, match="optimizer is a SGD that is made already"):
+    with pytest.raises(JobError, match="optimizer is a SGD instance, built before"):
         wanma.train({}, model=Plain(), data=Numbers(), optimizer=made)
     with pytest.raises(JobError, match=r"optimizer= is given, and the job has train\.optimizer, too"):
         wanma.train({"train": {"optimizer": "sgd"}}, model=Plain(), data=Numbers(), optimizer=Signs)

@@ -45,8 +45,9 @@ def all_to_all_attention(
     ranks, heads = group.size(), key.shape[2]
     if query.shape[2] % ranks:
         raise JobError(
-            f"parallel.cp_method = 'all_to_all': {ranks} context ranks cannot share {query.shape[2]} heads",
-            "set parallel.cp_method = 'ring', or use a cp × tp that divides the heads",
+            f"parallel.cp_method = 'all_to_all': {ranks} context-parallel ranks do not divide "
+            f"{query.shape[2]} heads",
+            "set parallel.cp_method = 'ring', or choose a cp × tp that divides the heads",
         )
     repeats = ranks // math.gcd(heads, ranks)
     key, value = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (key, value))

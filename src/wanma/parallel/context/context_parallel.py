@@ -34,8 +34,8 @@ def apply_context_parallel(
     # A pipeline's first and last stages may have no blocks.
     if pattern is None or (not cores and plan.pp == 1):
         raise JobError(
-            f"parallel.cp = {plan.cp}: {type(model).__name__} does not declare its attention, "
-            "which must see what other ranks hold of a sequence",
+            f"parallel.cp = {plan.cp}: {type(model).__name__} does not declare its attention, which needs "
+            "the parts of the sequence on other ranks",
             "set parallel.cp = 1 and use the ranks as dp_replicate or dp_shard",
         )
     for name in cores:
@@ -46,8 +46,8 @@ def apply_context_parallel(
             model.set_submodule(name, RingAttention(group))
         else:
             raise JobError(
-                f"parallel.cp_method = 'ring': {name} is a {type(core).__name__}, and a ring computes plain "
-                "dot-product attention only",
+                f"parallel.cp_method = 'ring': {name} is a {type(core).__name__}, but ring attention "
+                "supports only plain dot-product attention",
                 "set parallel.cp_method = 'all_to_all'",
             )
     if parallel_spec.mask_module is not None:

@@ -85,24 +85,25 @@ def _checked_sequence_length(batch: Batch, plan: Plan) -> int:
     data = batch.inputs[0] if batch.inputs else batch.targets  # a dataset may give all inputs by name
     if data.ndim < 2 or (plan.cp > 1 and not _is_sequence(batch.targets, data.shape[1])):
         raise WanmaError(
-            f"{key} cuts sequences, but a sample has inputs of shape {tuple(data.shape[1:])} and targets of "
-            f"shape {tuple(batch.targets.shape[1:])}",
-            "give inputs and targets whose first dim is the sequence, or use the ranks as dp_replicate or "
+            f"{key} splits sequences, but a sample has inputs of shape {tuple(data.shape[1:])} and "
+            f"targets of shape {tuple(batch.targets.shape[1:])}",
+            "make the sequence the first dim of inputs and targets, or use the ranks as dp_replicate or "
             "dp_shard",
         )
     length, unit = data.shape[1], plan.sequence_length_multiple
     if length % unit:
         raise WanmaError(
-            f"{key}: samples of {length} positions cannot be cut evenly",
-            f"use sequences whose length is a multiple of {unit}, or fewer ranks",
+            f"{key}: samples of {length} positions cannot be split evenly",
+            f"use a sequence length that is a multiple of {unit}, or fewer ranks",
         )
     given = {**{f"input {n}": tensor for n, tensor in enumerate(batch.inputs)}, **batch.keywords}
     for name, tensor in given.items():
         if plan.cp > 1 and length in tensor.shape[2:]:
             raise WanmaError(
-                f"{key}: {name} has the shape {tuple(tensor.shape[1:])} per sample, and seems to set each of "
-                f"{length} positions against all others, which no context rank holds",
-                "leave masks to documents (rows, sequence), or set parallel.cp = 1",
+                f"{key}: {name} has the shape {tuple(tensor.shape[1:])} per sample and seems to relate "
+                f"each of the {length} positions to all others, but each rank holds a part of the "
+                "positions",
+                "replace the mask by document ids (rows, sequence), or set parallel.cp = 1",
             )
     return length
 

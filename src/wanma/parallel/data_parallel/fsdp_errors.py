@@ -14,17 +14,17 @@ def to_job_error(error: Exception, plan: Plan) -> JobError | None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text and plan.reshards_after_forward:
         return JobError(
-            f"parallel.shard = '{plan.shard}': the model or the loss reads parameters of a block that does "
-            "not compute at the time, and has parts of them only",
-            "read them in the block's own forward, or set parallel.shard = 'gradients' and leave "
-            "parallel.offload_parameters out",
+            f"parallel.shard = '{plan.shard}': the model or the loss reads parameters of a block outside "
+            "the forward pass of the block, where they are sharded",
+            "read them in the block's own forward, or set parallel.shard = 'gradients' and unset "
+            "parallel.offload_parameters",
         )
     if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
         out = "optimizer" if plan.device == "cpu" else "none"
         return JobError(
-            f"parallel.shard = '{plan.shard}': a block changes its input in place, which is a view where "
-            "blocks are sharded one by one",
-            f"let its first operation make a new tensor (inplace=False), or set parallel.shard = '{out}'",
+            f"parallel.shard = '{plan.shard}': a block changes its input in place, but the input of a "
+            "sharded block is a view",
+            f"make its first operation out of place (inplace=False), or set parallel.shard = '{out}'",
         )
     return None
 

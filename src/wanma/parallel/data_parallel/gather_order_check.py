@@ -139,16 +139,14 @@ class GatherOrderCheck:
         return check
 
     def _describe_action(self, number: int) -> str:
-        return (
-            f"gathers {self._names[number]}" if number < len(self._names) else "has gathered all that it uses"
-        )
+        return f"gathers {self._names[number]}" if number < len(self._names) else "has finished its gathers"
 
     def _order_error(self, what: str) -> AllRanksError:
         out = "gradients" if self._plan.device == "cpu" else "none"
         return AllRanksError(
-            f"parallel.shard = '{self._plan.shard}': {what}, and they can do so only together",
-            f"the model uses other parts of itself for other samples: set parallel.shard = '{out}', or use "
-            "the same parts in the same order for every batch",
+            f"parallel.shard = '{self._plan.shard}': {what}, but a gather needs all ranks",
+            f"set parallel.shard = '{out}', or use the same modules in the same order for every batch: "
+            "the modules that the model uses depend on the samples",
         )
 
 

@@ -163,9 +163,9 @@ class _SharedRows:
         rows = max(sizes[self.gatherer.data_rank], 1)
         if x.ndim == 0 or x.shape[0] != rows:
             raise WanmaError(
-                f"wanma.global_batch was given a tensor of shape {tuple(x.shape)}, but this rank's batch has "
-                f"{rows} rows",
-                "dim 0 must be the samples of the batch: stack what belongs to one sample along another dim",
+                f"wanma.global_batch: the tensor has shape {tuple(x.shape)}, but the batch of this rank "
+                f"has {rows} rows",
+                "make dim 0 the samples of the batch: stack the values of one sample along another dim",
             )
         return sizes
 
@@ -183,8 +183,8 @@ _process = _Process()
 def _rows() -> GlobalBatchRows:
     if _process.rows is None:
         raise WanmaError(
-            "wanma.global_batch was called between two batches, where there is no global batch",
-            "call it in the loss or the forward of a batch that session.batches gives, or in validate=",
+            "wanma.global_batch was called between two batches",
+            "call it in the loss or the forward pass of a batch of session.batches, or in validate=",
         )
     return _process.rows
 
@@ -198,23 +198,25 @@ def _gather_obstacle(plan: Plan, samples: int) -> tuple[str, str] | None:
     """Return the reason and way out of a plan that cannot gather; None where it can."""
     if plan.pp > 1:
         return (
-            "a pipeline computes the micro-batches of a step one after the other",
-            "set parallel.pp = 1; data-parallel axes (dp_replicate, dp_shard) hold the global batch at once",
+            "a pipeline computes the micro-batches of a step one after another",
+            (
+                "set parallel.pp = 1; data-parallel dimensions (dp_replicate, dp_shard) hold the global "
+                "batch at once"
+            ),
         )
     if plan.cp > 1:
         return "ranks of parallel.cp hold parts of each sample", "set parallel.cp = 1"
     if plan.sites > 1:
         return (
-            f"{plan.sites} sites train on their own parts of it and do not agree at every step",
-            "train without parallel.synchronization",
+            f"{plan.sites} sites train on their own parts of it and do not synchronize at every step",
+            "unset parallel.synchronization",
         )
     count = plan.gradient_accumulation_steps(samples)
     if count > 1:
         return (
-            f"a rank computes its part of {samples} samples in {count} micro-batches, one after the other",
-            f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}, so that one holds them all; "
-            "parallel."
-            "recompute = 'full' and more data ranks save memory",
+            (f"a rank computes its part of {samples} samples in {count} micro-batches, one after another"),
+            f"set parallel.micro_batch = {plan.max_rows_per_data_rank(samples)}, for one micro-batch per "
+            "step; parallel.recompute = 'full' and more data ranks save memory",
         )
     return None
 

@@ -217,8 +217,10 @@ class SharedMemoryParameter:
         if self._is_shard:
             if local.dtype != self._own_part.dtype:
                 raise WanmaError(
-                    f"{self._name} has become {local.dtype} after it was prepared as {self._own_part.dtype}",
-                    "convert the model before it is prepared; train.precision says in what it computes",
+                    f"{self._name} was converted from {self._own_part.dtype} to {local.dtype} after "
+                    "it was prepared",
+                    "convert the model before it is prepared; train.precision sets the precision of "
+                    "computation",
                 )
             mine = self._own_part[: local.numel()].view(local.size())
             if mine.data_ptr() != local.data_ptr():

@@ -48,14 +48,14 @@ def apply_expert_parallel(model: nn.Module, parallel_spec: ParallelSpec, paralle
     if plan.ep > 1 and parallel_spec.expert_modules is None:
         raise JobError(
             f"parallel.ep = {plan.ep}: {type(model).__name__} has no experts",
-            "set parallel.ep = 1, or give the model some (model.experts)",
+            "set parallel.ep = 1, or set model.experts",
         )
     for module in experts if plan.ep * plan.tp > 1 else []:
         if not isinstance(module, Experts):
             raise JobError(
-                f"parallel.ep = {plan.ep}, parallel.tp = {plan.tp}: experts of type {type(module).__name__} "
-                "cannot be split",
-                "set both to 1",
+                f"parallel.ep = {plan.ep}, parallel.tp = {plan.tp}: splitting experts of type "
+                f"{type(module).__name__} is not supported",
+                "set parallel.ep = 1 and parallel.tp = 1",
             )
         _distribute_experts(module, parallel_mesh)
     if plan.sequence_parallel or plan.cp > 1:
@@ -73,7 +73,7 @@ def _distribute_experts(module: Experts, parallel_mesh: ParallelMesh) -> None:
         )
     if width % plan.tp:
         raise JobError(
-            f"parallel.tp = {plan.tp} does not divide the experts' inner width of {width}",
+            f"parallel.tp = {plan.tp} does not divide the experts' feed-forward width of {width}",
             "choose a tp that divides model.expert_feed_forward",
         )
     # FSDP2 takes parameters on a one-dimensional mesh of `tp`, or a two-dimensional one with `ep` before it.

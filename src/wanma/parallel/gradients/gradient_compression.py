@@ -109,7 +109,8 @@ class GradientCompression:
         self.warning = ""
         if native_library is not None and native_library.path is None:
             self.warning = (
-                f"int8 compression takes several times its time on this CPU: {native_library.failure_reason}"
+                "int8 compression is several times slower on this node, because its native library "
+                f"is not available: {native_library.failure_reason}"
             )
         self._layouts: dict[str, GradientLayout] = {}
         self._error_feedbacks: dict[str, ErrorFeedback] = {}

@@ -89,9 +89,9 @@ class GradientHooks:
         plan = self._plan
         if max(plan.tp, plan.ep) > 1 or plan.synchronization is not None:
             raise JobError(
-                f"{name} has a hook on its gradient, which no rank has as a whole before the update",
-                "leave the hook out, or set parallel.tp = 1 and parallel.ep = 1 and leave "
-                "parallel.synchronization out",
+                f"{name} has a gradient hook, but no rank holds the full gradient before the update",
+                "remove the hook, or set parallel.tp = 1 and parallel.ep = 1 and unset "
+                "parallel.synchronization",
             )
         self._hooks.setdefault(name, ParameterHooks()).take_from(parameter)
 
@@ -110,8 +110,9 @@ def _run_after_gradient_hooks(
         hook(shown)
     if not torch.equal(shown, value):
         raise WanmaError(
-            f"a hook on {name} changes the parameter itself, which its state is not shown to",
-            "let it change the gradient alone; train.optimizer updates the weights",
+            f"a gradient hook on {name} changes the parameter itself, but the change does not reach "
+            "the trained state",
+            "change only the gradient in the hook: train.optimizer updates the weights",
         )
     return shown.grad
 
@@ -135,8 +136,9 @@ def _full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 def _store_gradient(name: str, whole: Tensor, gradient: Tensor) -> None:
     if whole.shape != gradient.shape:
         raise WanmaError(
-            f"a hook on {name} has made a gradient of shape {tuple(whole.shape)} of {tuple(gradient.shape)}",
-            "return one of the parameter's shape",
+            f"a gradient hook on {name} returned shape {tuple(whole.shape)} for a gradient of shape "
+            f"{tuple(gradient.shape)}",
+            "return a gradient of the parameter's shape",
         )
     if isinstance(gradient, DTensor):
         whole = local_tensor(

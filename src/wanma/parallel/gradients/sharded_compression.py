@@ -146,9 +146,9 @@ def _buffer_slices(layouts: Sequence[GradientLayout], width: int) -> list[tuple[
             ", …" if len(trained) > _MAX_NAMES_IN_MESSAGE else ""
         )
         raise WanmaError(
-            f"one of {names} had no gradient in this step: of sharded parameters, compression needs all",
-            "freeze what does not take part (train.parameter_groups, frozen = true), or leave "
-            "parallel.compression out",
+            "compression of sharded gradients needs a gradient of every trained parameter, but one "
+            f"of {names} had none in this step",
+            "freeze unused parameters (train.parameter_groups, frozen = true), or unset parallel.compression",
         )
     places, start = [], 0
     for layout in trained:

@@ -127,9 +127,8 @@ class DiskPool:
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise WanmaError(
-                f"cannot offload {bytes_text(size)} to {self.folder}, beside "
-                f"{bytes_text(self.reserved_bytes)} there: "
-                f"{error.strerror or error}",
+                f"cannot offload {bytes_text(size)} to {self.folder}, which already holds "
+                f"{bytes_text(self.reserved_bytes)}: {error.strerror or error}",
                 "free space, set cluster.scratch to a folder on another disk, or offload less to disk",
             ) from error
         self.reserved_bytes += size

@@ -78,15 +78,16 @@ def _with_recompute(
             output = checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
         if watches and _versions(arguments) != before:
             raise JobError(
-                f"{name} changes its input in place, which it would find changed when backward runs it again",
+                f"{name} changes its input in place, so recompute in backward would start from the "
+                "changed input",
                 "build it with inplace=False, or set parallel.recompute = 'none'",
             )
         for path, version in _buffer_versions(with_buffers).items() if watches else ():
             if buffers.get(path) != version:
                 raise JobError(
-                    f"{name} changes its buffer {path} as it computes, and would change it once more when "
-                    "backward runs it again",
-                    "set parallel.recompute = 'none', or change it between two steps (wanma.session)",
+                    f"{name} changes its buffer {path} in its forward pass, so recompute in backward "
+                    "would change it twice",
+                    "set parallel.recompute = 'none', or change the buffer between two steps (wanma.session)",
                 )
         return output
 

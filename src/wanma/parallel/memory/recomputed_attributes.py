@@ -68,9 +68,10 @@ class RecomputedAttributeCheck:
         for name in dict.fromkeys((*left, *now)):
             if name not in now or name not in left or not _same(left[name], now[name]):
                 raise JobError(
-                    f"{self._name} changes its attribute {name} as it computes, and once more when backward "
-                    "runs it again",
-                    "set parallel.recompute = 'none', or change it between two steps (wanma.session)",
+                    f"{self._name} changes its attribute {name} in its forward pass, so recompute in "
+                    "backward changes it twice",
+                    "set parallel.recompute = 'none', or change the attribute between two steps "
+                    "(wanma.session)",
                 )
 
 

@@ -34,7 +34,7 @@ def select_backend(worker: WorkerContext, device: torch.device, collectives: Col
     required = collectives == "shared_memory"
     if required and found.path is None:
         raise WanmaError(
-            f"parallel.collectives = 'shared_memory' cannot be done: {found.failure_reason}",
+            f"parallel.collectives = 'shared_memory' is not available: {found.failure_reason}",
             GLOO_FALLBACK_HINT,
         )
     # A rank without the library joins the meeting all the same, so that the others learn of it.
@@ -51,7 +51,7 @@ def load_collectives_library() -> NativeLibrary:
     found = build_and_check_library(COLLECTIVES_SOURCE)
     if found.path is not None and not load_library(found.path).wanma_has_float16():
         return NativeLibrary(
-            None, f"{find_cpp_compiler()} does not know 16-bit numbers (g++ 12 or later does)"
+            None, f"{find_cpp_compiler()} does not support 16-bit floats (g++ 12 or later does)"
         )
     return found
 
@@ -65,7 +65,7 @@ def log_backend(worker: WorkerContext, collectives: CollectiveTransport) -> None
     if worker.rank != 0 or world is None or collectives == "gloo":
         return
     if as_shared_memory_group(world) is not None:
-        print(f"collectives of {world.size()} ranks go over shared memory", flush=True)
+        print(f"collectives of {world.size()} ranks use shared memory", flush=True)
     elif reason := get_fallback_reason(world):
-        text = f"collectives go through Gloo, over TCP: {reason}"
+        text = f"collectives use Gloo over TCP: {reason}"
         worker.supervisor_client.send_event({"kind": "message", "level": "info", "text": text})

@@ -184,9 +184,9 @@ def _device(worker: WorkerContext, plan: Plan) -> torch.device:
         return torch.device("cpu")
     if worker.local_rank >= torch.cuda.device_count():
         raise WanmaError(
-            f"rank {worker.rank}: no GPU for local rank {worker.local_rank}: "
-            f"this node has {torch.cuda.device_count()}",
-            "start fewer ranks here, or set cluster.device = 'cpu'",
+            f"rank {worker.rank}: no GPU for local rank {worker.local_rank} (GPUs on this node: "
+            f"{torch.cuda.device_count()})",
+            "start fewer ranks on this node, or set cluster.device = 'cpu'",
         )
     device = torch.device("cuda", worker.local_rank)
     torch.cuda.set_device(device)

@@ -27,7 +27,7 @@ def replicate_local_over_sites(local: Tensor, like: Tensor, parallel_mesh: Paral
     if not isinstance(like, DTensor):
         return local
     names = like.device_mesh.mesh_dim_names
-    assert names is not None, "the grid names all its axes"
+    assert names is not None, "the mesh names all its dimensions"
     if names[0].startswith("expert"):
         assert parallel_mesh.expert_mesh is not None
         mesh = parallel_mesh.expert_mesh["expert_site", *names]

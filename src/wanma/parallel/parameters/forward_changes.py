@@ -33,7 +33,7 @@ _STEPS_BETWEEN_CHECKS = 100
 To read all weights twice in so many steps costs less than a thousandth of them.
 """
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BETWEEN_STEPS = "change weights between two steps, in a loop of your own (wanma.session)"
+_BETWEEN_STEPS = "change weights between two steps, in a custom loop (wanma.session)"
 
 
 def as_integer_bits(tensor: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ def lost_change_error(name: str, *, on_cpu: bool) -> JobError:
     """Return the refusal of a change to a weight of which ranks compute with copies."""
     replicas = "; replicas in fp32 keep the change (parallel.shard = 'none', train.precision = 'fp32')"
     return JobError(
-        f"{name} was changed in a forward pass, which does not compute with a rank's own weights here: they "
-        "are shared out, or computed with in a lower precision",
-        f"{_BETWEEN_STEPS}, and give nn.Embedding no max_norm{replicas if on_cpu else ''}",
+        f"{name} was modified in a forward pass, but the forward pass uses a gathered or lower-precision "
+        "form of the weights, so the change is lost",
+        f"{_BETWEEN_STEPS}, and unset max_norm of nn.Embedding{replicas if on_cpu else ''}",
     )
 
 
@@ -122,9 +122,9 @@ class ForwardChangeCheck:
             first = self._after_first.get(index)
             if first is None or not torch.equal(first, as_integer_bits(self._tensors[index])):
                 raise JobError(
-                    f"{self._names[index]} was changed in a forward pass, of which a step has several here: "
-                    "one for each micro-batch, where a plain loop over the global batch has one",
-                    f"{_BETWEEN_STEPS}, or let a step be one micro-batch (parallel.micro_batch, "
+                    f"{self._names[index]} was modified in a forward pass, but a step has one forward "
+                    "pass per micro-batch here, where a plain loop over the global batch has one",
+                    f"{_BETWEEN_STEPS}, or use one micro-batch per step (parallel.micro_batch, "
                     "parallel.pp = 1)",
                 )
         self._steps += 1
@@ -144,8 +144,8 @@ class ForwardChangeCheck:
             for name, sums in zip(self._names, zip(*found, strict=True), strict=True):
                 if len(set(sums)) > 1:
                     raise AllRanksError(
-                        f"{name} was changed in a forward pass, and by each replica otherwise",
-                        f"{_BETWEEN_STEPS}, and give nn.Embedding no max_norm",
+                        f"{name} was modified in a forward pass, and the replicas now differ",
+                        f"{_BETWEEN_STEPS}, and unset max_norm of nn.Embedding",
                     )
 
     def _changed(self) -> list[int]:
@@ -231,9 +231,9 @@ def _require_no_hooks(name: str, computing: Any, own: int = 0) -> None:
     """
     if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own:
         raise JobError(
-            f"{name}: a forward pass registers a hook on this parameter, which would see the gradient of "
-            "one micro-batch on one rank",
-            "register it once, before training: then it sees the gradient of the global batch",
+            f"{name}: a forward pass registers a hook on this parameter, but the hook would get the "
+            "gradient of one micro-batch on one rank",
+            "register it once before training: then it gets the gradient of the global batch",
         )
 
 

@@ -46,12 +46,12 @@ def raise_frozen_released(name: str, parameter: torch.Tensor) -> None:
         WanmaError: always.
     """
     if parameter.dtype in LOW_PRECISION_DTYPES:
-        cause = f"it is kept in {str(parameter.dtype).removeprefix('torch.')}, and what is trained in fp32"
+        cause = f"it is {str(parameter.dtype).removeprefix('torch.')}, and trained parameters must be fp32"
     else:
         cause = "the job freezes it (model.lora_rank or train.parameter_groups)"
     raise WanmaError(
         f"{name}: the model sets requires_grad = True, but {cause}",
-        "let the model alone freeze what it trains later, in fp32 and by requires_grad_(False)",
+        "freeze parameters that are trained later only in the model, in fp32, with requires_grad_(False)",
     )
 
 

@@ -41,15 +41,15 @@ class StaleParameterCheck:
             parameter = given()
             if parameter is not None and parameter.requires_grad != was_trained:
                 raise JobError(
-                    f"{name}: requires_grad was set by another reference than its module's attribute, so "
-                    "that the model would not follow",
-                    "set it by the module (module.requires_grad_(…), module.parameters()), and keep no "
-                    "parameters in lists, closures or other objects",
+                    f"{name}: requires_grad was set on an old reference to this parameter, which has no "
+                    "effect on the model",
+                    "set it through the module (module.requires_grad_(…), module.parameters()), and keep "
+                    "no parameters in lists, closures or other objects",
                 )
             if parameter is not None and parameter.grad is not None:
                 raise JobError(
-                    f"{name}: the model computes with this parameter by another reference than its module's "
-                    "attribute, so that it would not be trained",
-                    "read parameters from their modules in every forward, and keep none in lists, closures "
-                    "or other objects",
+                    f"{name}: the forward pass uses an old reference to this parameter, which is no "
+                    "longer trained",
+                    "read parameters from their modules in every forward pass, and keep none in lists, "
+                    "closures or other objects",
                 )

@@ -119,8 +119,8 @@ class PipelineRunner:
             if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
                 raise
             raise WanmaError(
-                f"parallel.schedule = '{self._plan.schedule}' computes the gradients of inputs and of "
-                f"weights apart, which torch {torch.__version__} cannot do for {reason}",
+                f"parallel.schedule = '{self._plan.schedule}' splits backward into input and weight "
+                f"gradients, but torch {torch.__version__} cannot split {reason}",
                 "use parallel.schedule = 'interleaved_1f1b'",
             ) from error
         self._stale_parameter_check.check()
@@ -149,8 +149,9 @@ class PipelineRunner:
             return refusal
         return JobError(
             f"parallel.pp = {self._plan.pp}: a tensor that backward needs was changed in place after its "
-            "forward pass, by a forward pass of another micro-batch unless one rank alone fails too",
-            "let a forward make new tensors (a buffer by self.x = ..., not self.x.copy_(...)), or use "
+            "forward pass, probably by the forward pass of another micro-batch (if training on one rank "
+            "works)",
+            "create new tensors in forward (self.x = ... for a buffer, not self.x.copy_(...)), or set "
             "parallel.pp = 1",
         )
 
@@ -262,9 +263,9 @@ class PipelineRunner:
         self._data_parallel[number].reshard()
         if not isinstance(output, Tensor):
             raise JobError(
-                f"parallel.pp = {self._plan.pp}: stage {number} puts out a {type(output).__name__}, "
-                "and stages hand one tensor to each other",
-                "let every part of the model return one tensor, or use pp = 1",
+                f"parallel.pp = {self._plan.pp}: the output of stage {number} is a "
+                f"{type(output).__name__}, but a stage must return one tensor",
+                "return one tensor from every part of the model, or set parallel.pp = 1",
             )
         # A backward that is taken apart finds weights only on the way from a stage's output to its input, so
         # that an input must have a gradient even if all before it is frozen.

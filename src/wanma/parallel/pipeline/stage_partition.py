@@ -27,8 +27,8 @@ def pipeline_parallel_spec(model: nn.Module, parallel_spec: ParallelSpec | None,
     name, key = type(model).__name__, f"parallel.pp = {plan.pp}"
     if any(isinstance(module, GroupedBatchNorm) for module in model.modules()):
         raise JobError(
-            f"{key}: {name} has batch normalisation, whose statistics a pipeline's schedule would disturb",
-            "use pp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+            f"{key}: {name} has batch normalization, which is not supported with a pipeline",
+            "set parallel.pp = 1; data-parallel dimensions (dp_replicate, dp_shard) support any module",
         )
     if parallel_spec is not None and parallel_spec.blocks is not None:
         _require_no_hooks(model, parallel_spec.blocks, key)
@@ -39,15 +39,16 @@ def pipeline_parallel_spec(model: nn.Module, parallel_spec: ParallelSpec | None,
         version = installed_torch_version()
         if plan.schedule in SPLIT_BACKWARD and version < (2, 13):
             raise JobError(
-                f"parallel.schedule = '{plan.schedule}' on one's own module: torch {version[0]}.{version[1]} "
-                "computes wrong gradients under it for parameters that a forward uses several times",
+                f"parallel.schedule = '{plan.schedule}' with a custom module: torch "
+                f"{version[0]}.{version[1]} computes wrong gradients for parameters that a forward pass "
+                "uses several times",
                 "use parallel.schedule = 'interleaved_1f1b', or torch 2.13",
             )
         return ParallelSpec(blocks="")
     raise JobError(
         f"{key}: {name} does not declare its blocks",
-        "use pp = 1, or make the whole model an nn.Sequential, which is cut between its children; "
-        "data-parallel axes (dp_replicate, dp_shard) work with any module",
+        "set parallel.pp = 1, or make the model an nn.Sequential, which is split between its children; "
+        "data-parallel dimensions (dp_replicate, dp_shard) support any module",
     )
 
 
@@ -78,7 +79,7 @@ def extract_stage(model: nn.Module, parallel_spec: ParallelSpec, plan: Plan, sta
         raise JobError(
             f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
             f"{type(model).__name__} has {len(names)} blocks; use fewer stages (pp × virtual_stages), or "
-            "leave parallel.stage_cuts out",
+            "unset parallel.stage_cuts",
         )
     bounds = (0, *cuts, len(names))
     held = range(bounds[stage], bounds[stage + 1])
@@ -126,9 +127,9 @@ class _TensorReferences:
             gc.collect()  # removed modules may be in reference cycles
         if held := self._dangling_names(kept):
             raise JobError(
-                f"{key}: a part of the model holds {held[0]} of another stage, in a list or another object; "
-                "it would compute with a copy that is not trained",
-                "use pp = 1, or let each part read its own parameters only",
+                f"{key}: a part of the model holds a reference to {held[0]} of another stage, in a list "
+                "or another object, and would compute with an untrained copy",
+                "set parallel.pp = 1, or use in each part only its own parameters",
             )
 
     def _dangling_names(self, kept: set[int]) -> list[str]:
@@ -148,8 +149,8 @@ def _require_unshared_parameters(model: nn.Module, key: str) -> None:
         if other.partition(".")[0] != name.partition(".")[0]:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise JobError(
-                f"{key}: {other} and {name} are one {kind}, which stages could hold only one copy of each",
-                "use pp = 1, or give each its own",
+                f"{key}: {other} and {name} are one {kind}, but different stages cannot share it",
+                f"set parallel.pp = 1, or use a separate {kind} for each",
             )
 
 
@@ -166,9 +167,10 @@ def _require_no_hooks(model: nn.Module, blocks: str, key: str) -> None:
         )
         if any(hooks):
             raise JobError(
-                f"{key}: {path or type(model).__name__} has a hook, which every stage would run on its part",
-                "register it on one of the parts that are handed to stages whole, such as the first or the "
-                "last, or use pp = 1",
+                f"{key}: {path or type(model).__name__} has a hook, but every stage would run the "
+                "hook on its part",
+                "register it on a module that lies in one stage, such as the first or the last, or set "
+                "parallel.pp = 1",
             )
 
 

@@ -76,8 +76,8 @@ class TimedPipelineStage(PipelineStage):
                     raise error.__cause__ from error
                 if _CHANGED in f"{error} {error.__cause__}":
                     raise JobError(
-                        f"stage {self.stage_index} of the pipeline changes in place what another sent it",
-                        "build the first module of a stage with inplace=False, or cut the stages elsewhere "
+                        f"pipeline stage {self.stage_index} changes its received input in place",
+                        "build the first module of the stage with inplace=False, or move the stage cuts "
                         "(parallel.stage_cuts)",
                     ) from error
                 raise

@@ -46,9 +46,9 @@ def apply_float8(blocks: list[nn.Module], plan: Plan, *, emulate: bool = False) 
     suits = _linear_filter(plan)
     if not any(suits(module, name) for block in blocks for name, module in block.named_modules()):
         raise JobError(
-            f"train.fp8: no linear layer of the blocks has dims that are multiples of {MATRIX_DIM_MULTIPLE} "
-            "everywhere",
-            "leave train.fp8 out, or choose other dimensions",
+            f"train.fp8: no linear layer of the blocks has both dims a multiple of {MATRIX_DIM_MULTIPLE} "
+            "on every rank",
+            "unset train.fp8, or choose other dimensions",
         )
     for block in blocks:
         convert_to_float8_training(block, config=config, module_filter_fn=suits)
@@ -82,7 +82,7 @@ def _require_capability() -> None:
     if capability < FP8_MIN_COMPUTE_CAPABILITY:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
         raise WanmaError(
-            f"train.fp8: {name} has compute capability {'.'.join(map(str, capability))}, and products in fp8 "
-            f"need {'.'.join(map(str, FP8_MIN_COMPUTE_CAPABILITY))}",
-            "leave train.fp8 out",
+            f"train.fp8: {name} has compute capability {'.'.join(map(str, capability))}, but fp8 matrix "
+            f"products need {'.'.join(map(str, FP8_MIN_COMPUTE_CAPABILITY))}",
+            "unset train.fp8",
         )

@@ -119,7 +119,7 @@ def _run_collective(x: Tensor, source: Placement, target: Placement, ranks: int,
         by_rank = x.unflatten(target.dim, (ranks, -1)).movedim(target.dim, 0).flatten(0, 1)
         moved = collectives.wait_tensor(collectives.reduce_scatter_tensor(by_rank, "sum", ranks, group))
     else:
-        raise ValueError(f"there is no way from {source} to {target}")
+        raise ValueError(f"redistribution from {source} to {target} is not supported")
     return moved
 
 

@@ -51,7 +51,7 @@ def apply_tensor_parallel(model: nn.Module, parallel_spec: ParallelSpec, paralle
     size = parallel_mesh.plan.tp
     if not parallel_spec.tensor_parallel_styles:
         raise JobError(
-            f"parallel.tp = {size}: {type(model).__name__} has no matrix that may be split",
+            f"parallel.tp = {size}: {type(model).__name__} has no matrix that can be split",
             "set parallel.tp = 1 and use the ranks as dp_replicate or dp_shard",
         )
     styles = {
@@ -197,8 +197,8 @@ def _apply_vocabulary_parallel(module: nn.Module, tensor_group: _TensorGroup) ->
     def look_up(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         if isinstance(tensor_group.residual_placement, Shard) and tokens.shape[1] % tensor_group.size:
             raise WanmaError(
-                f"a sequence of {tokens.shape[1]} tokens does not divide among {tensor_group.size} tensor "
-                "ranks",
+                f"a sequence of {tokens.shape[1]} tokens cannot be split evenly over {tensor_group.size} "
+                "tensor-parallel ranks",
                 f"make data.sequence_length a multiple of {tensor_group.size}, or set "
                 "parallel.sequence_parallel = "
                 "false",
@@ -300,7 +300,7 @@ def _require_declared_modules(
         if parallel_spec.expert_modules is not None and fnmatchcase(name, parallel_spec.expert_modules):
             continue
         raise JobError(
-            f"parallel.sequence_parallel: the layout of {type(model).__name__} does not say what {name} does "
-            "with a part of the sequence",
+            f"parallel.sequence_parallel: the layout of {type(model).__name__} does not declare how "
+            f"{name} handles a part of the sequence",
             "set parallel.sequence_parallel = false",
         )

@@ -34,7 +34,7 @@ from wanma.training.step.forward_backward import ForwardBackward
 Forward = Callable[[Tensor], Any]
 """Function from the indices of some rows of a batch, (rows,), to the model's output for them."""
 
-_UNKEYED_DRAWS = "what numpy.random or random draw in a forward"
+_UNKEYED_DRAWS = "a random number of numpy.random or random in a forward pass"
 _TRIAL_ROWS = 4
 """Number of samples that suffice to see it."""
 _SAME_ROWS_TOLERANCES = 1e-5, 1e-2
@@ -340,7 +340,7 @@ def _first_unequal_change(one: _PassResult, other: _PassResult, tolerance: float
 
 def _outputs(one: _PassResult, other: _PassResult, tolerance: float) -> str:
     pairs = zip(one.outputs, other.outputs, strict=False)
-    return "what the model puts out" if any(_differ(a, b, tolerance) for a, b in pairs) else ""
+    return "the output of the model" if any(_differ(a, b, tolerance) for a, b in pairs) else ""
 
 
 def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -375,13 +375,14 @@ def _refuse_if_found(trainer: Trainer, found: str) -> None:
         else f"one rank in {count} micro-batches"
     )
     remedy = (
-        "change nothing of the model in its forward, or only what no sample and no number of passes decides"
+        "change no state of the model in its forward pass, or only state that depends on neither the "
+        "samples nor the number of passes"
     )
     if name == _UNKEYED_DRAWS:
-        remedy = "draw by torch, whose numbers wanma keys by sample"
+        remedy = "use random numbers of torch: wanma keys them by sample"
     raise JobError(
-        f"{name} depends on the forward passes before: a loop over the global batch of {samples} samples has "
-        f"one per step, and {cut} would train another model",
+        f"{name} depends on earlier forward passes. A loop over the global batch of {samples} samples has "
+        f"one pass per step, so {cut} would train another model",
         f"{remedy}; or train on one rank with parallel.micro_batch = {samples}",
     )
 

@@ -36,9 +36,9 @@ def refuse_zero_gradients(trainer: Trainer, gatherer: GlobalBatchGatherer) -> No
     if any_rank(found or gatherer.is_used, trainer):
         return
     raise JobError(
-        "no loss of the first step depends on the weights: each was computed of one sample alone "
-        f"(parallel.micro_batch = {trainer.plan.micro_batch}), with no others to compare it with",
-        "let the loss see all samples by wanma.global_batch (docs/python.md), or train on one rank with "
-        f"parallel.micro_batch = {trainer.job.train.global_batch}; if a sample is enough for the loss, see "
-        "that it follows the model's output",
+        "no loss of the first step depends on the weights: each loss was computed from one sample "
+        f"(parallel.micro_batch = {trainer.plan.micro_batch}), without other samples to compare it with",
+        "gather all samples in the loss with wanma.global_batch (docs/python.md), or train on one rank "
+        f"with parallel.micro_batch = {trainer.job.train.global_batch}; if the loss needs one sample "
+        "only, check that it depends on the output of the model",
     )

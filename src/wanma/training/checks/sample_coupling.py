@@ -297,9 +297,11 @@ def _differ(ones: Sequence[LossSums | None], others: Sequence[LossSums | None], 
 def _broken(error: Exception, rows: int) -> WanmaError:
     """Return the error of a check that fails for another reason than the user's code."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        hint = "it needs no more than a micro-batch without gradients: lower parallel.micro_batch"
+        hint = (
+            "lower parallel.micro_batch: the check needs no more memory than a micro-batch without gradients"
+        )
     else:
-        hint = "nothing was trained; the rank's log has the whole traceback"
+        hint = "see the traceback in the log of the rank; no step was trained"
     return WanmaError(
         f"the check that losses add up over micro-batches failed on {count_text(rows, 'sample')}: "
         f"{type(error).__name__}: {error}",
@@ -309,14 +311,14 @@ def _broken(error: Exception, rows: int) -> WanmaError:
 
 def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
     """Return the warning of a check that could not be made, of all samples or of some."""
-    what = "whether" if is_whole else "in part whether"
+    what = "whether" if is_whole else "for some samples whether"
     cause = (str(error).splitlines() or [""])[0]
     if not isinstance(error, WanmaError):
         cause = f"{type(error).__name__}: {cause}"
     return (
-        f"it could not be checked {what} the loss of a sample depends on others of its micro-batch, for the "
-        f"model or the loss does not take the samples that are compared ({cause}); where it depends on them, "
-        "this layout trains another model: compare some steps with those of one rank and "
+        f"could not check {what} the loss of a sample depends on other samples of its micro-batch, "
+        f"because the model or the loss does not accept the samples of the check ({cause}). If it depends "
+        "on them, this layout trains another model: compare some steps with one rank and "
         f"parallel.micro_batch = {trainer.job.train.global_batch}"
     )
 
@@ -363,9 +365,9 @@ def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> No
         else f"one rank in {count} micro-batches"
     )
     raise JobError(
-        f"the loss of a sample depends on {what} its micro-batch, and {cut} would train another model than a "
-        f"loop over the global batch of {samples} samples",
-        "let the loss or the model see all of it by wanma.global_batch (docs/python.md), and divide by no "
-        "number of rows: wanma divides once by all targets; or train on one rank with "
-        f"parallel.micro_batch = {samples}",
+        f"the loss of a sample depends on {what} its micro-batch, so {cut} would train another model than "
+        f"a loop over the global batch of {samples} samples",
+        "gather the global batch in the loss or the model with wanma.global_batch (docs/python.md), and "
+        "do not divide by the number of rows: wanma divides once by the count of all targets; or train "
+        f"on one rank with parallel.micro_batch = {samples}",
     )

@@ -93,7 +93,10 @@ def preflight(job: Job, plan: Plan) -> list[str]:
             except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
                 cause = f"{type(error).__name__}: {error}".splitlines()[0]
         if size > MAX_ELEMENTS_RUN:
-            text = f"the model was not run: it has {size:,} parameters, and without storage it fails: {cause}"
+            text = (
+                f"the forward pass was not checked: the model has {size:,} parameters, and it fails on "
+                f"the meta device: {cause}"
+            )
             return [*notes, text]
     with torch.random.fork_rng(devices=[]):
         model = spec.build_module()
@@ -125,8 +128,8 @@ def _check_model(model: nn.Module, job: Job, plan: Plan) -> None:
     names = [name for name, _ in model.named_parameters()]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError(
-            f"{type(model).__name__} has requires_grad = False on every parameter: there is nothing to train",
-            "leave it True on what is to be trained",
+            f"{type(model).__name__} has requires_grad = False on every parameter: it has nothing to train",
+            "set requires_grad = True on the parameters to train",
         )
     check_parameter_patterns(names, job.train)
     check_compression_patterns(names, plan)
@@ -158,9 +161,9 @@ def _check_start(model: nn.Module, folder: Path) -> None:
         saved = manifest.tensors.get(f"model.{name}")
         if saved is not None and tuple(saved.shape) != tuple(parameter.shape):
             raise JobError(
-                f"checkpoint.start_from = '{folder}' holds another model: {name} has shape "
-                f"{tuple(parameter.shape)} here, {tuple(saved.shape)} in the checkpoint",
-                "describe the model that was saved, or start from another checkpoint",
+                f"checkpoint.start_from = '{folder}' does not match the model of the job: {name} has "
+                f"shape {tuple(parameter.shape)} in the model, {tuple(saved.shape)} in the checkpoint",
+                "change the model of the job to the saved one, or start from another checkpoint",
             )
 
 

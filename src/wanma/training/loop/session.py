@@ -145,7 +145,7 @@ class Session:
         if self._parallel_model is not None:
             raise WanmaError(
                 "session.prepare was called twice: a session trains one model",
-                "put modules that train together into one, or open a second session after the first",
+                "put modules that train together into one module, or open a second session after the first",
             )
         validate_module(model)
         self._identity = identity_of(model, seeded=is_seeded())
@@ -184,14 +184,14 @@ class Session:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
         if self._trainer is not None:
             raise WanmaError(
-                "session.batches was called twice: it goes through all steps of the job once",
-                "train.steps says how many; break leaves the loop early and saves",
+                "session.batches was called twice: one call yields all steps of the job",
+                "set train.steps to the number of steps; `break` ends the loop early and saves",
             )
         every = self.job.train.validate_every_steps
         if every > 0 and validate is None:
             raise JobError(
-                f"train.validate_every_steps = {every}, but session.batches does not know how to validate",
-                "give it validate=FUNCTION, from a batch to its losses, or leave the key out",
+                f"train.validate_every_steps = {every}, but session.batches has no validation function",
+                "pass validate=FUNCTION to it, from a batch to its losses, or unset the key",
             )
         self.worker.supervisor_client.report_progress(0, "opening data")
         data = open_dataset(self.job.data, self.job.train, dataset=dataset)
@@ -395,8 +395,8 @@ class Session:
                 yield batch
             if not self._current.is_done:
                 raise WanmaError(
-                    "a batch went by without session.step(losses)",
-                    "call it exactly once for every batch that session.batches gives",
+                    "session.step(losses) was not called for a batch",
+                    "call it exactly once for every batch of session.batches",
                 )
 
     def _finish_step(self, trainer: Trainer, current: _CurrentMicroBatch) -> None:
@@ -487,7 +487,7 @@ def _checked(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     if not inputs or not all(isinstance(x, Tensor) and x.ndim > 0 and len(x) > 0 for x in inputs):
         raise WanmaError(
-            "session.prepare's example is not what a model's forward takes",
-            "give its positional arguments as tensors with one sample or more in dim 0",
+            "session.prepare: example must hold tensors with at least one sample in dim 0",
+            "pass the positional arguments of the model's forward as tensors, with the samples in dim 0",
         )
     return inputs

@@ -61,6 +61,7 @@ def check_metric(key: str, name: str, metric_names: Iterable[str]) -> None:
     """
     if name not in (names := list(metric_names)):
         raise JobError(
-            f"{key} = '{name}': validation gives no such metric.{did_you_mean(name, names)}",
-            f"it gives {', '.join(names)}; own ones: metrics= of wanma.train, train.metrics of a job",
+            f"{key} = '{name}': validation has no such metric.{did_you_mean(name, names)}",
+            f"use one of {', '.join(names)}, or define a custom metric: metrics= of wanma.train, "
+            "train.metrics of a job",
         )

@@ -11,12 +11,12 @@ from wanma.job.errors import JobError
 from wanma.parallel.parallelize import ParallelModel
 
 MOVE_INTO_MODEL_HINT = (
-    "make it a part of the model: a module that holds both, takes the targets as an input too and returns "
-    "the losses"
+    "move these weights into the model: a module that contains both, takes the targets as another input "
+    "and returns the losses"
 )
 FREEZE_HINT = (
-    "Weights that are not to be trained: requires_grad_(False), or torch.no_grad() around what computes with "
-    "them"
+    "For weights that must not be trained: call requires_grad_(False), or compute with them under "
+    "torch.no_grad()"
 )
 
 
@@ -48,10 +48,10 @@ def refuse_foreign_weights(
         return
     shapes = ", ".join(sorted({str(tuple(leaf.shape)) for leaf in found}))
     raise JobError(
-        f"the losses depend on weights of shape {shapes} that are not the model's, and wanma trains those of "
-        "the model",
-        f"{MOVE_INTO_MODEL_HINT}. {FREEZE_HINT}. Weights of the model are read from its modules in every "
-        "forward",
+        f"the losses depend on weights of shape {shapes} that are not part of the model, but wanma trains "
+        "only weights of the model",
+        f"{MOVE_INTO_MODEL_HINT}. {FREEZE_HINT}. Read weights of the model from its modules in every "
+        "forward pass",
     )
 
 

@@ -71,7 +71,7 @@ class CrossEntropy:
         require_single_target(
             batch,
             "cross entropy, the default loss,",
-            "give a loss, which gets the dict: loss= of wanma.train",
+            "pass a custom loss that takes the dict: loss= of wanma.train",
         )
         logits = logits_of(output)
         if not self.classes_last and logits is not output and logits.ndim > 2:
@@ -82,16 +82,17 @@ class CrossEntropy:
         """Return logits (..., classes) that fit the targets."""
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise WanmaError(
-                f"the targets are {targets.dtype}, but cross entropy, the default loss, is of classes",
-                "give integers as targets, or a loss of your own: loss= of wanma.train, model.loss of a job",
+                f"the targets are {targets.dtype}, but cross entropy, the default loss, needs integer "
+                "classes",
+                "use integer targets, or a custom loss: loss= of wanma.train, model.loss of a job",
             )
         arranged = self._with_classes_last(logits, targets)
         if classes is not None and not 0 <= classes[0] <= classes[1] < arranged.shape[-1]:
             wrong = classes[0] if classes[0] < 0 else classes[1]
             raise WanmaError(
-                f"a target is class {wrong}, but the model tells {arranged.shape[-1]} classes apart: "
-                f"0 to {arranged.shape[-1] - 1}",
-                f"mend the data or the model; a target of {IGNORE_INDEX} counts for nothing",
+                f"a target is class {wrong}, but the model has {arranged.shape[-1]} classes: 0 to "
+                f"{arranged.shape[-1] - 1}",
+                f"fix the data or the model; targets of {IGNORE_INDEX} are ignored",
             )
         return arranged
 
@@ -102,19 +103,19 @@ class CrossEntropy:
         second = not self.classes_last and len(shape) > 2 and shape[:1] + shape[2:] == tuple(targets.shape)
         if last and second:
             raise WanmaError(
-                f"logits of shape {shape} for targets of shape {tuple(targets.shape)} may have their classes "
-                "in dim 1, as torch's cross entropy takes them, or in the last dim, as language models have "
-                "them",
-                "give the loss: loss=torch.nn.CrossEntropyLoss(reduction='none') takes dim 1; for the last, "
-                "loss=lambda logits, targets: F.cross_entropy(logits.movedim(-1, 1), targets, "
+                f"logits of shape {shape} for targets of shape {tuple(targets.shape)} are ambiguous: "
+                "classes can be in dim 1 (as in torch's cross entropy) or in the last dim (as in "
+                "language models)",
+                "pass a loss: loss=torch.nn.CrossEntropyLoss(reduction='none') for dim 1; for the last "
+                "dim loss=lambda logits, targets: F.cross_entropy(logits.movedim(-1, 1), targets, "
                 "reduction='none')",
             )
         if not last and not second:
             raise WanmaError(
-                f"the model gives logits of shape {shape} for targets of shape {tuple(targets.shape)}, but "
-                "cross entropy, the default loss, takes (..., classes) for (...), or (rows, classes, ...) "
-                "for (rows, ...)",
-                "mend the shapes, or give a loss of your own: loss= of wanma.train, model.loss of a job",
+                f"the model returns logits of shape {shape} for targets of shape {tuple(targets.shape)}, "
+                "but cross entropy, the default loss, takes (..., classes) for (...), or (rows, classes, "
+                "...) for (rows, ...)",
+                "fix the shapes, or use a custom loss: loss= of wanma.train, model.loss of a job",
             )
         return logits if last else logits.movedim(1, -1)
 
@@ -139,10 +140,10 @@ def logits_of(output: Any) -> Tensor:
     logits = _logits(output)
     if logits is None:
         raise WanmaError(
-            f"the model returns {_described(output)}, of which cross entropy, the default loss, takes no "
-            "logits",
-            "return a tensor, or an object or dict with `logits`; or give a loss of your own, which gets "
-            "the output as it is: loss= of wanma.train, model.loss of a job",
+            f"the model returns {_described(output)}, which has no logits for cross entropy, the default "
+            "loss",
+            "return a tensor, or an object or dict with `logits`; or use a custom loss, which takes the "
+            "output unchanged: loss= of wanma.train, model.loss of a job",
         )
     return logits
 
@@ -180,8 +181,9 @@ def wrap_user_loss(function: UserLoss, *, is_per_position: bool = False) -> Loss
         alone = losses[0] if isinstance(losses, tuple) and losses else losses
         if is_per_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
             raise WanmaError(
-                f"the loss has shape {tuple(alone.shape)} for targets of {tuple(batch.targets.shape)}, but "
-                "under parallel.cp a rank sees a part of each sequence and knows the losses of its positions",
+                f"the loss has shape {tuple(alone.shape)} for targets of {tuple(batch.targets.shape)}, "
+                "but under parallel.cp a rank holds a part of each sequence and computes only the losses "
+                "of its positions",
                 "return one loss per position, or set parallel.cp = 1",
             )
         return count(losses, batch)
@@ -218,10 +220,11 @@ def _refuse_unknown_labels(output: Any, batch: Batch) -> None:
     of_transformers = any(kind.__name__ == "ModelOutput" for kind in type(output).__mro__)
     if of_transformers and batch.target_key in LABEL_KEYS:
         raise WanmaError(
-            f"the model is none of transformers' own and returns a {type(output).__name__}: it is not known "
-            f"whether its {batch.target_key} belong to their own places or to those before",
-            "train the model of transformers itself; or call the key `target`, which belongs to its own "
-            "place; or give a loss of your own",
+            f"the model is not a class of transformers and returns a {type(output).__name__}: wanma "
+            f"cannot see whether its {batch.target_key} belong to their own position or to the position "
+            "before",
+            "train the transformers model itself; or rename the key to `target`, if targets belong to "
+            "their own position; or use a custom loss",
         )
 
 

@@ -9,7 +9,7 @@ from wanma.data.datasets.dataset import BatchedDataset
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 
-_SUPPORTED_HINT = "dp_replicate, dp_shard and tp take any loss"
+_SUPPORTED_HINT = "dp_replicate, dp_shard and tp support any loss"
 
 
 def refuse_unsupported_loss(
@@ -32,18 +32,19 @@ def refuse_unsupported_loss(
     keys = "" if named is None else f"the samples' target is a dict of {', '.join(named)}"
     if named is not None and plan.pp > 1:
         raise JobError(
-            f"parallel.pp = {plan.pp}: {keys}, which only a loss of one's own takes, and a pipeline's last "
-            "stage computes cross entropy of one target",
-            f"set parallel.pp = 1 and give a loss ({_SUPPORTED_HINT}), or give one target",
+            f"parallel.pp = {plan.pp}: {keys}, which needs a custom loss, but the last pipeline stage "
+            "computes cross entropy of one target",
+            f"set parallel.pp = 1 and use a custom loss ({_SUPPORTED_HINT}), or use one target",
         )
     if has_user_loss and plan.pp > 1:
         raise JobError(
-            f"parallel.pp = {plan.pp}: pipelines compute cross entropy, not a loss of one's own",
-            f"set parallel.pp = 1 ({_SUPPORTED_HINT}), or leave the loss out",
+            f"parallel.pp = {plan.pp}: a custom loss is not supported with a pipeline, which computes "
+            "cross entropy",
+            f"set parallel.pp = 1 ({_SUPPORTED_HINT}), or unset the loss",
         )
     if named is not None and plan.cp > 1:
         raise JobError(
-            f"parallel.cp = {plan.cp}: {keys}, and a rank has a part of each sequence, which only one target "
-            "with a value for each position can be split along",
-            f"set parallel.cp = 1 ({_SUPPORTED_HINT}), or give one target by position",
+            f"parallel.cp = {plan.cp}: {keys}, but a rank holds a part of each sequence: only a single "
+            "target with one value per position can be split like it",
+            f"set parallel.cp = 1 ({_SUPPORTED_HINT}), or use a single target with one value per position",
         )

@@ -91,9 +91,9 @@ class TargetCounter:
             has = bool((targets == index).any())
         if has:
             raise WanmaError(
-                f"the loss has shape {tuple(losses.shape)} and leaves out targets of class "
-                f"{self._shifted_ignore_index}, but which of its values those are cannot be told from the "
-                f"batch's targets of shape {tuple(targets.shape)}",
+                f"the loss has shape {tuple(losses.shape)} and ignores targets of class "
+                f"{self._shifted_ignore_index}, but the batch's targets of shape {tuple(targets.shape)} "
+                "do not show which values of the loss are ignored",
                 "return (losses, mask), e.g. (losses, labels[:, 1:] != -100)",
             )
 
@@ -117,15 +117,16 @@ def _checked_losses(losses: object, batch: Batch) -> Tensor:
     if not isinstance(losses, Tensor):
         raise WanmaError(
             f"the losses are {type(losses).__name__}, not a tensor",
-            f"give one value per sample ({batch.rows} rows here), as reduction='none' does; or a pair of "
-            "these and of what counts",
+            f"return one value per sample ({batch.rows} rows here), as reduction='none' does; or a pair "
+            "(losses, mask) or (losses, weights)",
         )
     if losses.ndim == 0 or losses.shape[0] != batch.rows:
         raise WanmaError(
             f"the loss has shape {tuple(losses.shape)}, but must keep one value per sample "
             f"({batch.rows} rows here)",
-            "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets. "
-            "Instead of the `loss` of a model of transformers: session.losses(output, batch)",
+            "return unreduced losses (reduction='none'): wanma divides once by the target count of the "
+            "global batch. For a transformers model, use session.losses(output, batch) instead of its "
+            "`loss`",
         )
     return losses
 
@@ -138,7 +139,7 @@ def _weighted_sum(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor
         weights = counted.detach().expand_as(losses)
     except (TypeError, RuntimeError) as error:
         raise WanmaError(
-            f"a loss returned a pair, but its second part does not say what counts: {error}",
+            f"the loss returned a pair, but its second part is not a mask or weights: {error}",
             f"return (losses, mask) or (losses, weights), both of shape {tuple(losses.shape)}",
         ) from error
     if weights.dtype == torch.bool:
@@ -152,9 +153,9 @@ def _ignore_index_of_graph(losses: Tensor, targets: Tensor) -> int | None:
     found = {index for index, of in _cross_entropies(losses) if of.numel() == targets.numel()}
     if len(found) > 1:
         raise WanmaError(
-            f"the loss leaves out the classes {sorted(found)} by different ignore_index, so that the number "
-            "of its targets is not known",
-            "return (losses, mask), the mask true where a target counts",
+            f"the loss ignores the classes {sorted(found)} by different ignore_index values, so its "
+            "target count is unknown",
+            "return (losses, mask), with mask true for the targets that count",
         )
     return found.pop() if found else None
 

@@ -116,8 +116,8 @@ def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
     inputs = (keywords.pop("input_ids"),) if "input_ids" in keywords else batch.inputs
     if left := sorted(set(keywords) - set(_DECODER_KEYWORDS)):
         raise WanmaError(
-            f"data: samples have {', '.join(left)}, which the model does not take",
-            "keep input_ids, labels, attention_mask and position_ids, and leave the rest out",
+            f"data: samples have {', '.join(left)}, which the model does not accept",
+            "keep input_ids, labels, attention_mask and position_ids, and remove the others",
         )
     batch = _prepare_for_causal(replace(batch, inputs=inputs, keywords=keywords))
     mask = keywords.pop("attention_mask", None)
@@ -125,14 +125,14 @@ def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
     if mask is not None and (keep_attention_mask or not bool(mask.all())):
         if mask.shape != batch.targets.shape:
             raise WanmaError(
-                f"data: attention_mask has the shape {tuple(mask.shape[1:])} per sample, but must say of "
-                f"each of the {batch.targets.shape[1]} tokens whether it is one",
-                "leave it out, or give 1 for tokens and 0 for padding",
+                f"data: attention_mask has the shape {tuple(mask.shape[1:])} per sample, but must have "
+                f"one value for each of the {batch.targets.shape[1]} tokens",
+                "remove it, or set 1 for tokens and 0 for padding",
             )
         if bool(((batch.targets != IGNORE_INDEX) & (mask == 0)).any()):
             raise WanmaError(
-                "data: a label is predicted from a token that attention_mask leaves out",
-                f"give {IGNORE_INDEX} as label of padding",
+                "data: a label is predicted from a token that attention_mask masks out",
+                f"set the labels of padding to {IGNORE_INDEX}",
             )
         given["documents"] = mask.long()
     return replace(batch, keywords=given)
@@ -147,9 +147,9 @@ def _prepare_for_causal(batch: Batch) -> Batch:
     if batch.targets.ndim != 2 or batch.targets.shape != tokens.shape[:2]:
         raise WanmaError(
             f"data: labels have the shape {tuple(batch.targets.shape[1:])} per sample for tokens of "
-            f"{tuple(tokens.shape[1:])}, but a causal language model has a label for each token",
-            f"give labels like input_ids, {IGNORE_INDEX} where none counts; other targets under the key "
-            "`target`",
+            f"{tuple(tokens.shape[1:])}, but a causal language model needs one label per token",
+            f"make labels of the shape of input_ids, with {IGNORE_INDEX} for tokens without a target; put "
+            "other targets under the key `target`",
         )
     targets = shift_labels(batch.targets)
     return replace(batch, targets=targets, class_range=class_range(targets))
@@ -167,7 +167,7 @@ class SampleClassificationLoss:
 
     def losses(self, output: Any, batch: Batch) -> Losses:
         """Return one loss per target, and a mask of those that count."""
-        require_single_target(batch, "the model's own loss", "give a loss, which gets the dict")
+        require_single_target(batch, "the model's own loss", "pass a custom loss that takes the dict")
         logits, labels = logits_of(output), batch.targets
         kind = self._problem(labels)
         if kind == "single_label_classification":
@@ -189,8 +189,8 @@ class SampleClassificationLoss:
 def _elementwise(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     if logits.numel() != labels.numel():
         raise WanmaError(
-            f"the model gives logits of shape {tuple(logits.shape)} for labels of {tuple(labels.shape)}",
-            "mend the labels, or the config's num_labels and problem_type",
+            f"the model returns logits of shape {tuple(logits.shape)} for labels of {tuple(labels.shape)}",
+            "fix the labels, or num_labels and problem_type of the config",
         )
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     measured = labels.reshape(logits.shape).to(precise.dtype)

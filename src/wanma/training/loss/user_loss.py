@@ -24,21 +24,22 @@ def check_loss(loss: object) -> None:
     """
     if isinstance(loss, type):
         raise JobError(
-            f"the loss is the class {loss.__name__}, and wanma calls a loss with (output, targets)",
-            f"give an object, such as {loss.__name__}(reduction='none')",
+            f"the loss is the class {loss.__name__}, but wanma calls a loss with (output, targets)",
+            f"pass an instance, such as {loss.__name__}(reduction='none')",
         )
     if not callable(loss):
         raise JobError(
             f"the loss is a {type(loss).__name__}, which cannot be called",
-            "give a function (output, targets) -> one loss per target",
+            "pass a function (output, targets) -> one loss per target",
         )
     if isinstance(loss, nn.Module):
         trained = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
         if trained:
             raise JobError(
-                f"the loss {type(loss).__name__} has parameters of its own, such as {trained[0]}, and wanma "
-                "trains those of the model",
-                f"{_MOVE_INTO_MODEL_HINT}. Parameters that are not to be trained: loss.requires_grad_(False)",
+                f"the loss {type(loss).__name__} has trainable parameters, such as {trained[0]}, but "
+                "wanma trains only parameters of the model",
+                f"{_MOVE_INTO_MODEL_HINT}. For parameters that must not be trained: call "
+                "loss.requires_grad_(False)",
             )
 
 
@@ -89,9 +90,9 @@ class _BufferCheckedLoss:
             was, version = before.get(name, (None, 0))
             if buffer is not was or buffer._version != version:
                 raise WanmaError(
-                    f"the loss {_loss_name(self._loss)} changes its buffer {name} as it computes: each rank "
-                    "would "
-                    "keep another one, of its own micro-batches, and no checkpoint has it",
+                    f"the loss {_loss_name(self._loss)} changes its buffer {name} in its forward pass: "
+                    "each rank would hold another value, from its own micro-batches, and checkpoints do "
+                    "not include it",
                     _MOVE_INTO_MODEL_HINT,
                 )
         self._is_checked = True
@@ -100,8 +101,8 @@ class _BufferCheckedLoss:
 
 def _refuse_gradient(name: str, _: Tensor) -> None:
     raise WanmaError(
-        f"the loss {name} holds weights that are not the model's and get a gradient, and wanma trains those "
-        "of the model",
+        f"the loss {name} holds weights with a gradient that are not part of the model, but wanma trains "
+        "only weights of the model",
         f"{_MOVE_INTO_MODEL_HINT}. {FREEZE_HINT}",
     )
 

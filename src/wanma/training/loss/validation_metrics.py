@@ -36,7 +36,7 @@ _USUAL = ("perplexity", ACCURACY)
 _TOLERANCE = 1e-3
 """Relative difference between the sums of a batch and of its halves that counts as rounding."""
 _RETURN_HINT = (
-    "return one value per sample or target (their mean is taken), (values, mask), (values, weights), or "
+    "return one value per sample or target (wanma takes the mean), (values, mask), (values, weights), or "
     "(sum, count)"
 )
 
@@ -106,7 +106,8 @@ class Metrics:
             raise WanmaError(
                 f"metric '{name}' failed: {type(error).__name__}: {error}"
                 + (f"\n    {line}" if line else ""),
-                "it is called in validation with (output, targets) of the real samples of a batch",
+                "fix the function: validation calls it with (output, targets) of the samples of a "
+                "batch, without padding",
             ) from error
         return sum_and_count(name, value, rows, targets if self._is_per_position else None)
 
@@ -140,9 +141,9 @@ class Metrics:
                 math.isnan(float(whole)) and math.isnan(together)
             ):
                 raise JobError(
-                    f"metric '{name}' depends on which samples are in a batch together: {float(whole):.6g} "
-                    f"for {rows} samples, {together:.6g} for the same in two halves",
-                    f"{_RETURN_HINT}: of each, wanma adds up over the ranks and divides once",
+                    f"metric '{name}' depends on the division into batches: {float(whole):.6g} for a "
+                    f"batch of {rows} samples, {together:.6g} for the same samples in two halves",
+                    f"{_RETURN_HINT}: wanma sums over the ranks and divides once",
                 )
 
 
@@ -170,8 +171,9 @@ class ReportedMetrics:
         check_metric_names(values)
         if self._sums and set(values) != set(self._sums):
             raise WanmaError(
-                f"validate gave the metrics {', '.join(values) or 'none'} after {', '.join(self.names)}",
-                "give the same names for every batch",
+                f"validate= returned the metrics {', '.join(values) or 'none'}, but "
+                f"{', '.join(self.names)} for an earlier batch",
+                "return the same names for every batch",
             )
         for name, value in values.items():
             found = sum_and_count(name, value, rows) if bool(real.all()) else (0.0, 0.0)
@@ -189,8 +191,9 @@ class ReportedMetrics:
             dist.all_gather_object(everyones, self.names)
             if len(set(everyones)) > 1:
                 raise AllRanksError(
-                    "validate gives other metrics on other ranks: " + "; ".join(map(str, everyones)),
-                    "give the same names on every rank",
+                    "validate= returns different metrics on different ranks: "
+                    + "; ".join(map(str, everyones)),
+                    "return the same names on every rank",
                 )
         self._are_names_checked = True
         numbers = [number if contributes else 0.0 for name in self.names for number in self._sums[name]]
@@ -225,7 +228,7 @@ def sum_and_count(
     shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
     raise WanmaError(
         f"metric '{name}' returned {type(values).__name__}{shape} for {count_text(rows, 'sample')}, which "
-        "cannot be added up over ranks and micro-batches",
+        "cannot be summed over ranks and micro-batches",
         _RETURN_HINT,
     )
 
@@ -250,13 +253,13 @@ def check_metrics(metrics: object) -> dict[str, MetricFunction]:
     """
     if not isinstance(metrics, Mapping):
         raise JobError(
-            f"metrics is a {type(metrics).__name__}", "give a dict: name -> function (output, targets)"
+            f"metrics is a {type(metrics).__name__}", "pass a dict: name -> function (output, targets)"
         )
     check_metric_names(metrics)
     for name, function in metrics.items():
         if not callable(function) or isinstance(function, type):
             raise JobError(
-                f"metrics: '{name}' is no function but {function!r}", "give a function (output, targets)"
+                f"metrics: '{name}' is not a function: {function!r}", "pass a function (output, targets)"
             )
     return dict(metrics)
 
@@ -269,7 +272,7 @@ def check_metric_names(metrics: Mapping[str, object]) -> None:
     """
     for name in metrics:
         if not isinstance(name, str) or not name or name in ("loss", "perplexity"):
-            raise JobError(f"metrics: {name!r} is no name for a metric", "give it another name")
+            raise JobError(f"metrics: {name!r} is not a valid metric name", "rename it")
 
 
 def split_metrics(result: ValidationResult) -> tuple[Losses, Mapping[str, MetricValue]]:
@@ -306,7 +309,8 @@ def _weighted_sum_and_count(
         weights = weights.detach().expand_as(values)
     except (TypeError, RuntimeError) as error:
         raise WanmaError(
-            f"metric '{name}' returned a pair, but its second part does not say what counts: {error}",
+            f"metric '{name}' returned a pair, but its second part is not a mask, weights or a count: "
+            f"{error}",
             _RETURN_HINT,
         ) from error
     if weights.dtype == torch.bool:
@@ -320,7 +324,7 @@ def _is_number(value: object) -> TypeGuard[Tensor | float]:
 
 def _per_position_error(name: str) -> WanmaError:
     return WanmaError(
-        f"metric '{name}' does not give the values of single positions, but under parallel.cp a rank sees a "
+        f"metric '{name}' does not return one value per position, but under parallel.cp a rank holds a "
         "part of each sequence",
         "return one value per position, or set parallel.cp = 1",
     )
@@ -333,9 +337,9 @@ def _select_rows(output: Any, kept: Tensor, rows: int) -> Any:
             return output
         if len(output) != rows:
             raise WanmaError(
-                f"metrics: the model's output has {len(output)} rows for {rows} samples, so that single "
-                "samples cannot be told apart in it",
-                "return an output whose dim 0 is the samples",
+                f"metrics: the model's output has {len(output)} rows for {rows} samples, so its rows are "
+                "not samples",
+                "return an output with the samples in dim 0",
             )
         return output[kept]
     if isinstance(output, Mapping):

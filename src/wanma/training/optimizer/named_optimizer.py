@@ -168,9 +168,10 @@ class NamedOptimizer:
             if key == _STEP_KEY and self._missed_updates[name] and not isinstance(value, Tensor):
                 assert self._user_optimizer is not None  # torch's count in tensors
                 raise WanmaError(
-                    f"{name} had no gradient in {self._missed_updates[name]} steps, and the optimizer "
-                    f"{self._user_optimizer.name} counts in plain numbers, which no checkpoint has",
-                    'let it keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
+                    f"{name} had no gradient in {self._missed_updates[name]} steps, but the optimizer "
+                    f"{self._user_optimizer.name} counts steps in a plain number, which checkpoints do "
+                    "not include",
+                    'keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
                 )
             if isinstance(value, Tensor) and (key != _STEP_KEY or self._missed_updates[name]):
                 found[f"{name}.{key}"] = value
@@ -321,7 +322,9 @@ def require_trainable(names: Collection[str]) -> None:
         JobError: there is none.
     """
     if not names:
-        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
+        raise JobError(
+            "train.parameter_groups freezes every parameter", "leave at least one parameter trainable"
+        )
 
 
 def check_parameter_patterns(names: Iterable[str], train: TrainSection) -> None:
@@ -395,15 +398,15 @@ def _is_for_muon(name: str, role: ParameterRole, group: ParameterGroupSection | 
     if group is not None and group.muon is not None:
         if group.muon and not role.is_matrix:
             raise JobError(
-                f"train.parameter_groups: muon = true matches {name}, which is no matrix",
-                "Muon updates parameters of two dimensions; match only those",
+                f"train.parameter_groups: muon = true matches {name}, which is not a matrix",
+                "match only parameters with two dimensions",
             )
         return group.muon
     if role.is_hidden_matrix is None:
         raise JobError(
-            f"train.optimizer = 'muon': {name} is a matrix that its module holds by itself, so that wanma "
-            "cannot see whether it is multiplied in a hidden layer (Muon's) or is a table (AdamW's)",
-            f'say it: [[train.parameter_groups]] match = "{name}", muon = true or false',
+            f"train.optimizer = 'muon': {name} is a matrix of a custom module, so wanma cannot see "
+            "whether it is a hidden matrix (for Muon) or a lookup table (for AdamW)",
+            f'set it: [[train.parameter_groups]] match = "{name}", muon = true or false',
         )
     return role.is_hidden_matrix
 

@@ -59,21 +59,22 @@ class UserOptimizer:
             raise
         except Exception as error:  # whatever the user's code raises
             raise JobError(
-                f"the optimizer {self.name} cannot be made: {type(error).__name__}: {error}{_line(error)}",
-                "it is called with parameter groups, as torch's optimizers are, and optimizer_arguments",
+                f"the optimizer {self.name} cannot be built: {type(error).__name__}: {error}{_line(error)}",
+                "check its arguments: wanma calls it with parameter groups, as torch's optimizers, "
+                "and optimizer_arguments",
             ) from error
         if not isinstance(made, Optimizer):
             raise JobError(
                 f"the optimizer {self.name} is a {type(made).__name__}, not a torch.optim.Optimizer",
-                "return one, made of the groups that the factory is given",
+                "return a torch.optim.Optimizer of the groups that the factory receives",
             )
         if [g["params"] for g in made.param_groups] != [g["params"] for g in groups] or not all(
             "learning_rate_scale" in group for group in made.param_groups
         ):
             raise JobError(
-                f"the optimizer {self.name} has other parameter groups than it was given",
-                "hand them on as they are, e.g. lambda groups: torch.optim.RAdam(groups); which parameters "
-                "have another rate or decay is train.parameter_groups",
+                f"the optimizer {self.name} has other parameter groups than the factory received",
+                "pass the groups on unchanged, e.g. lambda groups: torch.optim.RAdam(groups); set "
+                "learning rates and weight decay of single parameters in train.parameter_groups",
             )
         return made
 
@@ -121,13 +122,13 @@ def check_optimizer_factory(factory: object) -> None:
     """
     if isinstance(factory, Optimizer):
         raise JobError(
-            f"optimizer is a {type(factory).__name__} that is made already, before its parameters are spread",
-            "give what makes it of parameter groups: optimizer=lambda groups: torch.optim.RAdam(groups)",
+            f"optimizer is a {type(factory).__name__} instance, built before its parameters are sharded",
+            "pass a function of the parameter groups: optimizer=lambda groups: torch.optim.RAdam(groups)",
         )
     if not callable(factory):
         raise JobError(
             f"optimizer is a {type(factory).__name__}, which cannot be called",
-            "give a function or class that makes a torch.optim.Optimizer of parameter groups",
+            "pass a function or class that builds a torch.optim.Optimizer from parameter groups",
         )
 
 
@@ -141,8 +142,8 @@ def check_schedule(schedule: object, steps: int) -> LearningRateSchedule:
     if not callable(schedule) or issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         raise JobError(
             f"schedule is a {kind.__name__}",
-            "give a function (step) or (step, steps) -> share of train.learning_rate, as LambdaLR takes one: "
-            "a run that carries on asks for the rate of its step and no other",
+            "pass a function (step) or (step, steps) -> factor on train.learning_rate, as for LambdaLR; "
+            "it must not depend on earlier calls, because a resumed run starts at its step",
         )
     takes_steps = len(_parameters(schedule)) > 1
 
@@ -154,7 +155,7 @@ def check_schedule(schedule: object, steps: int) -> LearningRateSchedule:
                 f"the schedule failed at step {step}: {type(error).__name__}: {error}{_line(error)}"
             ) from error
         if not 0 <= value < math.inf:
-            raise JobError(f"the schedule gives {value} at step {step}", "a share is 0 or more")
+            raise JobError(f"the schedule returned {value} at step {step}", "return a factor of 0 or more")
         return value
 
     looked_at = sorted({0, 1, steps // 2, steps - 1} & set(range(steps)))
@@ -162,8 +163,8 @@ def check_schedule(schedule: object, steps: int) -> LearningRateSchedule:
     again = {step: share(step) for step in reversed(looked_at)}
     if first != again:
         raise JobError(
-            "the schedule gives another rate when it is asked again for the same step",
-            "compute it from the step alone: a run that carries on asks for the rates of its own steps",
+            "the schedule returns another value for the same step when it is called again",
+            "compute it from the step alone: a resumed run calls it only for its own steps",
         )
     return share
 
@@ -177,7 +178,7 @@ def refuse_split_tensors(optimizer: UserOptimizer, scope: UpdateScope, plan: Pla
     if scope == "elements":
         return
     axes = [axis for axis in ("dp_shard", "cp", "tp", "ep") if getattr(plan, axis) > 1]
-    what = "whole tensors"
+    what = "full tensors"
     if plan.shard_group_size == plan.tp == plan.ep == 1:
         axes = []
     if scope == "model":
@@ -185,15 +186,15 @@ def refuse_split_tensors(optimizer: UserOptimizer, scope: UpdateScope, plan: Pla
         axes += ["pp"] if plan.pp > 1 else []
         if not axes and plan.offload_optimizer != "none":
             raise JobError(
-                f"the optimizer {optimizer.name} looks at {what}, but parallel.offload_optimizer = "
-                f"'{plan.offload_optimizer}' updates some after the others",
-                "leave parallel.offload_optimizer out",
+                f"the optimizer {optimizer.name} needs {what}, but parallel.offload_optimizer = "
+                f"'{plan.offload_optimizer}' updates them one after another",
+                "unset parallel.offload_optimizer",
             )
     if axes:
         cut = " and ".join(f"parallel.{axis} = {getattr(plan, axis)}" for axis in axes)
         raise JobError(
-            f"the optimizer {optimizer.name} looks at {what}, which {cut} would split",
-            "use dp_replicate, or an optimizer that computes element by element",
+            f"the optimizer {optimizer.name} needs {what}, but {cut} would split them",
+            "use dp_replicate, or an element-wise optimizer",
         )
 
 
@@ -215,8 +216,8 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
         again = _updated(optimizer, values, gradients)
         if not _same(together, again):
             raise JobError(
-                f"the optimizer {optimizer.name} draws random numbers, which are others on each rank",
-                "use an optimizer without noise",
+                f"the optimizer {optimizer.name} draws random numbers, which would differ between ranks",
+                "use an optimizer without random numbers",
             )
         alone = [
             _updated(optimizer, [value], [[step[index]] for step in gradients])[0]
@@ -259,9 +260,12 @@ def step_optimizer(name: str, optimizer: Optimizer) -> None:
         needs_closure = "closure" in str(error)
         raise JobError(
             f"the optimizer {name} failed in its step: {type(error).__name__}: {error}{_line(error)}",
-            "one that computes losses again (LBFGS) cannot be used: a step has one forward and backward"
+            (
+                "use an optimizer without a closure: a step has one forward and backward pass, so "
+                "optimizers such as LBFGS are not supported"
+            )
             if needs_closure
-            else "it is called as optimizer.step(), with the gradients in place",
+            else "fix the optimizer: wanma calls optimizer.step() with the gradients set",
         ) from error
 
 

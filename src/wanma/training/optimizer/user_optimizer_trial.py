@@ -92,8 +92,7 @@ class _Trial:
 
 def _state_not_restored_error(user_optimizer: UserOptimizer) -> JobError:
     return JobError(
-        f"the optimizer {user_optimizer.name} does not carry on from a checkpoint as if it had not been "
-        "stopped: it "
-        "keeps something that is no tensor in the state of a parameter",
-        'keep all of it in self.state[parameter], as tensors; a count of updates as state["step"]',
+        f"the optimizer {user_optimizer.name} does not resume exactly from a checkpoint: the state of a "
+        "parameter holds a value that is not a tensor",
+        'keep all state in self.state[parameter] as tensors, and the update count in state["step"]',
     )
