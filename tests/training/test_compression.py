@@ -266,7 +266,10 @@ def test_without_a_compiler_int8_is_as_exact_and_it_is_told(tmp_path: Path) -> N
     plan, text = compressed(LAYOUTS["replicas"], "int8"), job(tmp_path, steps=2)
     native = run_job(tmp_path / "native", text, plan)
     plain = run_job(tmp_path / "plain", text, plan, patch="support.compilers:there_is_none")
-    told = "int8 compression is several times slower on this node, because its native library is not available: no C++ compiler was found"
+    told = (
+        "int8 compression is several times slower on this node, because its native library is not available: "
+        "no C++ compiler was found"
+    )
     assert told in (plain.directory / "events.jsonl").read_text()
     assert told not in (native.directory / "events.jsonl").read_text()
     assert plain.losses == native.losses

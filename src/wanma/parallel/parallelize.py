@@ -145,7 +145,7 @@ class ParallelModel:
             part.reshard()
 
     def reset_step_count(self) -> None:
-        """Begin counting steps anew, after forwards that belonged to no step."""
+        """Reset the step count, after forwards that belonged to no step."""
         for part in self.data_parallel:
             part.reset_step_count()
 

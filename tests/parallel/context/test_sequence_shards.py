@@ -149,7 +149,7 @@ def test_what_has_no_sequence_is_refused(inputs: Tensor, targets: Tensor) -> Non
 
 def test_sequence_parallel_refuses_inputs_without_a_sequence() -> None:
     plan = Plan(tp=2, sequence_parallel=True)
-    with pytest.raises(WanmaError, match=r"parallel.sequence_parallel = true cuts sequences"):
+    with pytest.raises(WanmaError, match=r"parallel.sequence_parallel = true splits sequences"):
         residual_positions(batch(torch.zeros(2)), plan, 0)
 
 

@@ -121,7 +121,7 @@ def test_a_metric_that_chooses_no_checkpoint_is_refused(tmp_path: Path) -> None:
     given = {**objects(), "metrics": {"error": error}}
     with pytest.raises(JobError, match=r"best_metric = 'eror': .*Did you mean 'error'") as refused:
         run_here(tmp_path / "a", asked, PLAN, given)
-    assert "it gives loss, accuracy, error" in str(refused.value)
+    assert "use one of loss, accuracy, error" in str(refused.value)
     with pytest.raises(JobError, match="best_metric = 'eror', but the data has no validation part"):
         run_here(tmp_path / "b", {**asked, "data": {"validation_fraction": 0}}, PLAN, given)
 

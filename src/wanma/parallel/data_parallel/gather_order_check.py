@@ -123,7 +123,7 @@ class GatherOrderCheck:
         def check() -> None:
             for work in works:
                 work.wait()
-            if is_fake(mine):  # in a dry run nobody answers
+            if is_fake(mine):  # a dry run has no other ranks
                 return
             numbers = [int(one) for one in found]
             other = next((rank for rank in others if numbers[rank] != number), None)

@@ -225,7 +225,7 @@ def _data_group(parallel_mesh: ParallelMesh) -> dist.ProcessGroup:
     """Create the group of ranks that hold different rows and are otherwise alike.
 
     torch wants every rank to make every group. It is a group of its own: gradients are summed over the others
-    while backward goes on, in an order of their own.
+    during backward, in another order.
     """
     plan = parallel_mesh.plan
     mine: dist.ProcessGroup | None = None

@@ -2,7 +2,7 @@
 
 FSDP2 does it too, by copying all parameters into one buffer and out of another before every step, and all
 gradients into a third. Here plain tensors in the memory of the state itself compute, and gradients are summed
-where backward has put them, while it goes on. From outside the state looks the same: DTensors under the
+where backward has put them, while backward runs. From outside the state looks the same: DTensors under the
 module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not take, are held so
 beside it.
 """
@@ -173,7 +173,7 @@ class Replicated:
 
     def _new_reducer(self, pop_gradient: Callable[[int], Tensor | None], axis: int) -> GradientReducer:
         sizes = self._trained()
-        if sizes != self._bucket_layout[0]:  # parameters may be frozen and released as training goes on
+        if sizes != self._bucket_layout[0]:  # parameters may be frozen and released during training
             self._bucket_layout = sizes, assign_buckets(sizes, self._bucket_bytes)
         first = sizes[0].parameter_index if sizes else 0
         device = local_tensor(self._parameters[first].state).device if sizes else torch.device("cpu")

@@ -365,7 +365,7 @@ class Sharded:
             self.shared_memory_weights.wait_until_weights_unused()
 
     def reset_step_count(self) -> None:
-        """Begin counting steps anew, after forwards that belonged to no step."""
+        """Reset the step count, after forwards that belonged to no step."""
         if self.shared_memory_weights is not None:
             self.shared_memory_weights.reset_step_count()
 

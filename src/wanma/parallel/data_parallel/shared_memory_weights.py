@@ -9,7 +9,7 @@ FSDP2 asks a shard for the tensors to gather, and hands back the gathered ones (
 `fsdp_post_all_gather`, its way in for other formats of weights): here one element, and the full tensor.
 Parameters split along another dim than the first are gathered as usual.
 
-Ranks meet twice a step: before weights change, when nobody computes with them any more
+Ranks meet twice a step: before weights change, when no rank computes with them any more
 (`SharedMemoryWeights.wait_until_weights_unused`), and as the first are gathered after that, when all have
 been changed.
 """
@@ -77,7 +77,7 @@ class SharedMemoryWeights:
             self._steps += 1
 
     def reset_step_count(self) -> None:
-        """Begin counting steps anew: the first ones are watched for changes by a forward."""
+        """Reset the step count: the first ones are watched for changes by a forward."""
         self._steps = 0
 
     def _barrier(self) -> None:
@@ -174,7 +174,7 @@ class _SharedMemoryGather(AllGather):
         self._shared_memory_weights.publish_updates()
         if self._fallback is not None:
             return self._fallback(output_tensor, input_tensor, group, async_op)
-        return None  # FSDP2 continues with one element of each parameter, which nobody reads
+        return None  # FSDP2 continues with one element of each parameter, which is never read
 
 
 class SharedMemoryParameter:

@@ -1,4 +1,4 @@
-"""Bucketed all-reduce of one step's gradients over the data ranks, begun while backward goes on.
+"""Bucketed all-reduce of one step's gradients over the data ranks, started during backward.
 
 Which parameters share a bucket, and the order of the buckets, follow from the model and the plan alone: all
 ranks begin the same sums in the same order, whichever gradients they have, and a resumed run sums as the one

@@ -36,7 +36,7 @@ def build_reduction_groups(parallel_mesh: ParallelMesh, *, overlaps_backward: bo
 
     Args:
         parallel_mesh: device meshes of the plan.
-        overlaps_backward: true if sums are in progress while a backward goes on.
+        overlaps_backward: true if sums run during backward.
     """
     # Torch may have one group for the replicas and for the ranks of `cp`, which communicate within a backward
     # too: the order of both would depend on which gradients a rank has.

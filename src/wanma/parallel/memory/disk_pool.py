@@ -73,7 +73,7 @@ class DiskPool:
         """Remove the folder if it is empty; the files go with the last tensor that lies in them."""
         self._free.clear()
         self._files.clear()
-        with contextlib.suppress(OSError):  # another rank still uses it, or nobody ever did
+        with contextlib.suppress(OSError):  # another rank still uses it, or it was never used
             self.folder.rmdir()
 
     def allocate(self, size: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Offload of parameters and activations to host memory or disk while nobody needs them.
+"""Offload of parameters and activations to host memory or disk while they are not needed.
 
 Parameters: the shards that FSDP2 gathers from are elsewhere; a block's unsharded parameters are on the device
 while it computes, as in ZeRO 3. Activations: tensors that autograd saves for a block's backward go elsewhere
-as the forward goes on, and come back as backward reaches the block. Neither changes a number. Optimizer state
+during forward, and come back as backward reaches the block. Neither changes a number. Optimizer state
 is offloaded by `training/optimizer/optimizer_state_offload.py`.
 """
 

@@ -25,7 +25,7 @@ class OffloadTarget(ABC):
 
 
 class OffloadHandle(ABC):
-    """Content at an offload target, kept until nobody refers to it any more."""
+    """Content at an offload target, kept until the last reference to it is gone."""
 
     @abstractmethod
     def prefetch(self) -> None:

@@ -1,7 +1,7 @@
 """Check of attributes that a block's forward changes: recompute in backward must not change them again.
 
 A counter, a list that grows or a moving average that a module keeps as a plain attribute would be changed
-twice a step. An attribute that each run sets anew, such as the latest attention, is the same after both.
+twice a step. An attribute that each run overwrites, such as the latest attention, is the same after both.
 """
 
 from __future__ import annotations

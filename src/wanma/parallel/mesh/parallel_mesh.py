@@ -148,8 +148,8 @@ def build_mesh(
     root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))
 
     def seen_as(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        # Each group of Gloo's wakes a thread a hundred times a second, and there would be a dozen: an axis of
-        # one rank gets a group that only pretends, as in torchtitan. So does the sites' in all views but the
+        # Each group of Gloo's wakes a thread a hundred times a second, and there would be a dozen: a mesh
+        # dimension of one rank gets a fake group, as in torchtitan. So does the sites' in all views but the
         # first: nothing is sent by it. Without sites the first name is not needed.
         names = names[-len(sizes) :]
         silent = ("state_site", "expert_site")

@@ -97,7 +97,7 @@ class ReplicatedParameter:
             module._parameters[name] = parameter
 
     def prepare_compute_parameter(self, on_gradient: Callable[[Tensor], None] | None = None) -> nn.Parameter:
-        """Return the tensor that computes in the memory of the state; made anew where that has moved.
+        """Return the tensor that computes in the memory of the state; created again where that has moved.
 
         Args:
             on_gradient: function to call when a backward has made its gradient.

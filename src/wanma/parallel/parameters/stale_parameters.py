@@ -14,7 +14,7 @@ class StaleParameterCheck:
     """Check of the parameters that a model had before its state took their place.
 
     Modules are given other tensors to compute with, under their own names. A model that has kept the first
-    ones elsewhere, in a list or a closure, computes with those, and their gradients reach nobody.
+    ones elsewhere, in a list or a closure, computes with those, and their gradients are lost.
     """
 
     def __init__(self, model: nn.Module) -> None:

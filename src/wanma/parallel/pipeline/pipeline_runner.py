@@ -212,8 +212,8 @@ class PipelineRunner:
         """Return the boundaries before the first and after each stage, for micro-batches of `rows` samples.
 
         Each stage runs once, on zeros but for the first, in evaluation mode: models that count in training
-        what they see have then seen nothing. torch finds the same out by runs in training, on memory that
-        nobody has written to.
+        what they see have then seen nothing. torch finds the same out by runs in training, on
+        uninitialized memory.
         """
         keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
         given = batch.inputs[0][:rows].clone()  # which a stage may change
@@ -279,7 +279,7 @@ class PipelineRunner:
             *(batch.inputs if 0 in self._model_parts else ()),
             target=batch.targets if self._plan.stage_count - 1 in self._model_parts else None,
             losses=losses,
-            return_outputs=False,  # nobody wants the logits of all micro-batches at once
+            return_outputs=False,  # the logits of all micro-batches are not used
             **batch.keywords,
             **{SAMPLE_INDICES_KEYWORD: batch.samples},
         )

@@ -89,7 +89,7 @@ def extract_stage(model: nn.Module, parallel_spec: ParallelSpec, plan: Plan, sta
         return model
     for number, name in enumerate(names):
         if number not in held:
-            delattr(blocks, name)  # a sequence's own `del` would number the others anew
+            delattr(blocks, name)  # `del` of a sequence would renumber the others
     absent = (parallel_spec.first_stage_modules if stage > 0 else ()) + (
         parallel_spec.last_stage_modules if stage < plan.stage_count - 1 else ()
     )
@@ -119,8 +119,8 @@ class _TensorReferences:
         """Check a stage after the cut.
 
         Raises:
-            JobError: something else than a module's attribute still holds a tensor of another stage, which
-                nobody would train.
+            JobError: another object than a module still refers to a tensor of another stage, which would
+                not be trained.
         """
         kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         if self._dangling_names(kept):

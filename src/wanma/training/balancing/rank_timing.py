@@ -15,7 +15,7 @@ class RankTimingReporter:
 
     It writes them on the page that the supervisor reads anyway: no collective, no system call. Compute
     seconds of forward and backward are those of `ComputeTimer`: on CPUs without any wait in them, in every
-    mesh dimension; on GPUs where nobody waits in a forward. Elsewhere a rank is judged by its waiting for
+    mesh dimension; on GPUs where no rank waits in a forward. Elsewhere a rank is judged by its waiting for
     data alone.
     """
 

@@ -132,7 +132,7 @@ class ShareRebalancer:
         rows = self.plan.rows_per_data_rank(global_batch_size(self._job.train, self._state.step))
         paces = self._rank_speeds(sums, rows)
         self._window = max(MIN_WINDOW_STEPS, math.ceil(MIN_WINDOW_SECONDS / max(sums[-1], 1e-6)))
-        if len(self._work) < self._window:  # steps are shorter than was thought: it goes on
+        if len(self._work) < self._window:  # steps are shorter than expected: the window continues
             return None
         self._reset_window()
         return self._load_balancer.evaluate_window(paces, rows, self._granularity)

@@ -137,7 +137,7 @@ def require_unused_url(url: str, worker: WorkerContext) -> None:
 def _run_on_rank_zero(function: Callable[[], Result], worker: WorkerContext, what: str) -> Result:
     """Return the result of `function`, which rank 0 does, on all ranks; raise its error on all of them too.
 
-    It may take longer than a collective or the supervisor waits: the ranks tell each other that it goes on.
+    It may take longer than a collective or the supervisor waits: the ranks tell each other that it continues.
     """
     outcome: list[tuple[Result | None, Exception | None]] = []
 

@@ -4,7 +4,7 @@ A checkpoint holds, for each parameter whose method keeps errors, a tensor of on
 (`parallel/gradients/gradient_compression.py`). Where as many ranks take part again it is loaded like other
 state, and the run continues bit for bit. Else the sum over the rows, which is all that the model is still
 owed, is divided among the new ranks. PowerSGD's matrices Q are initial values of an iteration: of another
-shape they start anew.
+shape they are initialized again.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _BASELINE_STEPS = 5
 
 
 class InMemoryCheckpoints:
-    """Maker of one rank's in-memory checkpoints; none where nobody would keep them, or the job wants none.
+    """Maker of one rank's in-memory checkpoints; none without a supervisor, or if the job disables them.
 
     Args:
         job: job of the run.
@@ -346,7 +346,7 @@ class InMemoryCheckpoints:
         """Interval in steps that is in force.
 
         After a recovery, too, the first in-memory checkpoints are made step by step: their cost is measured
-        anew, and new nodes hold copies at once.
+        again, and new nodes hold in-memory checkpoints at once.
         """
         return self._fixed_interval or (self._interval.steps if self._costs else None) or 1
 

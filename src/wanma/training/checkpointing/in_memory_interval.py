@@ -23,7 +23,7 @@ class AdaptiveInterval:
         self.steps = steps
 
     def update(self, cost_seconds: float, step_seconds: float, min_steps: int = 1) -> bool:
-        """Choose the interval anew; return whether it has changed.
+        """Choose the interval again; return whether it has changed.
 
         It is lengthened where it is too short, and shortened where half of it would do.
 

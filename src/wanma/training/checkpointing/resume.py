@@ -217,9 +217,9 @@ def _newest_complete_checkpoint(
 
 
 def _no_complete_checkpoint(folder: Path, skipped: list[str]) -> WanmaError:
-    """Return the refusal to begin anew where all checkpoints are damaged.
+    """Return the refusal to start at step 0 where all checkpoints are damaged.
 
-    A run that has come far does not begin anew unasked, and write over files that may still be saved.
+    A run with checkpoints does not restart unasked, and overwrite files that may still be recovered.
     """
     shown = [
         *skipped[:_MAX_NAMES_IN_MESSAGE],

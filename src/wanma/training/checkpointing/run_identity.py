@@ -23,7 +23,7 @@ from wanma.training.checkpointing.code_fingerprint import code_fingerprint, modu
 
 DEFAULT_LOSS = "default"
 _SEED_BOUND = 1 << 32
-"""Bound of the seeds that people choose; a seed that torch draws for itself has 53 bits."""
+"""Bound of chosen seeds; a seed that torch draws for itself has 53 bits."""
 _WAYS_OUT = (
     "give the new run another name (observe.name, or run_directory= in Python), or replace the run with "
     "checkpoint.resume = false (--fresh), which keeps the earlier checkpoints; checkpoint.start_from "
@@ -111,7 +111,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def is_seeded() -> bool:
-    """Return whether this process has seeded torch with a number of somebody's choice."""
+    """Return whether this process has seeded torch with a chosen number."""
     return torch.initial_seed() < _SEED_BOUND
 
 

@@ -1,7 +1,7 @@
-"""Dry run of one rank of any plan on one machine: it fills no memory and sends nothing.
+"""Dry run of one rank of any plan on one node: it fills no memory and sends nothing.
 
 The rank is real: the same functions cut, shard and run the model as in training. Only its tensors have shapes
-without storage (torch's fake tensors) and its process group answers without asking anybody.
+without storage (torch's fake tensors) and its process group communicates with no other process.
 """
 
 from __future__ import annotations

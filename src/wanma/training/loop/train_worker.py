@@ -64,7 +64,7 @@ def train_worker(worker: WorkerContext, payload: bytes) -> None:
     Args:
         worker: context of this rank.
         payload: pickled `TrainRequest`. It comes through an inherited descriptor from the very command that
-            started this process, never from a file that somebody could have left.
+            started this process, never from a file, which another user could write.
     """
     train(worker, pickle.loads(payload))
 

@@ -3,7 +3,7 @@
 Logits stay in the precision in which the model computed them; each block of rows is brought to fp32 while it
 is in the cache, in forward for the loss and once more in backward for the gradient. Against
 `F.cross_entropy(logits.float())` this saves two tensors of the size of the fp32 logits and about five passes
-over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators). Where nobody else reads
+over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators). Where nothing else reads
 the logits, their gradient takes their place.
 
 Logits that tensor parallelism split over the vocabulary stay split: each rank finds the log-sum-exp of its
@@ -41,7 +41,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool
             mesh.
         targets: (...), int64; `IGNORE_INDEX` ones count nothing, others must be classes. Replicated on every
             rank.
-        overwrite_logits: true if nobody reads the logits after this. In backward their gradient is then
+        overwrite_logits: true if nothing reads the logits after this. In backward their gradient is then
             written over them, if a matrix product has made them, whose backward does not need them either.
             Were this wrong about an operation of autograd's, its backward would refuse: tensors count their
             changes.

@@ -35,7 +35,7 @@ def warm_up_vector_math() -> None:
     The library (oneMKL 2024.2, in torch's wheels) chooses each function's kernel in its first call. Threads
     that are first together can get one of low accuracy for their share of that call
     (https://github.com/pytorch/pytorch/issues/188792): the loss of a process's first step differed by some
-    1e-6 of itself in one run of about ten, and so a run that goes on in a new process was not repeatable.
+    1e-6 of itself in one run of about ten, and so a run that was resumed in a new process was not repeatable.
     """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)

@@ -85,8 +85,8 @@ def record_recovery(recorder: Recorder, restart: Restart, source: str, step: int
 class RankStepLog:
     """Log of one rank: a line with the run's loss every few steps, on every rank and not only rank 0.
 
-    The file is the one to which a supervisor has sent this process's output; without one nobody else writes
-    it.
+    The file is the one to which a supervisor has sent this process's output; without one no other process
+    writes it.
     """
 
     def __init__(self, job: Job, worker: WorkerContext) -> None:

@@ -441,7 +441,7 @@ class Trainer:
                 self.message(f"delayed gradients with norm {again.gradient_norm} are skipped", "warning")
 
     def _skip_reason(self, totals: StepTotals, loss_sum: Tensor) -> str:
-        """Return why policy leaves the update out; empty where it is made, or fp16's loss scale decides.
+        """Return why policy skips the update; empty where it is made, or fp16's loss scale decides.
 
         Raises:
             AllRanksError: the policy is another; the same on all ranks.

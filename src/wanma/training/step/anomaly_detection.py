@@ -50,7 +50,7 @@ class AnomalyDetector:
     gradient_norms: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
     """Gradient norms of the same steps."""
     skipped_steps: list[int] = field(default_factory=list)
-    """Steps that were left out by policy, counted from 1: samples consumed, weights unchanged."""
+    """Steps that were skipped by policy, counted from 1: samples consumed, weights unchanged."""
 
     def describe_spike(self, loss: float, gradient_norm: float, deviations: float) -> str:
         """Return the reason why a finite step is a spike; empty where it is none."""
@@ -69,10 +69,10 @@ class AnomalyDetector:
         self.gradient_norms.append(gradient_norm)
 
     def record_skip(self, step: int) -> None:
-        """Note that `step` is left out.
+        """Record that `step` is skipped.
 
         Raises:
-            AllRanksError: too many consecutive steps before it were left out.
+            AllRanksError: too many consecutive steps before it were skipped.
         """
         first = step - MAX_CONSECUTIVE_SKIPS
         if self.skipped_steps[-MAX_CONSECUTIVE_SKIPS:] == list(range(first, step)):
@@ -102,7 +102,7 @@ class AnomalyDetector:
 def enforce_policy(
     step: int, reason: str, policy: AnomalyPolicy, key: str, retried_steps: Collection[int]
 ) -> None:
-    """Return if the policy leaves a step out whose numbers are wrong; raise otherwise.
+    """Return if the policy skips a step with wrong numbers; raise otherwise.
 
     Args:
         step: step, counted from 1.

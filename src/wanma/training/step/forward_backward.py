@@ -56,7 +56,7 @@ class ForwardBackward:
         """True if the loss is the user's, and has had no gradient yet."""
         known = loss if isinstance(loss, CrossEntropy) else CrossEntropy(classes_last=True)
         self._pipeline_loss = replace(known, overwrite_logits=True)
-        """Cross entropy of a pipeline, whose logits nobody reads afterwards."""
+        """Cross entropy of a pipeline, whose logits are not read afterwards."""
         self._routers = [module for module in parallel_model.modules() if isinstance(module, TopKRouter)]
 
     def __call__(self, batches: list[Batch], loss_multiplier: float) -> tuple[Tensor, Tensor]:
