@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import os
 import sys
 import traceback
@@ -19,6 +21,7 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; print at most one error message."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _print_any_character()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -55,6 +58,13 @@ def _run(arguments: list[str]) -> int:
         argcomplete.autocomplete(parser, always_complete_options=False)
     parsed = parse(parser, arguments)
     return int(parsed.run(parsed))
+
+
+def _print_any_character() -> None:
+    """Print '?' for characters such as '→' that the locale of standard output lacks, instead of failing."""
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+        stream.reconfigure(errors="replace")
 
 
 def _discard_output() -> None:
