@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,27 @@ def test_an_upgraded_file_with_other_mistakes_is_written_and_they_are_said(
     path = tmp_path / "old.toml"
     path.write_text('[model]\npreset = "gpt-1m"\n[cluster]\nretries = 1\nnode = 2\n')
     assert main(["job", "--upgrade", str(path)]) == EXIT_USAGE
-    assert f"{path}:5: unknown key 'cluster.node'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{path} is upgraded, but by itself is not a valid job:\n  {path}:5: unknown key" in said
     assert "max_restarts = 1" in path.read_text()
+
+
+def test_every_file_to_upgrade_stands_after_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text('[model]\npreset = "gpt-1m"\n[cluster]\nretries = 1\n')
+    assert main(["job", "first.toml", "--upgrade", str(path)]) == EXIT_USAGE
+    assert "--upgrade does not take 'first.toml'" in capsys.readouterr().err
+    assert "retries = 1" in path.read_text()
+
+
+def test_changes_are_said_in_a_locale_without_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = tmp_path / "old.toml", io.BytesIO()
+    path.write_text('[model]\npreset = "gpt-1m"\n[cluster]\nretries = 1\n')
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="latin-1"))
+    assert main(["job", "--upgrade", str(path)]) == 0
+    assert out.getvalue().decode("latin-1") == f"{path}:4: cluster.retries ? cluster.max_restarts\n"
 
 
 def test_an_old_key_is_described_under_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:

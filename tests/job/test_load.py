@@ -161,6 +161,16 @@ def test_broken_toml_is_told_with_its_line_and_the_usual_cause(tmp_path: Path) -
     assert refusal(write(tmp_path, 'a = """x\n\n')).startswith("job.toml:2: not valid TOML")
 
 
+def test_a_link_to_nothing_is_no_job_file_nearby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    link = tmp_path / "gpt.toml"
+    link.symlink_to("moved.toml")
+    with pytest.raises(
+        JobError, match=r"there is no job file .*gpt\.toml\.\n  `wanma job --toml` prints one"
+    ):
+        load_job(link)
+
+
 def test_a_missing_file_is_told_with_the_job_files_nearby(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

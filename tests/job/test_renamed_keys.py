@@ -98,6 +98,12 @@ def test_old_names_stand_in_one_error_with_all_other_mistakes(tmp_path: Path) ->
     ]
 
 
+def test_the_command_that_upgrades_a_file_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    path = tmp_path / "my gpt.toml"
+    path.write_text(f"{MODEL}[cluster]\nretries = 1\n")
+    assert f"`wanma job --upgrade '{path}'` rewrites the file" in refusal(path, "observe.name=gpt")
+
+
 def test_names_that_only_look_old_stay() -> None:
     job = {
         "model": {"factory": "a:b", "balance": "bias", "arguments": {"capacity": 1, "context": "nothing"}},

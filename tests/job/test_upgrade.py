@@ -184,3 +184,34 @@ def test_a_file_that_cannot_be_rewritten_is_refused_with_what_to_change(tmp_path
     with pytest.raises(JobError, match=r"change by hand:\n.*:2: parallel\.shard: 'nothing' → 'none'"):
         upgrade_file(path)
     assert path.read_text() == text
+
+
+def test_a_read_only_file_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "my gpt.toml"
+    path.write_text(OLD)
+    path.chmod(0o444)
+    with pytest.raises(JobError, match=r"it is read-only\n  `chmod u\+w '.*/my gpt\.toml'` first"):
+        upgrade_file(path)
+    assert path.read_text() == OLD
+    assert [file.name for file in tmp_path.iterdir()] == ["my gpt.toml"]
+
+
+def test_a_file_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    path = tmp_path / f"{'n' * 250}.toml"
+    path.write_text(OLD)
+    upgrade_file(path)
+    assert path.read_text() == NEW
+
+
+def test_a_yaml_anchor_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text("parallel: &p {context: *p}\n")
+    with pytest.raises(JobError, match="is nested too deeply"):
+        upgrade_file(path)
+
+
+def test_a_value_with_a_yaml_anchor_is_said_under_the_key_at_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text("parallel:\n  shard: &x nothing\n  compression: *x\n")
+    assert upgrade_file(path) == [Change(2, "parallel.shard: 'nothing' → 'none'")]
+    assert path.read_text() == "parallel:\n  shard: &x none\n  compression: *x\n"

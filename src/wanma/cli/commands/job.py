@@ -39,6 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.job.file.schema import schema_tables
 
     if arguments.upgrade:
+        if arguments.about is not None:  # a file before --upgrade, or behind --upgrade=FILE
+            raise JobError(
+                f"wanma job: --upgrade does not take '{arguments.about}'",
+                "name every file after it: `wanma job --upgrade FILE FILE`",
+            )
         return _upgrade(arguments.upgrade, dry_run=arguments.dry_run)
     if arguments.dry_run:
         raise JobError("wanma job: --dry-run needs --upgrade", "run `wanma job --upgrade FILE --dry-run`")
@@ -69,7 +74,6 @@ def _upgrade(files: Sequence[str], *, dry_run: bool) -> int:
     Raises:
         JobError: files that cannot be upgraded, or are wrong in other ways, too.
     """
-    from wanma.job.file.loading import load_job
     from wanma.job.file.upgrade import upgrade_file
 
     errors = []
@@ -81,7 +85,7 @@ def _upgrade(files: Sequence[str], *, dry_run: bool) -> int:
             if not changes:
                 print(f"{file}: no old keys")
             elif not dry_run:
-                load_job(file)
+                _check_upgraded(file)
         except JobError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -89,6 +93,18 @@ def _upgrade(files: Sequence[str], *, dry_run: bool) -> int:
     if errors:
         raise JobError("\n".join(map(str, errors)))
     return 0
+
+
+def _check_upgraded(file: Path) -> None:
+    from wanma.job.file.loading import load_job
+
+    try:
+        load_job(file)
+    except JobError as error:
+        mistakes = error.message.replace("\n", "\n  ")
+        raise JobError(
+            f"{file} is upgraded, but by itself is not a valid job:\n  {mistakes}", error.hint
+        ) from None
 
 
 def _matches(table: TableSchema, selected: str | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ def _old_names(given: dict[str, Any], places: KeySources) -> list[ValidationIssu
     ]
     for one in found:
         places.add_name(one.path, one.new_path)
-    upgrade = f"`wanma job --upgrade {places.file}` rewrites the file"
+    upgrade = f"`wanma job --upgrade {shlex.quote(places.file)}` rewrites the file"
     return [
         ValidationIssue(one.path, str(one), upgrade if places.is_in_file(one.path) else "") for one in found
     ]

@@ -108,7 +108,7 @@ def _job_files(path: Path) -> list[Path]:
     """List the TOML files beside `path`, in the working directory and in ./examples, except Python's own."""
     folders = dict.fromkeys([path.parent, Path(), Path("examples")])
     found = [file for folder in folders for file in sorted(folder.glob("*.toml"))]
-    return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml"]
+    return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml" and file.exists()]
 
 
 def _parse_toml(path: Path, text: str) -> dict[str, Any]:

@@ -8,7 +8,9 @@ The names come from `renamed_keys`, and their positions from the scanner of `key
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +36,8 @@ class Change:
 def upgrade_file(path: Path, *, dry_run: bool = False) -> list[Change]:
     """Rewrite the TOML or YAML file of a job under the new names; return the changes, first line first.
 
-    Comments, order, quotes, line ends and the file's mode stay. It is replaced as a whole or not at all.
+    Comments, order, quotes, line ends and the file's mode stay. It is replaced as a whole or not at all; a
+    read-only one is refused.
 
     Args:
         path: the file; its suffix says whether it is YAML.
@@ -62,12 +65,15 @@ def upgraded(text: str, path: Path = Path("job.toml")) -> tuple[str, list[Change
     """
     plain = text.removeprefix(_BYTE_ORDER_MARK).replace("\r\n", "\n")
     tables, tokens = parse_tokens(path, plain)
-    found = renamings(tables)
+    try:
+        found, renamed = renamings(tables), with_new_names(tables)
+    except RecursionError:  # a YAML anchor that holds itself
+        raise JobError(f"{path} is nested too deeply to be a job file") from None
     _refuse_both(path, found, tokens)
     edits = [edit for _, edit in sorted(_edits(found, tokens).items())]
     changes = [Change(token.line, _described(one)) for token, one in edits]
     replaced = [(token, _quoted(plain[token.start : token.stop], one)) for token, one in edits]
-    if not _reads_as(path, _with(plain, replaced), with_new_names(tables)):
+    if not _reads_as(path, _with(plain, replaced), renamed):
         listed = "\n  ".join(f"{path}:{change.line}: {change.text}" for change in changes)
         raise JobError(f"{path} cannot be rewritten in place; change by hand:\n  {listed}")
     return _with(text, replaced), changes
@@ -79,20 +85,23 @@ def _refuse_both(path: Path, found: Iterable[Renaming], tokens: Iterable[Token])
         if not one.is_value and one.new_path in lines:
             raise JobError(
                 f"{path}:{lines[one.path]}: {one}, and line {lines[one.new_path]} gives that, too",
-                f"remove one of the two, then `wanma job --upgrade {path}` again",
+                f"remove one of the two, then `wanma job --upgrade {shlex.quote(str(path))}` again",
             )
 
 
 def _edits(
     found: Iterable[Renaming], tokens: Iterable[Token]
 ) -> dict[tuple[int, int], tuple[Token, Renaming]]:
-    """Return the renaming of each token that has an old name, by its position."""
+    """Return the renaming of each token that has an old name, by its position.
+
+    A YAML alias repeats a token under other paths; the first is where the file has it.
+    """
     by_path = {(one.path, not one.is_value): one for one in found}
-    return {
-        (token.start, token.stop): (token, by_path[token.path, token.is_key])
-        for token in tokens
-        if (token.path, token.is_key) in by_path
-    }
+    edits: dict[tuple[int, int], tuple[Token, Renaming]] = {}
+    for token in tokens:
+        if (one := by_path.get((token.path, token.is_key))) is not None:
+            edits.setdefault((token.start, token.stop), (token, one))
+    return edits
 
 
 def _described(one: Renaming) -> str:
@@ -132,11 +141,20 @@ def _reads_as(path: Path, text: str, tables: dict[str, Any]) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     target = path.resolve()  # a link stays one
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(text.encode())
-        shutil.copymode(target, temporary)
-        temporary.replace(target)
+        if not (os.access(target, os.W_OK) and target.stat().st_mode & 0o222):  # the folder would allow it
+            raise JobError(
+                f"cannot write {path}: it is read-only", f"`chmod u+w {shlex.quote(str(path))}` first"
+            )
+        descriptor, name = tempfile.mkstemp(prefix=".wanma-", dir=target.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text.encode())
+            shutil.copymode(target, temporary)
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
