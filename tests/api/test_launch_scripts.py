@@ -254,7 +254,7 @@ def test_a_terminal_that_is_not_read_stops_neither_the_script_nor_its_supervisor
         ("raise", 1, "ValueError: no such column: prize"),
         ("exit", 7, "ends.py ended itself: exit code 7"),
         pytest.param("usage", 2, "ends.py ended itself: exit code 2", marks=pytest.mark.full),
-        pytest.param("silently", 5, "its process left with exit code 5", marks=pytest.mark.full),
+        pytest.param("silently", 5, "its process exited with code 5", marks=pytest.mark.full),
         ("crash", 1, "its process was killed by SIGSEGV"),
         ("done", 0, ""),
     ],
@@ -350,7 +350,7 @@ def test_a_script_that_is_silent_in_its_session_is_a_hang(desk: Desk) -> None:
     name = write(desk, "speaks.py", SPEAKS)
     ran = desk.run("launch", "--ranks", "1", *LIMITS, "--set", "cluster.max_restarts=0", name, "inside")
     assert ran.code == 1
-    assert "no rank has moved for" in ran.told_once()
+    assert "no rank reported progress for" in ran.told_once()
 
 
 def test_a_session_takes_ranks_that_torchrun_has_started(desk: Desk) -> None:

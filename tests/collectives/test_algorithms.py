@@ -129,7 +129,7 @@ def test_a_peer_that_has_gone_is_named() -> None:
     told, _ = run_ranks(one_leaves, 2, ())
     assert told.startswith("rank 1 ")
     assert " rank 0: " in told
-    assert "look at the end of rank 1's log" in told
+    assert "read the end of rank 1's log" in told
 
 
 def wrong_buffers(worker: WorkerContext) -> None:

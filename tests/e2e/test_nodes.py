@@ -36,10 +36,10 @@ def check(
     assert training.losses == whole.losses
     assert_bitwise_equal(training.state(), whole.state())
     second = next(one.out for one in ended if "finished at step 60" not in one.out)
-    assert f"the 2 nodes of the run meet at {place}\n" in second
-    assert f"joined the run at {place}: this is node 1 of 2, with rank 1 of 2 (both counted from" in second
+    assert f"rendezvous of 2 nodes at {place}\n" in second
+    assert f"joined the run at {place} as node rank 1 of 2, with rank 1 of 2 (numbered from" in second
     assert f"logs of this node: {training.path}/logs/rank-1.log\n" in second
-    assert "the run is finished on all 2 nodes\n" in second
+    assert "the run finished on all 2 nodes\n" in second
     logs = [(training.path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     assert [f"on node {rank} " in log for rank, log in enumerate(logs)] == [True, True]
 

@@ -252,5 +252,5 @@ def stranger() -> Iterator[str]:
 def test_a_rendezvous_port_that_is_taken_is_named(desk: Desk, stranger: str) -> None:
     ran = desk.run("train", "text.toml", "--run-dir", "taken", "--nodes", "2", "--rendezvous", stranger)
     assert ran.code == 1
-    assert f"what listens at {stranger} is not a coordinator of this run" in ran.told_once()
+    assert f"the process at {stranger} is not a coordinator of this run" in ran.told_once()
     assert "choose a free port for cluster.rendezvous" in ran.text

@@ -58,7 +58,7 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     wait_for(lambda: list((tmp_path / "marks").iterdir()))
     first.process.kill()
     began = time.monotonic()
-    while "hosts the run from now on" not in second.until("message")["text"]:
+    while "now runs the coordinator" not in second.until("message")["text"]:
         pass
     assert time.monotonic() - began < 3, "its death is proved at once"
     third = start_node("c", node_rank=0)
@@ -83,12 +83,12 @@ def test_of_three_nodes_the_two_that_are_left_meet_at_the_next_in_order(
     second, third = (start_node(name, node_rank=rank, nodes=3) for name, rank in (("b", 1), ("c", 2)))
     wait_for(lambda: list((tmp_path / "marks").iterdir()))
     first.process.kill()
-    while "takes part again" not in third.until("message")["text"]:
+    while "rejoined the run" not in third.until("message")["text"]:
         pass
     fourth = start_node("d", node_rank=0, nodes=3)
     assert [node.end() for node in (second, third, fourth)] == [0, 0, 0], (second.lines, third.lines)
-    assert any("hosts the run from now on" in text for text in second.texts)
-    assert not any("hosts the run from now on" in text for text in third.texts)
+    assert any("now runs the coordinator" in text for text in second.texts)
+    assert not any("now runs the coordinator" in text for text in third.texts)
     assert steps(fourth) == STEPS[3:]
 
 
@@ -124,7 +124,7 @@ def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
     wait_for_listener(rendezvous)
     second.process.send_signal(signal.SIGCONT)
     assert (second.end(), third.end()) == (0, 0), (second.lines, third.lines)
-    assert any("another process answers in its place" in text for text in second.texts)
+    assert any("another process answers at its endpoint" in text for text in second.texts)
     claim = generation_claims.newest_claim(tmp_path / "run")
     assert claim is not None
     assert (claim.generation, claim.node) == (2, 1)
@@ -165,14 +165,14 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
     paused = [machine, *machine.children(recursive=True)]
     for process in paused:
         process.suspend()
-    while "hosts the run from now on" not in second.until("message")["text"]:
+    while "now runs the coordinator" not in second.until("message")["text"]:
         pass
     third = start("c", "write_lines", node_rank=0, **common)
     wait_for(lambda: lines(tmp_path).count(2) > 5)
     for process in reversed(paused):
         process.resume()
     assert first.end() == 9
-    assert "has its 2 machines already" in first.message
+    assert "already has all its 2 nodes" in first.message
     second.process.send_signal(signal.SIGINT)
     assert (second.end(), third.end()) == (130, 130), (second.lines, third.lines)
     written = lines(tmp_path)

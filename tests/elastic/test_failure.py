@@ -74,10 +74,10 @@ def test_an_error_raised_from_a_consequence_is_one_too() -> None:
     ("code", "cause", "hint"),
     [
         (-signal.SIGKILL, "its process was killed by SIGKILL", "somebody did it"),
-        (-signal.SIGSEGV, "its process was killed by SIGSEGV", "a crash in native code"),
+        (-signal.SIGSEGV, "its process was killed by SIGSEGV", "native code crashed"),
         (-signal.SIGHUP, "its process was killed by SIGHUP", ""),
         (-40, "its process was killed by signal 40", ""),
-        (7, "its process left with exit code 7 before the work was finished", ""),
+        (7, "its process exited with code 7 before its work was finished", ""),
     ],
 )
 def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
@@ -90,10 +90,15 @@ def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("before", "now", "begin", "is_memory"),
     [
-        (None, None, "probably the kernel's out-of-memory killer (`dmesg` of that machine tells); use", True),
+        (None, None, "probably the kernel's out-of-memory killer (check `dmesg` on that node); use", True),
         (3, None, "probably the kernel's out-of-memory killer", True),
-        (0, 1, "the kernel's out-of-memory killer struck: the processes here have 2.0 GiB in all; ", True),
-        (3, 3, "the kernel's out-of-memory killer did not strike here meanwhile", False),
+        (
+            0,
+            1,
+            "killed by the kernel's out-of-memory killer: processes on this node can use 2.0 GiB in total; ",
+            True,
+        ),
+        (3, 3, "not the kernel's out-of-memory killer, which killed nothing", False),
     ],
 )
 def test_a_kill_is_put_down_to_memory_as_far_as_the_kernel_s_count_allows(
@@ -106,7 +111,7 @@ def test_a_kill_is_put_down_to_memory_as_far_as_the_kernel_s_count_allows(
 
 def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
     clipped = truncate_middle("a" * 50 + "b" * 50, max_characters=20)
-    assert clipped == "a" * 10 + "\n... 80 characters left out ...\n" + "b" * 10
+    assert clipped == "a" * 10 + "\n... 80 characters omitted ...\n" + "b" * 10
 
 
 def test_a_compiler_s_long_message_is_told_by_its_first_lines_and_its_errors() -> None:
@@ -124,7 +129,7 @@ def test_a_compiler_s_long_message_is_told_by_its_first_lines_and_its_errors() -
     assert len(text) < 8000
     assert text.startswith("rank 1 (node 0, here) failed: RuntimeError: CppCompileError: C++ compile error")
     assert text.count("kernel.cpp:3:9: error: 'in_ptr' was not declared") == 3
-    assert f"... ({len(message):,} characters in all: the log has them)" in text
+    assert f"... ({len(message):,} characters in total: see the log)" in text
     assert "log: /run/rank-1.log" in text
 
 

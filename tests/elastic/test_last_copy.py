@@ -21,7 +21,7 @@ from wanma.elastic.recovery.flush_round import FAILED_RUN_FLUSH_SECONDS
 
 STEP_9 = InMemoryCheckpointId(1, 9)
 FULL = FlushReport("", "No space left on device", "apart")
-KILLED = "the process that writes it was killed by SIGKILL"
+KILLED = "the flush process was killed by SIGKILL"
 
 
 def held(*ranks: int, step: int = 9) -> tuple[InMemoryCheckpointShard, ...]:
@@ -58,13 +58,15 @@ def test_a_process_that_dies_while_it_writes_is_replaced_once() -> None:
     assert table.hear(0, FlushReport("checkpoint of step 9 in /old")) == [], "an answer to the order before"
     assert table.hear(0, FlushReport("checkpoint of step 9 in /x", attempt=2)) == []
     word = ending(table.hear(1, FlushReport("", attempt=2)))
-    assert word.flush_summary.startswith("the copy in memory was saved: checkpoint of step 9 in /x\n")
+    assert word.flush_summary.startswith(
+        "the in-memory checkpoint was flushed to disk: checkpoint of step 9 in /x\n"
+    )
     assert word.exit_code == 2
 
     table = giving_up(held(0, 1), held(2, 3))
     table.hear(1, FlushReport("", KILLED, "again"))
     word = ending(table.hear(0, FlushReport("", KILLED, "again", attempt=2)))
-    assert word.flush_summary == f"the copy in memory of step 9 could not be saved: {KILLED}"
+    assert word.flush_summary == f"the in-memory checkpoint of step 9 could not be flushed to disk: {KILLED}"
 
 
 def test_a_machine_that_is_lost_while_copies_are_written_is_written_by_its_partner() -> None:
@@ -86,7 +88,8 @@ def test_a_machine_that_is_lost_with_the_only_copy_ends_the_run_honestly() -> No
     table = giving_up(held(0, 1), held(2, 3))
     word = ending(table.lose(1))
     assert (
-        word.flush_summary == "the copy in memory of step 9 could not be saved: node 1 (host) was lost: gone"
+        word.flush_summary
+        == "the in-memory checkpoint of step 9 could not be flushed to disk: node 1 (host) was lost: gone"
     )
 
 
@@ -106,17 +109,18 @@ def test_where_the_shared_folder_is_full_each_machine_keeps_its_part() -> None:
     assert table.hear(0, FULL) == [], "of the attempt before"
     assert table.hear(0, FlushReport("ranks 0, 1 in /a on one", attempt=2)) == []
     assert ending(table.hear(1, FlushReport("ranks 2, 3 in /b on two", attempt=2))).flush_summary == (
-        "the copy in memory was saved: in parts, for No space left on device\n"
+        "the in-memory checkpoint was flushed to disk: in one part per node, because: "
+        "No space left on device\n"
         "    step 9: ranks 0, 1 in /a on one, ranks 2, 3 in /b on two\n"
-        "  the same command on the same machines carries on from it"
+        "  rerun the same command on the same nodes to resume from it"
     )
     table = giving_up(held(0, 1), held(2, 3))
     table.hear(1, FULL)
     table.hear(0, FlushReport("ranks 0, 1 in /a on one", attempt=2))
     word = ending(table.hear(1, FlushReport("", "ranks 2, 3 of step 9 found room nowhere", attempt=2)))
     assert word.flush_summary == (
-        "the copy in memory of step 9 could not be saved: ranks 2, 3 of step 9 found room nowhere; "
-        "before: No space left on device"
+        "the in-memory checkpoint of step 9 could not be flushed to disk: "
+        "ranks 2, 3 of step 9 found room nowhere; earlier: No space left on device"
     )
 
 

@@ -63,7 +63,7 @@ def test_a_rank_that_dies_on_one_node_is_started_again_on_all(start_node: Any, m
     assert restart["failure"].startswith("rank 3 (node 1, ")
     assert (restart["step"], restart["last_finished_step"], restart["ranks"]) == (3, 3, [0, 1])
     assert all(log.count("generation 2, ") == 1 for node in (first, second) for log in node.logs().values())
-    assert any("the ranks of all nodes are started again" in text for text in second.texts)
+    assert any("the ranks of all nodes restart" in text for text in second.texts)
     assert sum("joined the run at" in text for text in second.texts) == 1
 
 
@@ -82,7 +82,7 @@ def test_a_place_that_nobody_takes_ends_the_run_with_the_loss(first_of_two: Any)
     first = first_of_two(start_timeout_seconds=4)
     assert first.end() == 1
     assert first.message.startswith("node 1 (")
-    assert "no machine took its place within 4 s" in first.message
+    assert "no replacement joined within 4 s" in first.message
 
 
 def test_an_interrupt_while_a_machine_is_waited_for_leaves_at_once(first_of_two: Any) -> None:

@@ -41,13 +41,13 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
     assert list(second.logs()) == ["rank-1.log"]
     for number, node in enumerate((first, second)):
         meets, joined, *rest = node.texts
-        assert meets == f"the 2 nodes of the run meet at {rendezvous}"
+        assert meets == f"rendezvous of 2 nodes at {rendezvous}"
         assert joined == (
-            f"joined the run at {rendezvous}: this is node {number} of 2, with rank {number} of 2 "
-            f"(both counted from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log\n"
-            "  collectives go over lo (127.0.0.1), by the route to the others"
+            f"joined the run at {rendezvous} as node rank {number} of 2, with rank {number} of 2 "
+            f"(numbered from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log\n"
+            "  network interface of collectives: lo (127.0.0.1), by the route to the others"
         )
-        assert rest == ([] if number == 0 else ["the run is finished on all 2 nodes"])
+        assert rest == ([] if number == 0 else ["the run finished on all 2 nodes"])
 
 
 def test_near_machines_get_neighbouring_ranks_whoever_comes_first(start: Any, rendezvous: str) -> None:
@@ -56,7 +56,7 @@ def test_near_machines_get_neighbouring_ranks_whoever_comes_first(start: Any, re
     second = start("b", "finish", rendezvous=rendezvous, topology_address="rack-9/a")
     assert (first.end(), second.end()) == (0, 0)
     assert (list(first.logs()), list(second.logs())) == (["rank-1.log"], ["rank-0.log"])
-    assert first.texts[1].endswith("its place in the network: rack-10/a")
+    assert first.texts[1].endswith("topology address: rack-10/a")
 
 
 def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvous: str) -> None:
@@ -68,7 +68,9 @@ def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvou
     assert nodes[0].message == nodes[1].message
     assert nodes[0].message.startswith("rank 1 (node 1, ")
     assert "ValueError: no such column: prize" in nodes[0].message
-    elsewhere = f"the run failed on node 1 ({socket.gethostname()}), so the ranks here were ended too"
+    elsewhere = (
+        f"the run failed on node 1 ({socket.gethostname()}); the ranks on this node were ended as well"
+    )
     assert [elsewhere in node.texts for node in nodes] == [True, False]
 
 
@@ -80,8 +82,8 @@ def test_an_interrupt_on_any_node_stops_all_in_order(start: Any, rendezvous: str
     assert (first.end(), second.end()) == (130, 130)
     assert "stopped in order" in first.logs()["rank-0.log"]
     assert "stopped in order" in second.logs()["rank-1.log"]
-    assert "stopping in order after this step: Ctrl-C on another node" in first.texts
-    assert "stopping in order after this step: Ctrl-C (again: leave at once)" in second.texts
+    assert "stopping after this step: Ctrl-C on another node" in first.texts
+    assert "stopping after this step: Ctrl-C (press again to abort at once)" in second.texts
 
 
 def test_a_lost_node_ends_the_run_of_the_other(start: Any, rendezvous: str) -> None:
@@ -123,11 +125,11 @@ def test_machines_with_other_jobs_or_secrets_are_sent_away(start: Any, rendezvou
     wait_for_listener(rendezvous)
     other_job = start("b", "finish", rendezvous=rendezvous, job_hash="two", secret="s" * 16)
     assert other_job.end() == 9
-    assert "is of another job" in other_job.message
+    assert "has a different job or plan" in other_job.message
     other_secret = start("c", "finish", rendezvous=rendezvous, job_hash="one", secret="t" * 16)
     assert other_secret.end() == 9
-    assert "secret is not this machine's" in other_secret.message
-    assert "does not know the secret" in good.errors.read_text()
+    assert "shared secret differs from this node's" in other_secret.message
+    assert "it has a different shared secret" in good.errors.read_text()
     right = start("d", "finish", rendezvous=rendezvous, job_hash="one", secret="s" * 16)
     assert (good.end(), right.end()) == (0, 0)
 
@@ -145,21 +147,24 @@ def test_a_port_that_something_else_holds_is_named(start: Any) -> None:
         place = f"127.0.0.1:{server.getsockname()[1]}"
         node = start("a", "finish", rendezvous=place)
         assert node.end() == 9
-    assert node.message.startswith(f"what listens at {place} is not a coordinator")
+    assert node.message.startswith(f"the process at {place} is not a coordinator")
     assert "SSH" in node.message
 
 
 def test_nobody_there_is_told_at_the_deadline(start: Any, rendezvous: str) -> None:
     node = start("a", "finish", rendezvous=rendezvous, start_timeout_seconds=1)
     assert node.end() == 1
-    assert node.message.startswith(f"only 1 of 2 machines came to {rendezvous} within 1 s")
+    assert node.message.startswith(f"only 1 of 2 nodes joined at {rendezvous} within 1 s")
 
 
 def test_a_foreign_address_where_nobody_answers_is_told_at_the_deadline(start: Any) -> None:
     # 192.0.2.0/24 is reserved for documentation: no machine has it.
     node = start("a", "finish", rendezvous="192.0.2.1:29500", start_timeout_seconds=2, secret="s" * 16)
     assert node.end() == 9
-    assert node.message == "nobody answers at 192.0.2.1:29500 within 2 s"
+    assert (
+        node.message
+        == "no coordinator answered at 192.0.2.1:29500 within 2 s (cluster.start_timeout_seconds)"
+    )
 
 
 def test_a_network_needs_a_secret(start: Any) -> None:
@@ -191,7 +196,7 @@ def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> 
     complaints = first.errors.read_text()
     assert "not JSON" in complaints
     assert "a line of more than 1048576 bytes" in complaints
-    assert "it says AbortRequest before it has proved itself" in complaints
+    assert "it sent AbortRequest before authentication" in complaints
     assert "Traceback" not in complaints
 
 

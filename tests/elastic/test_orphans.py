@@ -98,7 +98,8 @@ def test_a_module_that_starts_threads_makes_the_ranks_spawn_with_one_message(run
     ran = run("finish", preload_modules=("elastic_threads",), ranks_per_node=2)
     assert ran.outcome.exit_code == 0
     assert ran.messages == [
-        "ranks start one by one instead of by fork: 1 other thread (impatient) run since the imports"
+        "ranks start by exec instead of fork, which is slower: 1 other thread (impatient) still runs "
+        "after the imports"
     ]
     for rank in (0, 1):
         assert ran.log(rank).splitlines()[0].endswith("spawned ---")
@@ -119,7 +120,7 @@ def test_a_spawned_rank_fails_like_a_forked_one(run: Any) -> None:
 def test_a_module_that_cannot_be_preloaded_is_told_and_does_no_harm(run: Any) -> None:
     ran = run("finish", preload_modules=("no_such_module",))
     assert ran.outcome.exit_code == 0
-    assert ran.messages[0].startswith("no_such_module could not be imported beforehand")
+    assert ran.messages[0].startswith("no_such_module could not be preloaded")
 
 
 def test_importing_torch_alone_leaves_a_process_that_may_fork() -> None:

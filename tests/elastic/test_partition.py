@@ -40,7 +40,7 @@ def test_a_dropped_connection_is_made_again_and_nothing_said_is_lost(
     proxy.drop()
     second.process.send_signal(signal.SIGINT)
     assert (first.end(), second.end()) == (130, 130), (first.lines, second.lines)
-    assert "stopping in order after this step: Ctrl-C on another node" in first.texts
+    assert "stopping after this step: Ctrl-C on another node" in first.texts
     assert not any("lost" in text for node in (first, second) for text in node.texts)
 
 
@@ -89,7 +89,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
         between.pull()
         while "is missing" not in first.until("message")["text"]:
             pass
-        while "the ranks here are ended" not in second.until("message")["text"]:
+        while "terminating the ranks on this node" not in second.until("message")["text"]:
             pass
         time.sleep(5)
         newest = generation_claims.newest_claim(tmp_path / "run")
@@ -101,7 +101,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
     assert done == list(range(1, 13)), "each step once"
     [restart] = [line for line in first.lines if line["kind"] == "restart"]
     assert restart["attempt"] == 1
-    assert any("takes part again" in text for text in second.texts)
+    assert any("rejoined the run" in text for text in second.texts)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def restarts(ran: Any) -> list[dict[str, Any]]:
     [
         ("kill", "its process was killed by SIGKILL"),
         ("segfault", "its process was killed by SIGSEGV"),
-        ("exit", "its process left with exit code 7 before the work was finished"),
+        ("exit", "its process exited with code 7 before its work was finished"),
         ("raise", "ValueError: injected"),
     ],
 )
@@ -73,10 +73,14 @@ def test_a_hang_is_reported_and_recovered_from(run_with: RunWith) -> None:
     ran = run_with(Fault("stop", rank=1, step=4, phase="forward"), hang_timeout_seconds=0.5)
     assert ran.outcome.exit_code == 0
     [restart] = restarts(ran)
-    assert restart["failure"].startswith("no rank has moved for ")
-    assert "rank 1 is in forward of step 4" in restart["failure"]
+    assert restart["failure"].startswith("no rank reported progress for ")
+    assert "rank 1 has been in forward of step 4" in restart["failure"]
     assert "the process is stopped (SIGSTOP?)" in restart["failure"]
-    assert (ran.launch.run_directory / "logs" / "hang-report.txt").read_text().startswith("no rank has moved")
+    assert (
+        (ran.launch.run_directory / "logs" / "hang-report.txt")
+        .read_text()
+        .startswith("no rank reported progress")
+    )
 
 
 def test_two_failures_at_once_are_one_recovery(run_with: RunWith) -> None:
@@ -116,7 +120,7 @@ def test_a_failure_that_comes_back_is_given_up_with_the_number_of_attempts(run_w
     assert ran.outcome.exit_code == 1
     assert "its process was killed by SIGKILL" in ran.outcome.failure.cause
     assert ran.outcome.failure_text.splitlines()[-1] == (
-        "  the run was started again 2 times and came no further than step 3 (cluster.max_restarts = 2)"
+        "  2 restarts completed no step beyond step 3 (cluster.max_restarts = 2)"
     )
 
 

@@ -61,7 +61,7 @@ def test_a_submitted_run_whose_supervisor_is_killed_says_who_may_have_done_it(tm
 def test_a_cancelled_run_ends_in_order(tmp_path: Path) -> None:
     engine = LocalEngine()
     name = engine.submit(launch(tmp_path, "until_stopped"))
-    with pytest.raises(WanmaError, match="is going on"):
+    with pytest.raises(WanmaError, match="is in progress"):
         engine.submit(launch(tmp_path, "until_stopped"))
     wait_for(tmp_path / "running")
     assert engine.status(name) == RunStatus("running")

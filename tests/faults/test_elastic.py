@@ -78,7 +78,7 @@ def test_the_machine_that_decides_is_gone_on_without_as_well(
     three.lose(0)
     ran = three.end_all()
     check_whole(ran, three.training, untroubled, SHORT)
-    assert "this machine hosts the run from now on" in ran.text
+    assert "this node now runs the coordinator" in ran.text
     [recovery] = changes(three.training)
     assert recovery["source"] == "memory"
     assert recovery["repeated_steps"] <= 2
@@ -111,7 +111,7 @@ def test_of_a_pipeline_s_replicas_one_is_left_and_a_machine_stands_by(
     assert recovery["source"] == "memory"
     change = recovery["change"]
     assert (change["plan"], change["machines"]) == ("2 ranks (pp 2), fp64, cpu", 2)
-    assert "the run uses 2 of 3 machines (at most 4), and 1 machine stands by" in ran.out
+    assert "the run uses 2 of 3 joined nodes (at most 4); 1 node is on standby" in ran.out
 
 
 def test_a_lost_site_is_gone_on_without_from_what_all_share(desk: Desk) -> None:

@@ -27,7 +27,7 @@ def lose_the_host(desk: Desk, name: str, nodes: int, *words: str) -> Training:
     machines.start(0)
     ended = machines.end()
     assert [one.code for one in ended] == [0] * nodes, [one.text for one in ended]
-    assert "this machine hosts the run from now on" in ended[1].text
+    assert "this node now runs the coordinator" in ended[1].text
     claim = generation_claims.newest_claim(machines.training.path)
     assert claim is not None
     assert (claim.generation, claim.node, claim.ended) == (2, 1, 0)

@@ -18,7 +18,7 @@ from support.recovered import COMMON, STEPS, Met, check_whole, meet
 
 IN_STEP_8: dict[str, Any] = {"step": 8, "phase": "forward and backward"}
 NO_CHECKPOINT = "checkpoint.every_steps=1000"
-SAVED = "the copy in memory was saved: checkpoint of step 7 in "
+SAVED = "the in-memory checkpoint was flushed to disk: checkpoint of step 7 in "
 
 
 def in_step_8(what: str, *generations: int) -> list[Fault]:
@@ -58,7 +58,7 @@ def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
 ) -> None:
     faults = in_step_8("raise", 1, 2)
     met = meet(desk, "mistake", *faults, overrides=(NO_CHECKPOINT,))
-    assert "the same error came again after step 7: the run is not started a third time" in met.ran.text
+    assert "the same error occurred twice after step 7: no further restart" in met.ran.text
     check_step_7_is_kept(desk, met, whole)
     note(Row("an exception at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
 
@@ -68,7 +68,7 @@ def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
 ) -> None:
     faults = [*in_step_8("kill", 1, 2), Fault("kill", 1, 3, "forward and backward", generation=3)]
     met = meet(desk, "kills", *faults, overrides=(NO_CHECKPOINT, "cluster.max_restarts=2"))
-    assert "started again 2 times and came no further than step 7 (cluster.max_restarts = 2)" in met.ran.text
+    assert "2 restarts completed no step beyond step 7 (cluster.max_restarts = 2)" in met.ran.text
     assert met.recoveries[-1]["source"] == "beginning"
     check_step_7_is_kept(desk, met, whole)
     note(Row("SIGKILL at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
@@ -88,8 +88,11 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         assert ran.code == 1
         assert ran.text.count("error: rank ") == ran.text.count("error: ") == 1, ran.text
         assert "failed: finished at step 12, but the checkpoint of step 12 was not saved: rank " in ran.text
-        assert "the same error came again after step 12" in ran.text
-        assert f"the copy in memory was saved: checkpoint of step {STEPS} in {rescued}" in ran.text
+        assert "the same error occurred twice after step 12" in ran.text
+        assert (
+            f"the in-memory checkpoint was flushed to disk: checkpoint of step {STEPS} in {rescued}"
+            in ran.text
+        )
         assert list(disk.iterdir()) == [], "nothing half is left behind"
         assert [path.name for path in tmp_path.iterdir()] == ["desk"], "nor an empty cache of the compiler's"
         assert [path.parent.parent for path in rescued.glob("*/step-*")] == [rescued]
@@ -138,7 +141,10 @@ def test_where_it_is_killed_again_the_newest_checkpoint_counts(
 ) -> None:
     met = meet(desk, "killer", *in_step_8("raise", 1, 2), *in_rescue("kill", 2))
     assert met.ran.code == 1
-    told = "the copy in memory of step 7 could not be saved: the process that writes it was killed by SIGKILL"
+    told = (
+        "the in-memory checkpoint of step 7 could not be flushed to disk: "
+        "the flush process was killed by SIGKILL"
+    )
     assert met.ran.text.count(told) == 1, met.ran.text
     assert met.training.checkpoints() == ["step-00000005"], "no half one is left"
     check_step_5_counts(desk, met, whole)
@@ -209,8 +215,10 @@ def test_full_disks_on_two_machines_at_once_cost_no_step(
     with small_disk(both.training.path / "checkpoints", "60k") as disk:
         ended = run()
         assert [one.code for one in ended] == [1, 1]
-        assert "the copy in memory was saved: in parts, for " in ended[0].text, ended[0].text
-        assert "the same command on the same machines carries on from it" in ended[0].text
+        assert (
+            "the in-memory checkpoint was flushed to disk: in one part per node, because: " in ended[0].text
+        ), ended[0].text
+        assert "rerun the same command on the same nodes to resume from it" in ended[0].text
         assert [len(list(state.glob(f"wanma/rescued/*/part-step-{STEPS:08d}-*"))) for state in states] == [
             1,
             1,

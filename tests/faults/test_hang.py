@@ -33,19 +33,19 @@ def test_a_rank_that_sleeps_in_data_loading_is_named_with_the_line_and_those_who
     assert (ran.code, running.left()) == (1, [])
     source = (Path(__file__).parent / "sleepy.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if "time.sleep" in text)
-    first, *others = ran.told_once().partition("no rank has moved for ")[2].splitlines()
+    first, *others = ran.told_once().partition("no rank reported progress for ")[2].splitlines()
     assert re.fullmatch(
         r"\d+ s \(cluster.hang_timeout_seconds = 3\): "
-        rf"rank 2 is in data loading \(sleepy.py:{line}\) while 3 others wait in all_reduce #\d+ .*",
+        rf"rank 2 is in data loading \(sleepy.py:{line}\) while 3 other ranks wait in all_reduce #\d+ .*",
         first,
     ), ran.text
     assert re.match(
-        rf"  rank 2 is in data loading of step \d+ since .*/sleepy.py:{line} in read_slowly\)", others[0]
+        rf"  rank 2 has been in data loading of step \d+ for .*/sleepy.py:{line} in read_slowly\)", others[0]
     )
-    assert others[0].endswith("<- the odd one out")
-    assert any(text.startswith("  ranks 0-1, 3 are in ") for text in others)
+    assert others[0].endswith("<- outlier")
+    assert any(text.startswith("  ranks 0-1, 3 have been in ") for text in others)
     report = (desk.training("asleep").path / "logs" / "hang-report.txt").read_text()
-    stack = report.partition("rank 2 stands here")[2]
+    stack = report.partition("stack of rank 2 ")[2]
     assert re.search(
         r"sleepy.py:\d+ in read_slowly\n.* in __getitem__\n(.*\n)*.*step_loader.py:\d+ in __next__", stack
     )

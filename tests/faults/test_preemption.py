@@ -52,9 +52,10 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
     running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **injected(marks, FOREVER))
     ran = preempt(running, marks, 9)
     assert ran.code == 75, ran.text
-    assert "stopping in order after this step: SIGTERM, 9.00 s are left (cluster.grace_seconds)" in ran.out
+    assert "stopping after this step: SIGTERM, 9.00 s until SIGKILL (cluster.grace_seconds)" in ran.out
     assert (
-        "would not have ended in time, so the copy in memory was saved: checkpoint of step 7 in " in ran.out
+        "would not complete in time; the in-memory checkpoint was flushed to disk: checkpoint of step 7 in "
+        in ran.out
     )
     assert f"; uploaded to {tmp_path}/bucket" in ran.out
     assert (tmp_path / "bucket" / "step-00000007" / "manifest.json").exists()
@@ -91,8 +92,8 @@ def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: De
         machine.signal(signal.SIGTERM)
     for ran in [machine.end(20) for machine in machines]:
         assert ran.code == 143, ran.text
-        assert ran.out.count("stopping in order after this step: SIGTERM") == 1
-        assert ran.out.count("so the copy in memory was saved: checkpoint of step 7 in ") == 1
+        assert ran.out.count("stopping after this step: SIGTERM") == 1
+        assert ran.out.count("the in-memory checkpoint was flushed to disk: checkpoint of step 7 in ") == 1
     training = desk.training("nodes")
     assert training.checkpoints() == ["step-00000007"]
     sizes = [path.stat().st_size for path in (training.path / "checkpoints").rglob("*.safetensors")]
@@ -151,8 +152,8 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
     running.signal(signal.SIGTERM)
     ran = running.end(10)
     assert ran.code == 143, ran.text
-    assert "stopping in order after this step: SIGUSR1\n" in ran.out
-    assert "stopping in order after this step: SIGTERM, 30 s are left (cluster.grace_seconds)\n" in ran.out
+    assert "stopping after this step: SIGUSR1\n" in ran.out
+    assert "stopping after this step: SIGTERM, 30 s until SIGKILL (cluster.grace_seconds)\n" in ran.out
     assert desk.training("twice").checkpoints() == []
 
 
@@ -163,7 +164,7 @@ def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk)
     ran = preempt(running, marks, 4)
     assert ran.code == 143, ran.text
     assert (
-        "the time is over (cluster.grace_seconds), and the step or its checkpoint is not at its end"
+        "the grace period (cluster.grace_seconds) ended before the step or its checkpoint completed"
         in ran.out
     )
     assert desk.training("nothing").checkpoints() == []

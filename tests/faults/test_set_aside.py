@@ -52,7 +52,7 @@ def test_the_machine_that_errs_is_set_aside_with_the_evidence_and_another_takes_
     ran = first.end()
     assert ran.code == 0, ran.text
     assert f"warning: {evidence}" in ran.out
-    assert "; that machine is set aside\n  one machine is missing: the run waits" in ran.out
+    assert "; the node is excluded\n  1 node missing: waiting up to" in ran.out
     [health] = health_of(desk, "wrong")
     assert health["devices"] == 2
     assert health["least_bandwidth_bytes_per_second"] > 1e6
@@ -87,5 +87,5 @@ def test_the_machine_that_hosts_the_coordinator_is_set_aside_as_well(desk: Desk)
     both.start(0)
     ended = both.end()
     assert [one.code for one in ended] == [0, 0], [one.text for one in ended]
-    assert "this machine hosts the run from now on" in ended[1].text
+    assert "this node now runs the coordinator" in ended[1].text
     assert [step["step"] for step in both.training.metrics] == list(range(1, 7)), "each once, in order"

@@ -26,6 +26,6 @@ def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(desk: Desk) -> N
     assert event["seconds"] > 0.05 > event["peers_seconds"]
     assert event["ratio"] == event["seconds"] / event["peers_seconds"] > 1.5
     assert event["local_rank"] == 1
-    assert f"warning: rank 1 ({host}, local rank 1) is slow: " in ran.out
+    assert f"warning: rank 1 ({host}, local rank 1) is a straggler: " in ran.out
     assert "rank 0 (" not in ran.out
-    assert f"warning: rank 1 ({host}, local rank 1) is slow: " in desk.run("show", "slow").out
+    assert f"warning: rank 1 ({host}, local rank 1) is a straggler: " in desk.run("show", "slow").out

@@ -87,7 +87,7 @@ def test_a_nan_loss_is_shown_as_such(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_node_without_rank_0_says_what_it_is_and_waits_for_no_step(run: RunDirectory, mode: str) -> None:
-    text = "joined the run at 10.0.0.1:29500: this is node 1 of 2"
+    text = "joined the run at 10.0.0.1:29500 as node rank 1 of 2"
     said = "\n".join(shown(run, mode, [{"kind": "joined", "text": text, "shows_the_run": False}]))
     assert text in said
     assert ("progress is shown on the node of rank 0" in said) == (mode == "live")

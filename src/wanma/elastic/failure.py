@@ -25,7 +25,7 @@ MAX_FAILURE_CHARACTERS = 2000
 """Most characters of a failure in the message to a new generation."""
 
 REDUCE_MEMORY_HINT = (
-    "use a smaller parallel.micro_batch, fewer ranks per machine, or shard more (parallel.shard)"
+    "use a smaller parallel.micro_batch, fewer ranks per node, or shard more (parallel.shard)"
 )
 
 _COLLECTIVE_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}
@@ -146,13 +146,13 @@ def failure_from_exit_code(
     """
     hint = ""
     if exit_code >= 0:
-        cause = f"its process left with exit code {exit_code} before the work was finished"
+        cause = f"its process exited with code {exit_code} before its work was finished"
     else:
         cause = f"its process was killed by {signal_name(-exit_code)}"
         if -exit_code == signal.SIGKILL:
             hint = sigkill_hint
         elif -exit_code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
-            hint = "a crash in native code: the end of the log shows where Python stood"
+            hint = "native code crashed: read the Python stack at the end of the log"
     # Gloo may abort a process whose peer is gone; SIGTERM reaches all processes of a job at once.
     return Failure(
         cause,
@@ -178,14 +178,16 @@ def explain_sigkill(oom_kills_before: int | None) -> str:
 def format_sigkill_hint(oom_kills_before: int | None, oom_kills_now: int | None, usable_bytes: int) -> str:
     """Return `explain_sigkill` from the kernel's out-of-memory kills and the usable memory in bytes."""
     if oom_kills_before is None or oom_kills_now is None:
-        cause = "probably the kernel's out-of-memory killer (`dmesg` of that machine tells)"
+        cause = "probably the kernel's out-of-memory killer (check `dmesg` on that node)"
     elif oom_kills_now > oom_kills_before:
         usable = bytes_text(usable_bytes)
-        cause = f"the kernel's out-of-memory killer struck: the processes here have {usable} in all"
+        cause = (
+            f"killed by the kernel's out-of-memory killer: processes on this node can use {usable} in total"
+        )
     else:
         return (
-            "the kernel's out-of-memory killer did not strike here meanwhile, so somebody else sent it: "
-            "`kill -9`, or what guards the limits of this machine (batch system, systemd-oomd)"
+            "not the kernel's out-of-memory killer, which killed nothing on this node meanwhile; check for "
+            "`kill -9`, limits of the batch system, or systemd-oomd"
         )
     return f"{cause}; {REDUCE_MEMORY_HINT}"
 
@@ -220,7 +222,7 @@ def shorten_message(message: str) -> str:
         line if len(line) <= _SHORTENED_LINE_CHARACTERS else f"{line[:_SHORTENED_LINE_CHARACTERS]} ..."
         for line in first
     ]
-    return "\n".join([*shown, f"... ({len(message):,} characters in all: the log has them)"])
+    return "\n".join([*shown, f"... ({len(message):,} characters in total: see the log)"])
 
 
 def _traceback(error: BaseException) -> str:
@@ -239,7 +241,7 @@ def truncate_middle(text: str, max_characters: int = MAX_TRACEBACK_CHARACTERS) -
     if len(text) <= max_characters:
         return text
     half = max_characters // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters omitted ...\n{text[-half:]}"
 
 
 def signal_name(number: int) -> str:

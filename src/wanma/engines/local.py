@@ -60,7 +60,7 @@ class LocalEngine:
         name = str(launch.run_directory)
         if name in self._runs and self._outcome(self._runs[name], 0) is None:
             raise WanmaError(
-                f"a run in {name} is going on", "wait for it, cancel it, or choose another --run-dir"
+                f"a run in {name} is in progress", "wait for it, cancel it, or choose another --run-dir"
             )
         context = multiprocessing.get_context("spawn")
         answer, theirs = context.Pipe(duplex=False)
@@ -99,7 +99,7 @@ class LocalEngine:
     def _find_run(self, run_id: str) -> _SubmittedRun:
         if run_id not in self._runs:
             raise WanmaError(
-                f"this engine has no run {run_id}", f"it knows: {', '.join(self._runs) or 'none'}"
+                f"this engine has no run {run_id}", f"use one of its runs: {', '.join(self._runs) or 'none'}"
             )
         return self._runs[run_id]
 
@@ -112,7 +112,7 @@ class LocalEngine:
             except EOFError:
                 submitted.process.join()
                 code = submitted.process.exitcode or 0
-                how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+                how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
                 hint = explain_sigkill(submitted.oom_kills_at_start) if -code == signal.SIGKILL else ""
                 submitted.outcome = RunOutcome(EXIT_FAILED, Failure(f"the supervisor {how}", hint=hint))
         return submitted.outcome

@@ -60,21 +60,21 @@ def test_who_does_not_fit_is_refused_with_the_reason_and_the_others_go_on() -> N
     table.hear(1, join(1, host="first"))
     [(_, other_job)] = table.hear(2, join(job="another"))
     assert isinstance(other_job, Refusal)
-    assert "another job" in other_job.reason
+    assert "different job or plan" in other_job.reason
     [(_, taken)] = table.hear(3, join(1))
     assert taken == Refusal(
-        "cluster.node_rank 1 is taken by first",
-        "give every machine its own number, or none and let arrival decide",
+        "cluster.node_rank = 1 is already used by first",
+        "give each node its own cluster.node_rank, or leave it unset on all of them",
     )
     [(_, outside)] = table.hear(4, join(2))
     assert outside == Refusal(
-        "cluster.node_rank 2 is not below cluster.nodes 2",
-        "count the machines from 0, or leave cluster.node_rank out and let arrival decide",
+        "cluster.node_rank = 2 is not less than cluster.nodes = 2",
+        "number the nodes from 0, or leave cluster.node_rank unset on all of them",
     )
     assert len(table.hear(5, join())) == 2
     [(_, late)] = table.hear(6, join())
     assert isinstance(late, Refusal)
-    assert "has its 2 machines already" in late.reason
+    assert "already has all its 2 nodes" in late.reason
 
 
 def test_one_who_leaves_before_the_start_makes_room() -> None:
@@ -95,7 +95,7 @@ def test_who_waits_too_long_for_the_others_is_told_who_came() -> None:
     assert isinstance(word, AbortCommand)
     assert word.exit_code == 1
     assert word.failure is not None
-    assert word.failure.cause == "only 1 of 2 machines came to 10.0.0.1:1 within 300 s (here: alone)"
+    assert word.failure.cause == "only 1 of 2 nodes joined at 10.0.0.1:1 within 300 s (joined: alone)"
 
 
 def test_a_cause_is_told_to_all_at_once() -> None:
@@ -165,7 +165,9 @@ def test_a_hang_is_one_only_when_every_node_is_silent() -> None:
     assert isinstance(word, AbortCommand)
     assert word.exit_code == 1
     assert word.failure is not None
-    assert word.failure.cause.startswith("no rank has moved for 12 s (cluster.hang_timeout_seconds = 10)")
+    assert word.failure.cause.startswith(
+        "no rank reported progress for 12 s (cluster.hang_timeout_seconds = 10)"
+    )
     assert "file.py:0 in f" in word.hang_report
     assert "file.py:1 in f" in word.hang_report
 

@@ -98,7 +98,10 @@ def test_a_run_that_fails_for_good_first_has_its_copies_in_memory_written() -> N
         (1, FlushCommand(image, (2, 3), 4, FAILED_RUN_FLUSH_SECONDS, is_run_failed=True)),
     ]
     assert table.hear(1, FlushReport("")) == []
-    note = "the copy in memory was saved: checkpoint of step 6 in /x\n  the same command carries on from it"
+    note = (
+        "the in-memory checkpoint was flushed to disk: checkpoint of step 6 in /x\n"
+        "  rerun the same command to resume from it"
+    )
     over = AbortCommand(2, wrong, flush_summary=note)
     assert table.hear(0, FlushReport("checkpoint of step 6 in /x")) == [(0, over), (1, over)]
 
@@ -109,7 +112,10 @@ def test_what_the_copies_could_not_be_written_for_is_told_beside_the_failure() -
     table.hear(0, halted(images=held(0, 6) + held(1, 6)))
     [(_, over)] = table.hear(0, FlushReport("", "the disk is full"))
     assert isinstance(over, AbortCommand)
-    assert over.flush_summary == "the copy in memory of step 6 could not be saved: the disk is full"
+    assert (
+        over.flush_summary
+        == "the in-memory checkpoint of step 6 could not be flushed to disk: the disk is full"
+    )
 
 
 def test_a_later_step_of_an_earlier_generation_is_what_is_written_at_the_end() -> None:
@@ -128,7 +134,7 @@ def test_an_error_that_comes_again_at_the_same_step_is_not_tried_a_third_time() 
     assert failing(retries, "sample 5 is ragged (save 2-4)", 7) is None
     ending = failing(retries, "sample 5 is ragged (save 3-1)", 7)
     assert ending is not None
-    assert ending.hint == "the same error came again after step 7: the run is not started a third time"
+    assert ending.hint == "the same error occurred twice after step 7: no further restart"
 
 
 def test_a_save_that_fails_again_is_the_same_error_whoever_learns_of_it_first() -> None:
@@ -181,9 +187,7 @@ def test_a_failure_at_the_same_step_is_given_up_and_told_how_often_it_was_tried(
     assert isinstance(word, AbortCommand)
     assert word.failure is not None
     assert word.failure.cause == CAUSE.cause
-    assert word.failure.hint == (
-        "the run was started again 3 times and came no further than step 7 (cluster.max_restarts = 3)"
-    )
+    assert word.failure.hint == ("3 restarts completed no step beyond step 7 (cluster.max_restarts = 3)")
 
 
 def test_a_step_that_is_to_be_made_again_is_told_to_every_start_that_follows() -> None:
@@ -242,8 +246,8 @@ def test_a_lost_node_is_waited_for_and_another_takes_its_number() -> None:
     assert isinstance(foreign, Refusal)
     [(_, taken)] = table.hear(9, join(2), now=8)
     assert taken == Refusal(
-        "cluster.node_rank 2 is taken by host",
-        "give every machine its own number, or none and let arrival decide",
+        "cluster.node_rank = 2 is already used by host",
+        "give each node its own cluster.node_rank, or leave it unset on all of them",
     )
     said = table.hear(10, join(), now=9)
     starts = {peer: start for peer, start in said if isinstance(start, StartCommand)}
@@ -298,7 +302,7 @@ def test_when_nobody_takes_the_place_the_run_ends_with_the_loss() -> None:
     assert isinstance(word, AbortCommand)
     assert word.failure is not None
     assert word.failure.cause == "node 1 (host) was lost: gone"
-    assert word.failure.hint.startswith("no machine took its place within 300 s; ")
+    assert word.failure.hint.startswith("no replacement joined within 300 s; ")
 
 
 def test_a_second_loss_while_waiting_starts_the_wait_anew() -> None:
@@ -308,7 +312,7 @@ def test_a_second_loss_while_waiting_starts_the_wait_anew() -> None:
     table.hear(2, halted(), now=6)
     [(_, word)] = table.lose(2, now=100)
     assert isinstance(word, Notice)
-    assert "node 2 (host) was lost: gone\n  2 machines are missing" in word.text
+    assert "node 2 (host) was lost: gone\n  2 nodes missing" in word.text
     assert table.coordinator.deadline == 400
 
 
@@ -327,7 +331,7 @@ def test_ranks_that_cannot_be_ended_end_the_run() -> None:
     [(_, word), _] = table.tick(5 + TERMINATION_TIMEOUT_SECONDS)
     assert isinstance(word, AbortCommand)
     assert word.failure is not None
-    assert word.failure.cause == "the ranks could not be ended within 60 s on node 1 (host)"
+    assert word.failure.cause == "the ranks on node 1 (host) did not exit within 60 s of SIGKILL"
 
 
 def test_a_cause_that_arrives_late_explains_the_echo_that_came_first() -> None:
@@ -355,7 +359,7 @@ def test_a_hang_brings_its_report_and_a_new_start() -> None:
     assert table.hear(0, HangAlarm(12, "limit")) == [(0, RankStatusRequest())]
     [(_, word)] = table.hear(0, RankStatusReport(()))
     assert isinstance(word, TerminateCommand)
-    assert word.hang_report.startswith("no rank has moved for 12 s (limit)")
+    assert word.hang_report.startswith("no rank reported progress for 12 s (limit)")
     [(_, start)] = table.hear(0, halted())
     assert isinstance(start, StartCommand)
     assert start.generation == 2

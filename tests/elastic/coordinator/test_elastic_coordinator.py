@@ -122,7 +122,7 @@ def test_fewer_than_the_least_never_start() -> None:
     [(_, word)] = table.tick(300)
     assert isinstance(word, AbortCommand)
     assert word.failure is not None
-    assert "only 1 of 3 machines came" in word.failure.cause
+    assert "only 1 of 3 nodes joined" in word.failure.cause
 
 
 def test_who_comes_while_the_planner_thinks_is_counted_and_the_old_answer_is_not_heard() -> None:
@@ -192,7 +192,7 @@ def test_below_the_least_it_is_waited_for_machines_and_goes_on_with_the_first() 
     table.lose(1)
     [(_, word)] = table.halt([0], now=7)
     assert isinstance(word, Notice)
-    assert "one machine is missing" in word.text
+    assert "1 node missing" in word.text
     assert table.coordinator.deadline == 307
     table.hear(5, join(), now=8)
     begun = starts(table.answer())
@@ -221,7 +221,7 @@ def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None
     table.halt([0])
     [(_, word)] = table.answer(0, "tp 2 needs two")
     assert isinstance(word, Notice)
-    assert "no plan for the machines that are here (1): tp 2 needs two" in word.text
+    assert "no plan fits the joined nodes (1): tp 2 needs two" in word.text
     table.hear(5, join(), now=9)
     [(_, order)] = table.answer(0, "nothing fits")
     assert isinstance(order, FlushCommand)
@@ -265,7 +265,7 @@ def test_where_it_does_not_pay_the_machine_stands_by_and_takes_a_lost_one_s_plac
     assert [(peer, type(word)) for peer, word in told] == [(0, Notice), (1, Notice), (7, Notice)]
     assert isinstance(told[0][1], Notice)
     assert told[0][1].text == (
-        "the run uses 2 of 3 machines (at most 3), and 1 machine stands by\n  10 steps save 2 s"
+        "the run uses 2 of 3 joined nodes (at most 3); 1 node is on standby\n  10 steps save 2 s"
     )
     table.lose(1)
     table.halt([0])

@@ -200,7 +200,7 @@ def test_a_successor_ends_a_run_whose_attempts_are_used_up() -> None:
     [(_, end)] = said
     assert isinstance(end, AbortCommand)
     assert end.failure is not None
-    assert "started again 2 times" in end.failure.hint
+    assert "2 restarts completed no step" in end.failure.hint
 
 
 def test_a_node_that_comes_back_from_an_older_start_is_a_stranger() -> None:

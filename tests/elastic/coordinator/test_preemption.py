@@ -61,8 +61,8 @@ def test_a_step_that_takes_too_long_is_given_up_and_each_node_writes_its_ranks()
     word = ending(table.hear(1, FlushReport(""), 24))
     assert (word.exit_code, word.failure) == (75, None)
     assert word.flush_summary == (
-        "the step under way would not have ended in time, so the copy in memory was saved: "
-        "checkpoint of step 9 in /x\n  the same command carries on from it"
+        "the current step would not complete in time; the in-memory checkpoint was flushed to disk: "
+        "checkpoint of step 9 in /x\n  rerun the same command to resume from it"
     )
     assert table.coordinator.has_ended
 
@@ -78,7 +78,7 @@ def test_a_part_that_is_not_written_is_told_and_the_exit_code_stays() -> None:
         words = [word for peer, answer in answers for word in table.hear(peer, answer, 23)]
         word = ending(words)
         assert word.exit_code == 75
-        assert word.flush_summary.startswith("nothing was saved at the end: the disk is full (")
+        assert word.flush_summary.startswith("no final checkpoint was written: the disk is full (")
 
 
 def test_a_node_that_is_lost_or_silent_while_it_writes_does_not_keep_the_others() -> None:
@@ -90,7 +90,7 @@ def test_a_node_that_is_lost_or_silent_while_it_writes_does_not_keep_the_others(
     table.hear(0, halted(0, 1), 21)
     table.hear(1, halted(2, 3), 22)
     assert table.tick(30.9) == []
-    assert "it was not written in time" in ending(table.tick(31)).flush_summary
+    assert "the flush did not complete in time" in ending(table.tick(31)).flush_summary
 
 
 def test_a_partner_writes_what_it_holds_of_a_node_that_is_gone_already() -> None:
@@ -100,7 +100,9 @@ def test_a_partner_writes_what_it_holds_of_a_node_that_is_gone_already() -> None
     assert table.hear(0, halted(0, 1, 2, 3), 3) == [(0, FlushCommand(STEP_9, (0, 1, 2, 3), 4, 28.0))]
     word = ending(table.hear(0, FlushReport("checkpoint of step 9 in /x"), 4))
     assert word.exit_code == 75
-    assert word.flush_summary.startswith("node 1 (host) was lost: gone, so the copy in memory was saved: ")
+    assert word.flush_summary.startswith(
+        "node 1 (host) was lost: gone; the in-memory checkpoint was flushed to disk: "
+    )
 
 
 def test_without_a_whole_copy_nothing_can_be_saved() -> None:
@@ -109,7 +111,7 @@ def test_without_a_whole_copy_nothing_can_be_saved() -> None:
     word = ending(table.hear(1, halted(2, 3, step=8), 22))
     assert word.exit_code == 75
     assert word.flush_summary.startswith(
-        "nothing was saved at the end: the machines hold no whole copy in memory ("
+        "no final checkpoint was written: the nodes hold no complete in-memory checkpoint ("
     )
 
 

@@ -35,9 +35,9 @@ def test_before_the_first_step_the_others_wait_and_then_begin_anew() -> None:
         assert waiting == (
             0,
             Notice(
-                "rank 2 (node 1, host) failed: cpu: 2 × 2 is 5; that machine is set aside\n"
-                "  one machine is missing: the run waits 300 s (cluster.start_timeout_seconds) for the same "
-                "command there, or on others"
+                "rank 2 (node 1, host) failed: cpu: 2 × 2 is 5; the node is excluded\n"
+                "  1 node missing: waiting up to 300 s (cluster.start_timeout_seconds); run the same "
+                "command on it or on a replacement"
             ),
         )
         starts = table.hear(7, join(host="other"))
@@ -84,8 +84,8 @@ def test_when_nobody_comes_the_evidence_is_the_cause() -> None:
     assert peer == 0
     assert isinstance(word, AbortCommand)
     assert word.failure is not None
-    assert word.failure.cause == "cpu: 2 × 2 is 5; that machine is set aside"
-    assert word.failure.hint.startswith("no machine took its place within 300 s")
+    assert word.failure.cause == "cpu: 2 × 2 is 5; the node is excluded"
+    assert word.failure.hint.startswith("no replacement joined within 300 s")
 
 
 def test_one_node_alone_ends_whether_it_has_begun_or_not() -> None:
@@ -104,7 +104,7 @@ def test_two_nodes_that_err_at_once_are_both_sent_away() -> None:
     told = table.hear(2, TerminationReport(5002, None, ()))
     assert (1, AbortCommand(1, UNFIT)) in told
     assert (2, AbortCommand(1, other)) in told
-    assert "2 machines are missing" in str(told[-1][1])
+    assert "2 nodes missing" in str(told[-1][1])
 
 
 def test_an_unfit_error_of_a_rank_travels_as_one() -> None:

@@ -16,10 +16,10 @@ from wanma.elastic.protocol.messages import AbortCommand, CompletionNotice, Star
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        (1, "with rank 4 of 8 (both counted from 0)\n  logs of this node: runs/gpt/logs/rank-4.log"),
+        (1, "with rank 4 of 8 (numbered from 0)\n  logs of this node: runs/gpt/logs/rank-4.log"),
         (
             4,
-            "with ranks 4-7 of 8 (both counted from 0)\n"
+            "with ranks 4-7 of 8 (numbered from 0)\n"
             "  logs of this node: runs/gpt/logs/rank-4.log to rank-7.log",
         ),
     ],
@@ -31,11 +31,11 @@ def test_a_node_says_where_it_met_the_others_and_what_it_runs(ranks: int, said: 
     start = StartCommand(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
     told = node_joined_text(launch, start, "10.0.0.3:29500", "eth0 (10.0.0.4), by the route to the others")
     assert told == (
-        f"joined the run at 10.0.0.3:29500: this is node 1 of 2, {said}\n"
-        "  collectives go over eth0 (10.0.0.4), by the route to the others"
+        f"joined the run at 10.0.0.3:29500 as node rank 1 of 2, {said}\n"
+        "  network interface of collectives: eth0 (10.0.0.4), by the route to the others"
     )
     placed = node_joined_text(replace(launch, topology_address="r1/a"), start, "10.0.0.3:29500", "eth0")
-    assert placed.endswith("collectives go over eth0\n  its place in the network: r1/a")
+    assert placed.endswith("network interface of collectives: eth0\n  topology address: r1/a")
 
 
 FAILED = AbortCommand(1, Failure("ValueError: no", rank=1, node_rank=1, hostname="b"))
@@ -44,19 +44,19 @@ FAILED = AbortCommand(1, Failure("ValueError: no", rank=1, node_rank=1, hostname
 @pytest.mark.parametrize(
     ("ending", "node", "said"),
     [
-        (CompletionNotice(0), 1, "the run is finished on all 2 nodes"),
+        (CompletionNotice(0), 1, "the run finished on all 2 nodes"),
         (CompletionNotice(0), 0, ""),
         (
             CompletionNotice(143),
             1,
-            "the run was stopped in order on all 2 nodes; the same command on each carries on",
+            "the run stopped on request on all 2 nodes; rerun the same command on each to resume",
         ),
         (
             AbortCommand(130),
             1,
-            "the run was ended at once, as asked for; the same command on every node carries on",
+            "the run was aborted on request; rerun the same command on every node to resume",
         ),
-        (FAILED, 0, "the run failed on node 1 (b), so the ranks here were ended too"),
+        (FAILED, 0, "the run failed on node 1 (b); the ranks on this node were ended as well"),
         (FAILED, 1, ""),
         (AbortCommand(1, Failure("lost the coordinator")), 1, ""),
     ],
@@ -70,11 +70,11 @@ def test_the_end_is_told_where_nothing_else_tells_it(
 @pytest.mark.parametrize(
     ("exit_code", "here", "said"),
     [
-        (130, True, "Ctrl-C (again: leave at once)"),
+        (130, True, "Ctrl-C (press again to abort at once)"),
         (130, False, "Ctrl-C on another node"),
         (143, True, "SIGTERM"),
         (143, False, "SIGTERM on another node"),
     ],
 )
 def test_a_stop_says_who_asked_for_it(exit_code: int, here: bool, said: str) -> None:
-    assert drain_text(exit_code, here) == f"stopping in order after this step: {said}"
+    assert drain_text(exit_code, here) == f"stopping after this step: {said}"

@@ -35,10 +35,10 @@ def test_the_odd_one_out_comes_first_and_the_others_are_one_line() -> None:
     ranks = [dataclasses.replace(WAITING, rank=rank) for rank in (0, 2, 3, 5)]
     summary, report = format_hang_report([*ranks, LOADING], 12, "cluster.hang_timeout_seconds = 10")
     assert summary.splitlines() == [
-        "no rank has moved for 12 s (cluster.hang_timeout_seconds = 10): rank 1 is in data loading "
-        "(file.py:81) while 4 others wait in all_reduce #17 of group default_pg",
-        "  rank 1 is in data loading of step 7 since 12 s (/job/file.py:81 in read)   <- the odd one out",
-        "  ranks 0, 2-3, 5 are in gradient exchange of step 7 since 12 s, "
+        "no rank reported progress for 12 s (cluster.hang_timeout_seconds = 10): rank 1 is in data loading "
+        "(file.py:81) while 4 other ranks wait in all_reduce #17 of group default_pg",
+        "  rank 1 has been in data loading of step 7 for 12 s (/job/file.py:81 in read)   <- outlier",
+        "  ranks 0, 2-3, 5 have been in gradient exchange of step 7 for 12 s, "
         "wait in all_reduce #17 of group default_pg (/job/loop.py:9 in step)",
     ]
     assert report.startswith(summary)
@@ -52,14 +52,14 @@ def test_on_several_nodes_each_group_is_told_with_its_own() -> None:
     ]
     summary, _ = format_hang_report([*ranks, LOADING], 12, "limit")
     odd, others = summary.splitlines()[1:]
-    assert odd.startswith("  rank 1 (node 0, a) is in data loading")
-    assert others.startswith("  ranks 0, 2-3 (nodes 0-1) are in gradient exchange")
+    assert odd.startswith("  rank 1 (node 0, a) has been in data loading")
+    assert others.startswith("  ranks 0, 2-3 (nodes 0-1) have been in gradient exchange")
 
 
 def test_of_two_ranks_the_one_that_is_missing_in_the_collective_is_odd() -> None:
     summary, _ = format_hang_report([WAITING, LOADING], 12, "limit")
-    assert summary.splitlines()[1].startswith("  rank 1 is in data loading")
-    assert [line.endswith("<- the odd one out") for line in summary.splitlines()] == [False, True, False]
+    assert summary.splitlines()[1].startswith("  rank 1 has been in data loading")
+    assert [line.endswith("<- outlier") for line in summary.splitlines()] == [False, True, False]
 
 
 def test_those_in_one_collective_are_not_odd_wherever_their_code_stands() -> None:
@@ -71,9 +71,10 @@ def test_those_in_one_collective_are_not_odd_wherever_their_code_stands() -> Non
     )
     first, *others = summary.splitlines()
     assert first.endswith(
-        ": rank 1 is in data loading (file.py:81) while 3 others wait in all_reduce #17 of group default_pg"
+        ": rank 1 is in data loading (file.py:81) while 3 other ranks wait in "
+        "all_reduce #17 of group default_pg"
     )
-    assert [line.endswith("<- the odd one out") for line in others] == [True, False, False]
+    assert [line.endswith("<- outlier") for line in others] == [True, False, False]
 
 
 def test_a_rank_in_an_earlier_collective_and_one_that_is_stopped_are_told_with_it() -> None:
@@ -84,7 +85,7 @@ def test_a_rank_in_an_earlier_collective_and_one_that_is_stopped_are_told_with_i
     first = summary.splitlines()[0].partition(": ")[2]
     assert first == (
         "rank 6 is stopped (SIGSTOP?), rank 5 waits in all_reduce #16 of group default_pg "
-        "while 5 others wait in all_reduce #17 of group default_pg"
+        "while 5 other ranks wait in all_reduce #17 of group default_pg"
     )
 
 
@@ -93,7 +94,7 @@ def test_many_kinds_of_odd_ranks_are_counted() -> None:
     summary, _ = format_hang_report(
         [*(dataclasses.replace(WAITING, rank=n) for n in range(4)), *odd], 12, "limit"
     )
-    assert ", 3 more are elsewhere while 4 others wait in " in summary.splitlines()[0]
+    assert ", 3 more groups of ranks are elsewhere while 4 other ranks wait in " in summary.splitlines()[0]
 
 
 def test_the_last_collectives_of_each_rank_are_in_the_report() -> None:
@@ -129,14 +130,14 @@ def test_when_all_stand_in_the_same_place_nobody_is_odd() -> None:
 def test_a_rank_that_cannot_answer_is_described_by_the_kernel() -> None:
     stopped = RankStatus(1, 0, "a", None, "", 0.0, "stopped (SIGSTOP?)", ())
     summary, report = format_hang_report([WAITING, stopped], 12, "limit")
-    assert "rank 1 is before the first report since 0 s, the process is stopped (SIGSTOP?)" in summary
-    assert "no stack: the process did not answer" in report
+    assert "rank 1 has sent no report for 0 s, the process is stopped (SIGSTOP?)" in summary
+    assert "no stack: the process did not respond" in report
 
 
 def test_thousands_of_ranks_stay_readable() -> None:
     ranks = [dataclasses.replace(WAITING, rank=rank) for rank in range(4096) if rank != 1]
     summary, _ = format_hang_report([*ranks, LOADING], 12, "limit")
-    assert "ranks 0, 2-4095 are" in summary
+    assert "ranks 0, 2-4095 have been" in summary
 
 
 def test_a_thread_that_loads_data_for_the_main_thread_stands_for_it() -> None:

@@ -155,8 +155,8 @@ def test_a_slow_rank_of_another_node_is_told_to_all_with_its_place() -> None:
     assert isinstance(slow, StragglerReport)
     assert (slow.rank, slow.node, slow.host, slow.local_rank) == (3, 1, "host", 1)
     assert straggler_text(slow) == (
-        "rank 3 (host, local rank 1) is slow: 2.5 times its peers for the last "
+        "rank 3 (host, local rank 1) is a straggler: 2.5 times its peers' work time over the last "
         f"{CONSECUTIVE_WINDOWS * STEPS} steps, "
-        "most of it in forward and backward\n"
-        "  of its own work it takes 0.50 s a step, its peers 0.20 s; its own best was 0.50 s"
+        "mainly in forward and backward\n"
+        "  work time per step: 0.50 s; median of its peers: 0.20 s; its own minimum: 0.50 s"
     )

@@ -38,7 +38,7 @@ def test_more_ranks_than_files_may_be_open_are_refused() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        with pytest.raises(WanmaError, match=r"1,000 ranks on one machine .*\(256\)") as caught:
+        with pytest.raises(WanmaError, match=r"1,000 ranks on one node .*\(256\)") as caught:
             InMemoryCheckpointFiles(1000)
         os.close(os.dup(0))  # those that it had are closed again
     finally:

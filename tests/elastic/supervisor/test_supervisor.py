@@ -123,7 +123,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_a_hint(run: Any) -> None:
 
 def test_leaving_without_finishing_is_a_failure(run: Any) -> None:
     ran = run("leave_early")
-    assert ran.outcome.failure.cause == "its process left with exit code 0 before the work was finished"
+    assert ran.outcome.failure.cause == "its process exited with code 0 before its work was finished"
     ran = run("exit_with_3")
     assert ran.outcome.failure.cause == "SystemExit: 3"
 
@@ -145,12 +145,12 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
     assert ran.outcome.exit_code == 1
     summary = ran.outcome.failure_text.splitlines()
     assert "(cluster.hang_timeout_seconds = 2): rank 1 is in data loading (elastic_entries.py:" in summary[0]
-    assert summary[0].endswith(" while 2 others wait in all_reduce #3 of group default_pg")
-    assert summary[1].startswith("  rank 1 is in data loading of step 2 since ")
+    assert summary[0].endswith(" while 2 other ranks wait in all_reduce #3 of group default_pg")
+    assert summary[1].startswith("  rank 1 has been in data loading of step 2 for ")
     assert "elastic_entries.py" in summary[1]
     assert "in wait_forever" in summary[1]
-    assert summary[1].endswith("<- the odd one out")
-    assert summary[2].startswith("  ranks 0, 2 are in gradient exchange of step 2 since ")
+    assert summary[1].endswith("<- outlier")
+    assert summary[2].startswith("  ranks 0, 2 have been in gradient exchange of step 2 for ")
     assert "wait in all_reduce #3 of group default_pg" in summary[2]
     assert "in rank_1_hangs_in_data_loading" in summary[2]
     report = (ran.launch.run_directory / "logs" / "hang-report.txt").read_text()
@@ -174,7 +174,7 @@ def test_one_interrupt_stops_in_order(run: Any) -> None:
     ran = run("until_stopped", interrupt, ranks_per_node=2, preload_modules=("torch",))
     assert ran.outcome.exit_code == 130
     assert ran.outcome.failure is None
-    assert ran.messages == ["stopping in order after this step: Ctrl-C (again: leave at once)"]
+    assert ran.messages == ["stopping after this step: Ctrl-C (press again to abort at once)"]
     assert "stopped in order" in ran.log(0)
     assert "stopped in order" in ran.log(1)
 

@@ -109,7 +109,7 @@ def test_malformed_input_ends_that_connection_with_a_log_line(loop: EventLoop, c
         raw.send(b"rubbish\n")
         loop.run_until(lambda: bool(end.closed), time.monotonic() + 10)
     assert end.closed == ["not JSON: b'rubbish\\n'"]
-    assert "peer: not JSON: b'rubbish\\n'; ending the connection" in caplog.text
+    assert "peer: not JSON: b'rubbish\\n'; closing the connection" in caplog.text
     raw.close()
 
 
@@ -118,5 +118,5 @@ def test_one_who_never_reads_is_given_up(loop: EventLoop) -> None:
     end = End(loop, sock)
     for _ in range(40):
         end.connection.send(EventReport({"text": "x" * 900_000}))
-    assert end.closed == ["it does not read what it is sent"]
+    assert end.closed == ["it does not read its messages"]
     other.close()

@@ -122,10 +122,10 @@ def _send_and_receive(
 
 def _peer_error(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeError) -> WanmaError:
     other, me = (dist.get_global_rank(group, rank) for rank in (peer, group.rank()))
-    what = "takes nothing from" if is_sent else "sends nothing to"
+    what = "receives nothing from" if is_sent else "sends nothing to"
     return WanmaError(
         f"rank {other} {what} rank {me}: {error}",
-        f"look at the end of rank {other}'s log, and at the network between the two machines",
+        f"read the end of rank {other}'s log, and check the network between the two nodes",
     )
 
 

@@ -197,6 +197,6 @@ class _PointToPointBatch:
         except RuntimeError as error:
             silent, mine = self._ranks[rank], self._ranks[self._group.rank()]
             raise WanmaError(
-                f"summing gradients over nodes: rank {silent} does not answer rank {mine}: {error}",
-                f"its log says more: logs/rank-{silent}.log of the run directory",
+                f"hierarchical all-reduce: rank {mine} received no reply from rank {silent}: {error}",
+                f"read logs/rank-{silent}.log of the run directory",
             ) from error

@@ -87,7 +87,7 @@ class TopK:
             places.append(chosen + offsets[-1])
             offsets.append(offsets[-1] + piece.length)
         if offsets[-1] >= 1 << 31:
-            raise ValueError(f"a bucket of {offsets[-1]:,} elements has places beyond 32 bits")
+            raise ValueError(f"a bucket of {offsets[-1]:,} elements has indices beyond 32 bits")
         sent = torch.cat([torch.cat(values, 1).view(torch.int32), torch.cat(places, 1).to(torch.int32)], 1)
         return sent, offsets
 

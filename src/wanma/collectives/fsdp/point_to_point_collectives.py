@@ -136,7 +136,7 @@ class PointToPointReduceScatter(_Allocation, ReduceScatter):
         async_op: bool = False,  # noqa: ARG002  # as above
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"only sums are reduced here, not {op}")
+            raise ValueError(f"reduce-scatter supports only SUM, not {op}")
         ranks, me = group.size(), group.rank()
         parts = input_tensor.chunk(ranks)
         received = {peer: torch.empty_like(output_tensor) for peer in range(ranks) if peer != me}

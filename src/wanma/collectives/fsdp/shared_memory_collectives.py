@@ -66,7 +66,7 @@ class SharedMemoryReduceScatter(ReduceScatter):
         async_op: bool = False,  # noqa: ARG002  # as above
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"only sums are reduced here, not {op}")
+            raise ValueError(f"reduce-scatter supports only SUM, not {op}")
         options = _synchronous(ReduceScatterOptions())
         options.reduceOp = op
         self._group.reduce_scatter_single(output_tensor, input_tensor, options)

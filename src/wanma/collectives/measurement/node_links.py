@@ -126,8 +126,8 @@ def _time_ring_messages(first_ranks: Sequence[int], node: int, size: int, times:
             sent.wait(timedelta(seconds=MESSAGE_TIMEOUT_SECONDS))
         except RuntimeError as error:
             raise WanmaError(
-                f"nothing passes between node {before}, node {node} and node {after} "
+                f"no message passed between node {before}, node {node} and node {after} "
                 f"within {MESSAGE_TIMEOUT_SECONDS:.0f} s: {error}",
-                "look at the network between these machines, or name another with cluster.network_interface",
+                "check the network between these nodes, or set another cluster.network_interface",
             ) from error
     return time.perf_counter() - began

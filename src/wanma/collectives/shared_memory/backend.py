@@ -30,7 +30,7 @@ from wanma.collectives.shared_memory.native_library import MAX_RANKS
 from wanma.collectives.shared_memory.process_group import SharedMemoryProcessGroup
 from wanma.job.errors import WanmaError
 
-GLOO_FALLBACK_HINT = "leave parallel.collectives at 'auto', which takes Gloo then, or set it to 'gloo'"
+GLOO_FALLBACK_HINT = "set parallel.collectives to 'auto', which falls back to Gloo, or to 'gloo'"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _create_group(options: Any, shared_memory_options: SharedMemoryOptions) -> A
     if arena is None:
         if shared_memory_options.is_required:
             raise WanmaError(
-                f"parallel.collectives = 'shared_memory' cannot be done: {reason}", GLOO_FALLBACK_HINT
+                f"parallel.collectives = 'shared_memory' is not available: {reason}", GLOO_FALLBACK_HINT
             )
         _fallback_reasons[str(options.group_id)] = reason
         return gloo
@@ -140,16 +140,12 @@ def _find_incompatibility(members: Sequence[_RankCapability]) -> str:
     """Return the obstacle to sharing memory among these ranks; empty if there is none."""
     for rank, member in enumerate(members):
         if member.reason:
-            return (
-                f"rank {rank} cannot: {member.reason}"
-                if len({m.reason for m in members}) > 1
-                else member.reason
-            )
+            return f"rank {rank}: {member.reason}" if len({m.reason for m in members}) > 1 else member.reason
     hosts = len({member.host for member in members})
     if hosts > 1:
-        return f"the {len(members)} ranks are on {hosts} hosts"
+        return f"the {len(members)} ranks are on {hosts} nodes"
     if len(members) > MAX_RANKS:
-        return f"{len(members)} ranks are more than {MAX_RANKS}"
+        return f"{len(members)} ranks exceed the maximum of {MAX_RANKS}"
     return ""
 
 
@@ -173,7 +169,7 @@ def _create_arena(
         else:
             theirs = int(store.get("arena"))
             if theirs < 0:
-                raise OSError(None, "rank 0 could not make it")
+                raise OSError(None, "rank 0 could not create it")
             descriptor = os.open(f"/proc/{members[0].process}/fd/{theirs}", os.O_RDWR | os.O_CLOEXEC)
         try:
             arena = Arena(options.library, shape, descriptor, rank, [member.process for member in members])
@@ -181,7 +177,7 @@ def _create_arena(
             if rank != 0:
                 os.close(descriptor)
     except OSError as error:
-        problem = f"rank {rank} cannot map the memory: {error.strerror or error}"
+        problem = f"rank {rank} cannot map the shared memory: {error.strerror or error}"
     # The first rank's descriptor may close only now, when all ranks have opened it or have failed to.
     problems = _exchange_through_store(store, "mapped", rank, ranks, problem)
     if made >= 0:

@@ -41,7 +41,7 @@ def failure_text(
         )
         return (
             f"{collective}: timed out waiting for {named} ({timeout_seconds:g} s): "
-            "the hang report, or the logs of those ranks, tell where they are"
+            "read the hang report or the logs of those ranks"
         )
     why = {
         CollectiveStatus.PEER_EXITED: (
@@ -51,16 +51,16 @@ def failure_text(
             f"connection closed by peer: rank {faulty_rank} has closed its process group"
         ),
         CollectiveStatus.ABORTED: (
-            "this rank has closed its process group meanwhile"
+            "this rank has closed its process group"
             if faulty_rank == own_rank
-            else f"connection closed by peer: rank {faulty_rank} has given up"
+            else f"connection closed by peer: rank {faulty_rank} has aborted its collectives"
         ),
         CollectiveStatus.MISMATCH: (
-            f"rank {faulty_rank} and others are in different collectives, or in one with different sizes, "
-            "types or roots: all ranks of a group have to call the same ones in the same order"
+            f"rank {faulty_rank} and others called different collectives, or one with different sizes, types "
+            "or roots: all ranks of a group must call the same collectives in the same order"
         ),
         CollectiveStatus.IN_PROGRESS: (
-            f"timed out waiting for it after {timeout_seconds:g} s; it is still under way"
+            f"timed out waiting for it after {timeout_seconds:g} s; it is still in progress"
         ),
     }
     return f"{collective}: {why[status]}"

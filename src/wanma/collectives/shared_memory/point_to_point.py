@@ -238,7 +238,7 @@ class PointToPoint:
         """
         tensor = self._checked("send", tensor, peer, tag)
         if tensor.nbytes > self._arena.layout.heap_bytes:
-            raise ValueError(f"send: {tensor.nbytes} bytes are more than a rank has of the shared memory")
+            raise ValueError(f"send: {tensor.nbytes} bytes exceed a rank's part of the shared memory")
         with self._lock:
             work = _Send(self, self._new_record("send", peer), tag, tensor)
             self._send_queues[peer].queued.append(work)
@@ -349,7 +349,7 @@ class PointToPoint:
         if not 0 <= peer < self._arena.layout.ranks:
             raise ValueError(f"{direction}: there is no rank {peer} in a group of {self._arena.layout.ranks}")
         if not 0 <= tag < 1 << 31:
-            raise ValueError(f"{direction}: a tag is from 0 to 2^31 - 1, not {tag}")
+            raise ValueError(f"{direction}: the tag must be from 0 to 2^31 - 1, not {tag}")
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()
         if not are_dense_on_cpu([tensor]):

@@ -79,7 +79,7 @@ class ClaimHeartbeat:
                 failing = False
             except OSError as error:
                 if not failing:
-                    logger.warning("%s: no sign of life can be left there: %s", self._run_directory, error)
+                    logger.warning("%s: cannot renew the coordinator's claim: %s", self._run_directory, error)
                 failing = True
         self._writer.close()  # wakes the loop
 

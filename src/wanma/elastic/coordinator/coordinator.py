@@ -142,7 +142,7 @@ class Coordinator:
             case CompletionReport():
                 self._handle_completion(member_id)
             case DrainTimeoutReport() if self._kill_deadline is not None:
-                self._terminate_ranks(Failure("the step under way would not have ended in time"), now)
+                self._terminate_ranks(Failure("the current step would not complete in time"), now)
             case HangAlarm():
                 self._handle_hang_alarm(member_id, message, now)
             case WorkTimeReport(works):
@@ -182,7 +182,7 @@ class Coordinator:
             self._expected_survivors.clear()
             self._proceed_when_terminated(now)
         elif self._flush_round is not None:
-            self._flush_round.error = "it was not written in time"
+            self._flush_round.error = "the flush did not complete in time"
             self._advance_flush(now)
         elif self._state == "halting":
             failure = make_termination_timeout(
@@ -305,7 +305,7 @@ class Coordinator:
     def _handle_rendezvous_timeout(self, now: float) -> None:
         """End the run, as too few nodes joined in time."""
         if (why := self._last_node_loss or self._last_failure) is not None:
-            hint = f"no machine took its place within {self._config.start_timeout_seconds:.0f} s; {why.hint}"
+            hint = f"no replacement joined within {self._config.start_timeout_seconds:.0f} s; {why.hint}"
             self._end_with_failure(replace(why, hint=hint, exit_code=EXIT_FAILED), now)
             return
         hosts = [peer.join_request.hostname for peer in self._members.values()]
@@ -448,7 +448,7 @@ class Coordinator:
     def _evict_unhealthy(self, members: list[Member]) -> list[Member]:
         """Send nodes away that have failed a health check, and return the others."""
         for name, failure in evict_unhealthy_members(self._members, self._unhealthy_nodes).items():
-            self._last_node_loss = replace(failure, cause=f"{failure.cause}; that machine is set aside")
+            self._last_node_loss = replace(failure, cause=f"{failure.cause}; the node is excluded")
             self._send(name, AbortCommand(failure.exit_code, failure))
         self._unhealthy_nodes.clear()
         return [peer for peer in members if peer in self._members.values()]
@@ -485,7 +485,7 @@ class Coordinator:
     @property
     def _termination_reason(self) -> str:
         """Reason why the ranks had to be ended."""
-        return self._last_failure.summary if self._last_failure is not None else "the run was to grow"
+        return self._last_failure.summary if self._last_failure is not None else "a resize was in progress"
 
     def _end(self, message: AbortCommand | CompletionNotice) -> None:
         self._state = "over"

@@ -263,7 +263,9 @@ class CoordinatorServer:
         """Send all supervisors to another coordinator, which has claimed the run."""
         if self._has_ended:
             return
-        logger.warning("the run has moved to %s (generation %d)", claim.place, claim.generation)
+        logger.warning(
+            "the coordinator of the run is now at %s (generation %d)", claim.place, claim.generation
+        )
         moved = RedirectCommand(claim.generation, claim.place, claim.coordinator, claim.host, claim.node)
         for guest in list(self._clients.values()):
             guest.channel.send(moved)
@@ -305,11 +307,11 @@ class CoordinatorServer:
         elif visitor.is_authenticated and isinstance(message, ChannelRequest):
             self._attach(connection_id, visitor, message)
         elif not isinstance(message, AuthenticationResponse) or visitor.is_authenticated:
-            self._reject(connection_id, f"it says {type(message).__name__} before it has proved itself")
+            self._reject(connection_id, f"it sent {type(message).__name__} before authentication")
         elif not verify_proof(message.proof, self._secret, "supervisor", visitor.challenge, message.nonce):
-            hint = f"export the same {SECRET_VARIABLE} on every machine"
-            visitor.connection.send(Refusal("the coordinator's secret is not this machine's", hint))
-            self._reject(connection_id, "it does not know the secret")
+            hint = f"export the same {SECRET_VARIABLE} on every node"
+            visitor.connection.send(Refusal("the coordinator's shared secret differs from this node's", hint))
+            self._reject(connection_id, "it has a different shared secret")
         else:
             visitor.is_authenticated = True
             mine = compute_proof(self._secret, "coordinator", visitor.challenge, message.nonce)
@@ -352,7 +354,7 @@ class CoordinatorServer:
             self._record_end(message.exit_code)
 
     def _record_end(self, exit_code: int) -> None:
-        """Record the end in the run directory, for nodes that cannot be told."""
+        """Record the end in the run directory, for nodes that cannot be reached."""
         self._has_ended = True
         self._claim_heartbeat.close()
         if self._claim_heartbeat.owns_claim:
@@ -361,10 +363,10 @@ class CoordinatorServer:
                     self._launch.run_directory, self._claim_heartbeat.newest_generation, exit_code
                 )
             except OSError as error:
-                logger.warning("the end of the run cannot be noted: %s", error)
+                logger.warning("cannot record the end of the run: %s", error)
 
     def _reject(self, connection_id: int, reason: str) -> None:
-        logger.warning("rendezvous: sent a visitor away: %s", reason)
+        logger.warning("rendezvous: rejected a connection: %s", reason)
         self._connections.pop(connection_id).connection.close()
 
     def _handle_disconnect(self, connection_id: int, reason: str) -> None:
@@ -406,5 +408,5 @@ class CoordinatorServer:
                 guest.channel.connection.send(Heartbeat(guest.channel.received_count))
         for number, visitor in list(self._connections.items()):
             if visitor.client is None and now - visitor.accepted_at > HANDSHAKE_TIMEOUT_SECONDS:
-                self._reject(number, "it never proved itself")
+                self._reject(number, "it did not authenticate in time")
         self._loop.call_later(self._launch.heartbeat_timeout_seconds / 4, self._send_heartbeats)

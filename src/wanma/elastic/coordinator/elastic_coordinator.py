@@ -167,7 +167,7 @@ class ElasticCoordinator(Coordinator):
         if request.is_preloaded:
             self._preloaded_members.add(member_id)
         if self._state != "meeting" and self._is_standby(member_id):
-            self._send(member_id, Notice("the run goes on without this machine, which stands by"))
+            self._send(member_id, Notice("this node is on standby: the run continues without it"))
             self._consider_scale_up()
 
     def _try_start(self, now: float) -> None:
@@ -278,7 +278,7 @@ class ElasticCoordinator(Coordinator):
     def _handle_no_plan(self, decision: ReplanDecision, now: float) -> None:
         """Wait for more nodes, as no plan fits these; end the run if there can be no more."""
         here = len(self._members)
-        self._last_node_loss = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
+        self._last_node_loss = Failure(f"no plan fits the joined nodes ({here}): {decision.reason}")
         if here == self._nodes and self._kill_deadline is None:
             self._end_with_failure(self._last_node_loss, now)
         else:

@@ -17,7 +17,9 @@ from wanma.elastic.protocol.messages import StartCommand
 from wanma.job.run import generation_claims
 from wanma.job.run.generation_claims import Claim
 
-NODE_LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
+NODE_LOST_HINT = (
+    "inspect that node, then rerun the same command on every node to resume from the newest checkpoint"
+)
 FAILOVER_STAGGER_SECONDS = 2.0
 """Time, in seconds, that each node in the line of successors has before the next one tries."""
 
@@ -56,7 +58,7 @@ class CoordinatorObservation:
 
 
 def may_take_over(observation: CoordinatorObservation) -> bool:
-    """Return True if a node may try to claim the next generation, and host it.
+    """Return True if a node may try to claim the next generation, and run its coordinator.
 
     A coordinator that is merely silent may live. It is replaced only when a majority of its nodes has lost
     it, or when it gives no sign of life in the run directory either: then it cannot write there. Two nodes
@@ -170,9 +172,9 @@ class FailoverState:
         node = self.start.coordinator_node_rank
         first = generation_claims.read_claim(self.run_directory, self.start.generation)
         host = first.host if first is not None else "unknown"
-        lost = f"node {node} ({host})" if node >= 0 else f"the machine without ranks that hosted it ({host})"
+        lost = f"node {node} ({host})" if node >= 0 else f"the standby node of the coordinator ({host})"
         failure = Failure(
-            f"{lost} was lost: {self.reason}; {own_hostname} hosts the run now",
+            f"{lost} was lost: {self.reason}; {own_hostname} now runs the coordinator",
             node_rank=node if node >= 0 else None,
             hostname=host,
             hint=NODE_LOST_HINT,

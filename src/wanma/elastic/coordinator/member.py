@@ -134,26 +134,26 @@ def check_admission(
     """
     if is_full:
         return Refusal(
-            f"the run at {endpoint} has its {nodes} machines already",
-            "wait until it has ended, or choose another port for cluster.rendezvous",
+            f"the run at {endpoint} already has all its {nodes} nodes",
+            "wait until it ends, or choose another port for cluster.rendezvous",
         )
     if request.job_hash != job_hash:
         return Refusal(
-            f"the run at {endpoint} is of another job than this machine's, or planned otherwise there",
-            "give the same job file and overrides on every machine; where machines are unequal, also "
-            "cluster.device and parallel.micro_batch",
+            f"the run at {endpoint} has a different job or plan than this node (job hash mismatch)",
+            "give the same job file and overrides on every node; if the nodes differ in hardware, set "
+            "cluster.device and parallel.micro_batch as well",
         )
     if request.node_rank is None:
         return None
     if request.node_rank >= nodes:
         return Refusal(
-            f"cluster.node_rank {request.node_rank} is not below cluster.nodes {nodes}",
-            "count the machines from 0, or leave cluster.node_rank out and let arrival decide",
+            f"cluster.node_rank = {request.node_rank} is not less than cluster.nodes = {nodes}",
+            "number the nodes from 0, or leave cluster.node_rank unset on all of them",
         )
     for number, host in reserved_node_ranks:
         if request.node_rank == number:
             return Refusal(
-                f"cluster.node_rank {request.node_rank} is taken by {host}",
-                "give every machine its own number, or none and let arrival decide",
+                f"cluster.node_rank = {request.node_rank} is already used by {host}",
+                "give each node its own cluster.node_rank, or leave it unset on all of them",
             )
     return None

@@ -113,9 +113,9 @@ def make_termination_timeout(
         termination_reason: reason why the ranks had to be ended.
     """
     late = [member.label for member in members if member.termination is None]
-    cause = f"the ranks could not be ended within {timeout_seconds:.0f} s on {', '.join(late)}"
+    cause = f"the ranks on {', '.join(late)} did not exit within {timeout_seconds:.0f} s of SIGKILL"
     hint = (
-        "the kernel ends no process that waits for a disk or driver: look there with `ps` and "
-        f"`dmesg`, and restart what holds it; why they had to end: {termination_reason}"
+        "a process blocked in a disk or driver call cannot be killed: inspect that node with `ps` "
+        f"and `dmesg`, and restart the blocked device or service; reason for the kill: {termination_reason}"
     )
     return Failure(cause, hint=hint)

@@ -30,10 +30,10 @@ def node_joined_text(launch: LaunchConfig, start: StartCommand, endpoint: str, r
         str(run.rank_log(first)) if first == last else f"{run.rank_log(first)} to {run.rank_log(last).name}"
     )
     return (
-        f"joined the run at {endpoint}: this is node {start.node_rank} of {nodes}, "
-        f"with {ranks} of {start.world_size} (both counted from 0)\n  logs of this node: {logs}"
-        f"\n  collectives go over {route}"
-        + (f"\n  its place in the network: {launch.topology_address}" if launch.topology_address else "")
+        f"joined the run at {endpoint} as node rank {start.node_rank} of {nodes}, "
+        f"with {ranks} of {start.world_size} (numbered from 0)\n  logs of this node: {logs}"
+        f"\n  network interface of collectives: {route}"
+        + (f"\n  topology address: {launch.topology_address}" if launch.topology_address else "")
     )
 
 
@@ -42,10 +42,10 @@ RESTARTED_EVENT = "restarted"
 
 
 def restart_text(recovery: Recovery) -> str:
-    """Return the notice that the ranks here are started again; rank 0 reports the rest when they have."""
+    """Return the notice that this node's ranks restart; rank 0 reports the rest once they have."""
     if recovery.failure:
-        return f"{recovery.failure}\n  the ranks of all nodes are started again"
-    return "the run takes more machines: the ranks of all nodes are started again"
+        return f"{recovery.failure}\n  the ranks of all nodes restart"
+    return "resize: the ranks of all nodes restart with more nodes"
 
 
 def drain_text(
@@ -69,27 +69,25 @@ def drain_text(
     if not is_local:
         reason += " on another node"
     elif reason == SIGNAL_BY_EXIT_CODE[130]:
-        reason += " (again: leave at once)"
+        reason += " (press again to abort at once)"
     if grace_seconds is not None:
-        reason += f", {duration_text(grace_seconds)} are left (cluster.grace_seconds)"
-    return (
-        f"stopping in order after this step: {reason}"
-        if stops_after_step
-        else f"stopping the script: {reason}"
-    )
+        reason += f", {duration_text(grace_seconds)} until SIGKILL (cluster.grace_seconds)"
+    return f"stopping after this step: {reason}" if stops_after_step else f"stopping the script: {reason}"
 
 
 def straggler_text(report: StragglerReport) -> str:
-    """Return the notice of a straggler: rank, phase, ratio to its peers, and its own best."""
+    """Return the notice of a straggler: rank, phase, ratio to its peers, and its own minimum."""
     who = f"rank {report.rank} ({report.host}, local rank {report.local_rank})"
     if not report.is_slow:
         return (
-            f"{who} is no longer slow: {report.ratio:.2f} times its peers for the last {report.steps} steps"
+            f"{who} is no longer a straggler: {report.ratio:.2f} times its peers' work time over the last "
+            f"{report.steps} steps"
         )
     return (
-        f"{who} is slow: {report.ratio:.1f} times its peers for the last {report.steps} steps, most of it in "
-        f"{report.phase}\n  of its own work it takes {duration_text(report.seconds)} a step, its peers "
-        f"{duration_text(report.peers_seconds)}; its own best was {duration_text(report.best_seconds)}"
+        f"{who} is a straggler: {report.ratio:.1f} times its peers' work time over the last {report.steps} "
+        f"steps, mainly in {report.phase}\n  work time per step: {duration_text(report.seconds)}; median of "
+        f"its peers: {duration_text(report.peers_seconds)}; its own minimum: "
+        f"{duration_text(report.best_seconds)}"
     )
 
 
@@ -108,44 +106,47 @@ def run_end_text(
         if has_rank_0:
             return ""
         if ending.exit_code:
-            return f"the run was stopped in order on all {nodes} nodes; the same command on each carries on"
-        return f"the run is finished on all {nodes} nodes"
+            return (
+                f"the run stopped on request on all {nodes} nodes; rerun the same command on each to resume"
+            )
+        return f"the run finished on all {nodes} nodes"
     if ending.flush_summary:
         return ""  # it contains everything
     if ending.failure is None:
-        return "the run was ended at once, as asked for; the same command on every node carries on"
+        return "the run was aborted on request; rerun the same command on every node to resume"
     failure = ending.failure
     if failure.node_rank is None or failure.node_rank == node_rank:
         return ""
     return (
-        f"the run failed on node {failure.node_rank} ({failure.hostname}), so the ranks here were ended too"
+        f"the run failed on node {failure.node_rank} ({failure.hostname}); "
+        "the ranks on this node were ended as well"
     )
 
 
 def missing_nodes_text(failure: Failure, missing: int, timeout_seconds: float) -> str:
     """Return the notice to nodes that wait for others."""
-    machines = "one machine is" if missing == 1 else f"{missing} machines are"
+    nodes, target = (
+        ("node", "it or on a replacement") if missing == 1 else ("nodes", "them or on replacements")
+    )
     return (
-        f"{failure.summary}\n  {machines} missing: the run waits {timeout_seconds:.0f} s "
-        "(cluster.start_timeout_seconds) for the same command there, or on others"
+        f"{failure.summary}\n  {missing} {nodes} missing: waiting up to {timeout_seconds:.0f} s "
+        f"(cluster.start_timeout_seconds); run the same command on {target}"
     )
 
 
 def make_rendezvous_timeout(
     hostnames: Sequence[str], nodes: int, endpoint: str, timeout_seconds: float
 ) -> Failure:
-    """Return the failure of a first meeting to which too few nodes came.
+    """Return the failure of a first rendezvous that too few nodes joined.
 
     Args:
-        hostnames: hosts of the nodes that came.
+        hostnames: hosts of the nodes that joined.
         nodes: number of nodes of the run.
         endpoint: endpoint of the run.
         timeout_seconds: time that was waited.
     """
     cause = (
-        f"only {len(hostnames)} of {nodes} machines came to {endpoint} "
-        f"within {timeout_seconds:.0f} s (here: {', '.join(hostnames)})"
+        f"only {len(hostnames)} of {nodes} nodes joined at {endpoint} "
+        f"within {timeout_seconds:.0f} s (joined: {', '.join(hostnames)})"
     )
-    return Failure(
-        cause, hint="run the same command on every machine, or raise cluster.start_timeout_seconds"
-    )
+    return Failure(cause, hint="run the same command on every node, or raise cluster.start_timeout_seconds")

@@ -35,15 +35,16 @@ def format_hang_report(
     several = len({standing.node_rank for standing in statuses}) > 1
     odd = [group for group in groups if _is_outlier(group, groups[-1])]
     lines = [
-        f"no rank has moved for {silent_seconds:.0f} s ({timeout_setting}){_outlier_sentence(odd, groups)}"
+        f"no rank reported progress for {silent_seconds:.0f} s ({timeout_setting})"
+        f"{_outlier_sentence(odd, groups)}"
     ]
     lines += [f"  {_describe(group, group in odd, several)}" for group in groups]
     summary = "\n".join(lines)
     details = [summary, ""]
     for group in groups:
-        details.append(f"{_ranks(group)} stand{'s' if len(group) == 1 else ''} here (innermost first):")
+        details.append(f"stack of {_ranks(group)} (innermost frame first):")
         details += [f"    {frame}" for frame in group[0].stack] or [
-            "    no stack: the process did not answer"
+            "    no stack: the process did not respond"
         ]
         for one in group:
             step = "no step yet" if one.step is None else f"step {one.step}"
@@ -119,15 +120,15 @@ def _is_outlier(group: list[RankStatus], largest: list[RankStatus]) -> bool:
 
 
 def _outlier_sentence(outliers: list[list[RankStatus]], groups: list[list[RankStatus]]) -> str:
-    """Format outliers: ': rank 5 is in data loading (dataset.py:81) while 7 others wait in all_reduce'."""
+    """Format outliers: ': rank 5 is in data loading (data.py:81) while 7 other ranks wait in all_reduce'."""
     if not outliers:
         return ""
     told = [_short_description(group) for group in outliers[:_MAX_NAMED_OUTLIERS]]
-    told += [f"{len(outliers) - _MAX_NAMED_OUTLIERS} more are elsewhere"] * (
+    told += [f"{len(outliers) - _MAX_NAMED_OUTLIERS} more groups of ranks are elsewhere"] * (
         len(outliers) > _MAX_NAMED_OUTLIERS
     )
     count = sum(len(group) for group in groups if group not in outliers)
-    others = f"{count} other{'s' if count > 1 else ''}"
+    others = f"{count} other rank{'s' if count > 1 else ''}"
     first = groups[-1][0]
     if first.current_collective:
         what = f"wait{'' if count > 1 else 's'} in {first.current_collective}"
@@ -161,11 +162,11 @@ def _describe(group: list[RankStatus], is_outlier: bool, names_nodes: bool) -> s
     """Describe a group in one line; name its nodes if the ranks are on `names_nodes`."""
     first = group[0]
     silence = max(one.silent_seconds for one in group)
-    be = "is" if len(group) == 1 else "are"
-    where = f"{be} in {_activity(first)}" if first.phase else f"{be} before the first report"
+    have = "has" if len(group) == 1 else "have"
+    where = f"{have} been in {_activity(first)}" if first.phase else f"{have} sent no report"
     if first.step is not None:
         where += f" of step {first.step}"
-    text = f"{_ranks(group)}{_nodes(group) if names_nodes else ''} {where} since {silence:.0f} s"
+    text = f"{_ranks(group)}{_nodes(group) if names_nodes else ''} {where} for {silence:.0f} s"
     if first.process_state:
         text += f", the process is {first.process_state}"
     if first.current_collective:
@@ -173,8 +174,8 @@ def _describe(group: list[RankStatus], is_outlier: bool, names_nodes: bool) -> s
     if first.stack:
         text += f" ({_user_frame(first.stack)})"
     elif not first.process_state:
-        text += " (its Python did not answer)"
-    return f"{text}   <- the odd one out" if is_outlier else text
+        text += " (no stack: the process did not respond)"
+    return f"{text}   <- outlier" if is_outlier else text
 
 
 def _user_frame(stack: tuple[str, ...]) -> str:
@@ -227,5 +228,5 @@ class HangReportCollector:
         summary, report = format_hang_report(
             standings, self._alarm.silent_seconds, self._alarm.timeout_setting
         )
-        hint = "the stacks are in logs/hang-report.txt of the run directory"
+        hint = "read the stacks in logs/hang-report.txt of the run directory"
         return Failure(truncate_middle(summary), hint=hint), truncate_middle(report, MAX_REPORT_CHARACTERS)

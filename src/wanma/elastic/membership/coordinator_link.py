@@ -52,8 +52,8 @@ def open_coordinator_link(
         return InProcessLink(launch, loop, make_join_request, on_message)
     if launch.rendezvous is None:
         raise WanmaError(
-            f"{launch.nodes} machines need a place to meet",
-            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of them",
+            f"cluster.rendezvous is not set, and a run of {launch.nodes} nodes needs it",
+            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of the nodes",
             exit_code=2,
         )
     place = resolve_endpoint(launch.rendezvous)
@@ -65,7 +65,7 @@ def open_coordinator_link(
 class InProcessLink:
     """Link to the coordinator of a run of one node, which lives in the supervisor."""
 
-    endpoint = "this machine"
+    endpoint = "this node"
 
     def __init__(
         self,

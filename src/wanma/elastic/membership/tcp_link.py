@@ -174,8 +174,9 @@ class TcpLink:
             raise self._foreign_process_error(failure.reason)
         elif now + self._retry_seconds > self._deadline:
             raise WanmaError(
-                f"nobody answers at {self._endpoint.text} within {self._launch.start_timeout_seconds:.0f} s",
-                "start the same command on the machine with that address, let its port through the firewall, "
+                f"no coordinator answered at {self._endpoint.text} within "
+                f"{self._launch.start_timeout_seconds:.0f} s (cluster.start_timeout_seconds)",
+                "run the same command on the node with that address, open its port in the firewall, "
                 "or raise cluster.start_timeout_seconds",
             )
         self._retry_later(self._search_coordinator)
@@ -188,20 +189,20 @@ class TcpLink:
             known = [place for place in (self._endpoint, self._rendezvous) if place.text == text]
             if not known:
                 raise
-            logger.warning("%s; going on with the address before", error)
+            logger.warning("%s; using the previous address", error)
             return known[0]
 
     def _read_newest_claim(self) -> Claim | None:
         try:
             return generation_claims.newest_claim(self._launch.run_directory)
         except OSError as error:
-            logger.warning("where the run meets cannot be read: %s", error)
+            logger.warning("cannot read the coordinator's endpoint from the run directory: %s", error)
             return None
 
     def _foreign_process_error(self, reason: str) -> WanmaError:
         return WanmaError(
-            f"what listens at {self._endpoint.text} is not a coordinator of this run: {reason}",
-            "choose a free port for cluster.rendezvous, and the same wanma version on every machine",
+            f"the process at {self._endpoint.text} is not a coordinator of this run: {reason}",
+            "choose a free port for cluster.rendezvous, and use the same wanma version on every node",
         )
 
     # Connections ---------------------------------------------------------------------------------
@@ -258,21 +259,25 @@ class TcpLink:
                 try:
                     self._failover.withdraw_votes()
                 except OSError as error:  # a remaining vote would count; the next attempt retries
-                    logger.warning("a vote against %s cannot be taken back: %s", self._endpoint.text, error)
+                    logger.warning(
+                        "cannot withdraw the vote against the coordinator at %s: %s",
+                        self._endpoint.text,
+                        error,
+                    )
                     connection.close()
                     return
                 self._failover = None
                 self._send_join_request(connection, address, reply, was)
-                self._notify(f"takes part again, at {self._endpoint.text}")
+                self._notify(f"rejoined the run at {self._endpoint.text}")
             else:
                 connection.close()
                 self._failover.is_dead = True
         elif reply.coordinator_id != self._coordinator_id:
             connection.close()
-            self._handle_coordinator_loss("another process answers in its place", is_dead=True)
+            self._handle_coordinator_loss("another process answers at its endpoint", is_dead=True)
         elif not reply.is_resumed:
             connection.close()
-            self._handle_coordinator_loss("it has given this machine up", is_dead=False)
+            self._handle_coordinator_loss("it has removed this node from the run", is_dead=False)
         else:
             logger.info("%s: connected again", self._endpoint.text)
             self._state = "attached"
@@ -364,7 +369,7 @@ class TcpLink:
             command.generation, command.endpoint, command.coordinator_id, command.hostname, command.node_rank
         )
         self._handle_coordinator_loss(
-            f"the run has moved to {command.endpoint}", is_dead=False, successor_claim=claim
+            f"the run's coordinator is now at {command.endpoint}", is_dead=False, successor_claim=claim
         )
 
     def _handle_coordinator_loss(
@@ -393,9 +398,9 @@ class TcpLink:
                 run, self._start, claim, self._launch.heartbeat_timeout_seconds, reason, is_dead
             )
         except OSError as error:
-            self._on_lost(f"{lost}; and who carries the run on cannot be read in {run}: {error}")
+            self._on_lost(f"{lost}; cannot read the claims in {run}: {error}")
             return
-        self._notify(f"{lost}; the ranks here are ended")
+        self._notify(f"{lost}; terminating the ranks on this node")
         self._state, self._termination = "orphaned", None
         self._deadline = time.monotonic() + self._launch.start_timeout_seconds
         self._endpoint = self._resolve_or_reuse(claim.place)
@@ -428,20 +433,20 @@ class TcpLink:
             try:
                 self._check_claims(self._failover)
             except OSError as error:  # the next attempt may succeed; the deadline stays
-                logger.warning("the claims of the run cannot be read: %s", error)
+                logger.warning("cannot read the claims of the run: %s", error)
             ended = self._failover.claim.ended
             if ended is not None and (ended == 0 or ended in SIGNAL_BY_EXIT_CODE):
                 self._on_message(CompletionNotice(ended))
                 return
             if ended is not None:
-                self._on_lost("the run has ended meanwhile; the machines that ended it say why")
+                self._on_lost("the run has ended; the nodes that ended it show the cause")
                 return
             if time.monotonic() > self._deadline:
                 self._on_lost(
-                    f"lost the coordinator at {self._endpoint.text}: {self._failover.reason}. It was "
-                    f"not reached again within {self._launch.start_timeout_seconds:.0f} s "
-                    "(cluster.start_timeout_seconds) "
-                    "nor seen to have ended, so the run was not carried on beside it"
+                    f"lost the coordinator at {self._endpoint.text}: {self._failover.reason}. It did "
+                    f"not answer within {self._launch.start_timeout_seconds:.0f} s "
+                    "(cluster.start_timeout_seconds), and its process may still run: this node stops, so "
+                    "that the run does not continue twice"
                 )
                 return
             if self._failover.claim.place:
@@ -470,7 +475,7 @@ class TcpLink:
             listener.close()
             return
         failover.follow_claim(claim)
-        self._notify(f"this machine hosts the run from now on, at {place.text}")
+        self._notify(f"failover: this node now runs the coordinator, at {place.text}")
         self._cancel_attempt()
         self._endpoint = place
         self._server = CoordinatorServer(

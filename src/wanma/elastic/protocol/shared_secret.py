@@ -23,21 +23,21 @@ def load_rendezvous_secret(is_loopback: bool, environment: Mapping[str, str]) ->
         environment: environment variables of the supervisor.
 
     Raises:
-        WanmaError: there is no secret, it is too short, or the file is open to others.
+        WanmaError: there is no secret, it is too short, or the file is accessible to other users.
     """
     given = environment.get(SECRET_VARIABLE, "")
     if given:
         if len(given) < _MIN_CHARACTERS:
             raise WanmaError(
                 f"{SECRET_VARIABLE} is shorter than {_MIN_CHARACTERS} characters, so it could be guessed",
-                f"make one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every machine",
+                f"generate one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every node",
                 EXIT_USAGE,
             )
         return given.encode(errors="surrogateescape")
     if not is_loopback:
         raise WanmaError(
-            f"machines that meet over a network need a shared secret, and {SECRET_VARIABLE} is not set",
-            f"make one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every machine",
+            f"{SECRET_VARIABLE} is not set: nodes need a shared secret to connect over a network",
+            f"generate one with `openssl rand -hex 16` and export it as {SECRET_VARIABLE} on every node",
             EXIT_USAGE,
         )
     state = environment.get("XDG_STATE_HOME")
@@ -59,13 +59,13 @@ def _private_file(path: Path) -> bytes:
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise WanmaError(
-                f"the secret in {path} is open to other users",
-                f"remove that file, or export {SECRET_VARIABLE} (`openssl rand -hex 16`) for every "
+                f"the shared secret in {path} is accessible to other users",
+                f"delete that file, or export {SECRET_VARIABLE} (`openssl rand -hex 16`) for every "
                 "supervisor",
             )
         return path.read_bytes()
     except OSError as error:
         raise WanmaError(
-            f"cannot keep a secret in {path}: {error.strerror or error}",
+            f"cannot store the shared secret in {path}: {error.strerror or error}",
             f"export {SECRET_VARIABLE} (`openssl rand -hex 16`) for every supervisor",
         ) from error

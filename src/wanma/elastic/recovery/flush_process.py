@@ -94,7 +94,7 @@ class FlushProcess:
             self._on_end(FlushReport(**json.loads(self._report)))
             return
         printed = os.pread(self._output, 4096, max(0, os.fstat(self._output).st_size - 4096))
-        how = f"the process that writes it {_exit_text(code)}"
+        how = f"the flush process {_exit_text(code)}"
         text = f"{how}\n{printed.decode(errors='replace')}".strip()
         self._on_end(FlushReport("", text, retry_method="again"))  # the in-memory checkpoints are still there
 
@@ -173,7 +173,7 @@ def _upload(url: str, path: Path, step: int, deadline: float) -> str:
     thread = threading.Thread(target=send, name="checkpoint-upload", daemon=True)
     thread.start()
     thread.join(max(deadline - time.monotonic(), 0.0))
-    return outcome[0] if outcome else f"not uploaded to {url} in time: the same command tries again"
+    return outcome[0] if outcome else f"not uploaded to {url} in time: rerun the same command to retry"
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ class FlushRound:
         self._failure_reasons: list[str] = []
         """Reasons why earlier attempts have failed."""
         self._reports: dict[int, FlushReport] = {}
-        self._assign("the machines hold no whole copy in memory")
+        self._assign("the nodes hold no complete in-memory checkpoint")
 
     def make_commands(self, now: float) -> dict[int, FlushCommand]:
         """Return the commands by the name of the node, each once."""
@@ -119,16 +119,18 @@ class FlushRound:
         """End of the run, with a note on the in-memory checkpoints."""
         texts = " ".join(answer.summary for answer in self._reports.values() if answer.summary)
         if self._writes_partial_checkpoints and self._assignment is not None and not self.error:
+            parts = ", ".join(answer.summary for answer in self._reports.values())
             texts = (
-                f"in parts, for {self._failure_reasons[-1]}\n    step {self._assignment[0].step:,}: "
-                f"{', '.join(answer.summary for answer in self._reports.values())}"
+                f"in one part per node, because: {self._failure_reasons[-1]}\n"
+                f"    step {self._assignment[0].step:,}: {parts}"
             )
         if self._end_command.failure is None:
             return replace(self._end_command, flush_summary=self._drain_summary(texts))
         if self.error and self._assignment is not None:
-            note = f"the copy in memory of step {self._assignment[0].step:,} could not be saved: {self.error}"
+            step = self._assignment[0].step
+            note = f"the in-memory checkpoint of step {step:,} could not be flushed to disk: {self.error}"
         elif texts:
-            note = f"the copy in memory was saved: {texts}\n  {self._resume_hint}"
+            note = f"the in-memory checkpoint was flushed to disk: {texts}\n  {self._resume_hint}"
         else:
             note = ""  # no in-memory checkpoint, or the one on disk is as new
         return replace(self._end_command, flush_summary=note)
@@ -148,17 +150,20 @@ class FlushRound:
             self.error = error
 
     def _fail(self, error: str) -> None:
-        self.error = "; before: ".join(dict.fromkeys([error, *reversed(self._failure_reasons)]))
+        self.error = "; earlier: ".join(dict.fromkeys([error, *reversed(self._failure_reasons)]))
 
     @property
     def _resume_hint(self) -> str:
-        where = " on the same machines" if self._writes_partial_checkpoints else ""
-        return f"the same command{where} carries on from it"
+        where = " on the same nodes" if self._writes_partial_checkpoints else ""
+        return f"rerun the same command{where} to resume from it"
 
     def _drain_summary(self, texts: str) -> str:
         if self.error:
             return (
-                f"nothing was saved at the end: {self.error} ({self._termination_reason})\n"
-                "  the same command carries on from the newest checkpoint"
+                f"no final checkpoint was written: {self.error} ({self._termination_reason})\n"
+                "  rerun the same command to resume from the newest checkpoint"
             )
-        return f"{self._termination_reason}, so the copy in memory was saved: {texts}\n  {self._resume_hint}"
+        return (
+            f"{self._termination_reason}; the in-memory checkpoint was flushed to disk: {texts}\n"
+            f"  {self._resume_hint}"
+        )

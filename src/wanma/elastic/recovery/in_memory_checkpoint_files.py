@@ -42,8 +42,8 @@ class InMemoryCheckpointFiles:
                 raise
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise WanmaError(
-                f"{ranks:,} ranks on one machine need more open files than this system allows ({limit:,})",
-                "start fewer ranks, or raise the limit: `ulimit -n`",
+                f"{ranks:,} ranks on one node need more open files than this system allows ({limit:,})",
+                "start fewer ranks, or raise the limit with `ulimit -n`",
             ) from None
         self._backup_pair_by_rank: dict[int, int] = {}
         """Index of the pair of each rank of another node."""

@@ -74,11 +74,8 @@ def select_nodes_with_state(
 
 
 def standby_text(joined_nodes: int, max_nodes: int, used_nodes: int, decision: ReplanDecision) -> str:
-    """Return the notice to all nodes when some stand by."""
-    spare = (
-        "1 machine stands"
-        if joined_nodes - used_nodes == 1
-        else f"{joined_nodes - used_nodes} machines stand"
-    )
-    used = f"{used_nodes} of {joined_nodes} machines (at most {max_nodes})"
-    return f"the run uses {used}, and {spare} by\n  {decision.reason}"
+    """Return the notice to all nodes when some are on standby."""
+    standby = joined_nodes - used_nodes
+    spare = "1 node is" if standby == 1 else f"{standby} nodes are"
+    used = f"{used_nodes} of {joined_nodes} joined nodes (at most {max_nodes})"
+    return f"the run uses {used}; {spare} on standby\n  {decision.reason}"

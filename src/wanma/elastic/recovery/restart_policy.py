@@ -87,8 +87,7 @@ class RestartPolicy:
         if before is not None and before == self._last_error:
             return _with_hint(
                 failure,
-                f"the same error came again after step {step_at_termination:,}: the run is not started a "
-                "third time",
+                f"the same error occurred twice after step {step_at_termination:,}: no further restart",
             )
         limit = (
             self._max_restarts_before_first_step if self.last_finished_step is None else self._max_restarts
@@ -96,12 +95,9 @@ class RestartPolicy:
         if self.attempt >= limit:
             if self.attempt == 0:
                 return failure
-            came = (
-                ""
-                if self.last_finished_step is None
-                else f" and came no further than step {self.last_finished_step}"
-            )
-            tried = f"the run was started again {_times(self.attempt)}{came} (cluster.max_restarts = {limit})"
+            beyond = "" if self.last_finished_step is None else f" beyond step {self.last_finished_step}"
+            restarts = "1 restart" if self.attempt == 1 else f"{self.attempt} restarts"
+            tried = f"{restarts} completed no step{beyond} (cluster.max_restarts = {limit})"
             return _with_hint(failure, tried)
         self.attempt += 1
         return None
@@ -186,7 +182,3 @@ def find_newest_complete_checkpoint(
 
 def _ordinal(count: int) -> str:
     return {2: "second", 3: "third"}.get(count, f"{count}th")
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

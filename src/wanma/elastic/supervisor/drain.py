@@ -94,8 +94,8 @@ class DrainController:
         if not command.is_run_failed and command.attempt == 1:
             folder = self._launch.run_directory / "checkpoints"
             self._notify(
-                f"the ranks have {duration_text(command.timeout_seconds)} left: the copy in memory of step "
-                f"{command.checkpoint_id.step:,} is written to {folder}"
+                f"flushing the in-memory checkpoint of step {command.checkpoint_id.step:,} to {folder}: "
+                f"{duration_text(command.timeout_seconds)} until SIGKILL"
             )
         self._flush_process = FlushProcess(
             FlushTask(

@@ -154,7 +154,7 @@ class Supervisor:
         )
         if self._launch.nodes > 1:
             few = f"{self._launch.min_nodes} to " if self._launch.replanner is not None else ""
-            self._notify(f"the {few}{self._launch.nodes} nodes of the run meet at {self._launch.rendezvous}")
+            self._notify(f"rendezvous of {few}{self._launch.nodes} nodes at {self._launch.rendezvous}")
         try:
             self._loop.run_until(
                 lambda: self._ending is not None and (not self._worker_group or self._worker_group.has_exited)
@@ -297,7 +297,7 @@ class Supervisor:
         try:
             write_atomically(self._run.path / "logs" / "hang-report.txt", report)
         except OSError as error:
-            self._notify(f"the hang report cannot be written: {error}", level="warning")
+            self._notify(f"cannot write the hang report: {error}", level="warning")
 
     # Termination before a restart ----------------------------------------------------------------
 
@@ -351,8 +351,8 @@ class Supervisor:
         """Leave with the exit code of a stop, as the kill is near."""
         if self._ending is None:
             self._notify(
-                "the time is over (cluster.grace_seconds), and the step or its checkpoint is not at its end: "
-                "the ranks are ended\n  the same command carries on from the newest checkpoint",
+                "the grace period (cluster.grace_seconds) ended before the step or its checkpoint completed: "
+                "all ranks are killed\n  rerun the same command to resume from the newest checkpoint",
                 level="warning",
             )
             self._abort(self._launch.requeue_exit_code)
@@ -376,7 +376,8 @@ class Supervisor:
                         if obstacle and not self._has_warned_fork_hazard:
                             self._has_warned_fork_hazard = True
                             self._notify(
-                                f"ranks start one by one instead of by fork: {obstacle}", level="warning"
+                                f"ranks start by exec instead of fork, which is slower: {obstacle}",
+                                level="warning",
                             )
                     case WorkerExitReport(rank, code):
                         assert self._worker_group is not None

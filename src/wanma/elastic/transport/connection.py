@@ -87,7 +87,7 @@ class Connection:
             while not self.is_closed and (message := self.framer.read_message()) is not None:
                 self._on_message(message)
         except ProtocolError as error:
-            logger.warning("%s: %s; ending the connection", self._name, error)
+            logger.warning("%s: %s; closing the connection", self._name, error)
             self.has_protocol_error = True
             self._end(str(error))
 
@@ -98,7 +98,7 @@ class Connection:
                 del self._outgoing[:sent]
         except BlockingIOError:
             if len(self._outgoing) > MAX_UNSENT_BYTES:
-                self._end("it does not read what it is sent")
+                self._end("it does not read its messages")
                 return
         except OSError as error:
             # Unread messages of the other side may still explain why it left.

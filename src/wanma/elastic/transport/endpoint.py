@@ -35,21 +35,21 @@ def resolve_endpoint(rendezvous: str) -> Endpoint:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise WanmaError(
-            f"cluster.rendezvous: {rendezvous!r} has no address: {error}",
-            "give HOST:PORT with a name or address of one of the machines, e.g. 10.0.0.1:29500",
+            f"cluster.rendezvous = {rendezvous!r} cannot be resolved: {error}",
+            "give HOST:PORT with the name or address of one node, e.g. 10.0.0.1:29500",
             EXIT_USAGE,
         ) from error
     family, _, _, _, address = found[0]
     given = str(address[0])
     if host == socket.gethostname() and ipaddress.ip_address(given).is_loopback:
-        # Debian gives a machine's own name 127.0.1.1, where the others do not reach it.
+        # Debian gives a host's own name 127.0.1.1, where the others do not reach it.
         given = next((way.address for way in default_routes()), given)
         family = socket.AF_INET6 if ":" in given else socket.AF_INET
     place = Endpoint(rendezvous, family, (given, int(address[1])))
     if ipaddress.ip_address(place.address[0]).is_unspecified:
         raise WanmaError(
-            f"cluster.rendezvous: {rendezvous!r} is every machine's address",
-            "give the address of the one machine where they meet, e.g. 10.0.0.1:29500",
+            f"cluster.rendezvous = {rendezvous!r} is the wildcard address, not that of one node",
+            "give the address of the node that runs the coordinator, e.g. 10.0.0.1:29500",
             EXIT_USAGE,
         )
     return place

@@ -109,7 +109,7 @@ class ConnectionAttempt:
         self._connection = Connection(self._loop, sock, name, self._handle_message, self._handle_disconnect)
         if not self._has_ended:
             self._timer = self._loop.call_later(
-                HANDSHAKE_TIMEOUT_SECONDS, lambda: self._fail("mute", "it does not greet")
+                HANDSHAKE_TIMEOUT_SECONDS, lambda: self._fail("mute", "it sent no challenge")
             )
 
     def _handle_message(self, message: Message) -> None:
@@ -126,7 +126,7 @@ class ConnectionAttempt:
                 self._challenge is not None and not self._is_authenticated
             ):
                 if not verify_proof(given, self._secret, "coordinator", self._challenge, self._nonce):
-                    self._fail("stranger", "it does not know the secret")
+                    self._fail("stranger", "it has a different shared secret")
                     return
                 self._connection.framer.enable_signing(
                     *derive_signing_keys(self._secret, self._challenge, self._nonce)
@@ -140,7 +140,7 @@ class ConnectionAttempt:
             case Refusal(reason, hint):
                 self._fail("denied", reason, hint)
             case _:
-                self._fail("stranger", f"it says {type(message).__name__} before it has proved itself")
+                self._fail("stranger", f"it sent {type(message).__name__} before authentication")
 
     def _handle_disconnect(self, reason: str) -> None:
         if self._is_open:

@@ -109,7 +109,7 @@ class ForkServer:
             try:
                 importlib.import_module(module)
             except Exception:
-                notes.append(f"{module} could not be imported beforehand:\n{traceback.format_exc()}")
+                notes.append(f"{module} could not be preloaded:\n{traceback.format_exc()}")
         reserve_small_blocks(os.environ.get("GLIBC_TUNABLES", ""))
         gc.freeze()  # collections in the workers leave the shared pages alone, so they stay shared
         gc.enable()

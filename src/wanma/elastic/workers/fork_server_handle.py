@@ -111,7 +111,7 @@ class ForkServerHandle:
     def describe_exit(self) -> tuple[str, str]:
         """Return the end of the fork server with the end of its output, and a hint."""
         code = self._process.wait()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         size = os.fstat(self._output).st_size
         printed = os.pread(self._output, 4096, max(0, size - 4096)).decode(errors="replace").strip()
         hint = self.explain_sigkill() if -code == signal.SIGKILL else ""

@@ -17,8 +17,8 @@ _NAME_BYTES = 15
 """Most bytes of a process's name in the kernel."""
 _STATES = {
     "T": "stopped (SIGSTOP?)",
-    "t": "held by a debugger",
-    "D": "waiting for a disk or driver",
+    "t": "stopped by a debugger",
+    "D": "blocked in a disk or driver call",
     "Z": "dead",
 }
 
@@ -72,10 +72,11 @@ def find_fork_hazard(own_sockets: Collection[int]) -> str:
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         which = f" ({', '.join(names)})" if names else " (of a native library)"
-        return f"{threads - 1} other thread{'s' if threads > 2 else ''}{which} run since the imports"
+        others = "1 other thread" if threads == 2 else f"{threads - 1} other threads"
+        return f"{others}{which} still run{'s' if threads == 2 else ''} after the imports"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "an import made a CUDA context"
+        return "an import created a CUDA context"
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = str(link.readlink())
