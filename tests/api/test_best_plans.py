@@ -111,7 +111,7 @@ def test_plans_that_wanma_does_not_run_say_so() -> None:
 @pytest.mark.parametrize(
     ("job", "cluster", "more", "told"),
     [
-        (JOB, "8 H101", {}, r"'H101' is not in the catalogue of devices\. Did you mean 'H100"),
+        (JOB, "8 H101", {}, r"'H101' is not in the device catalogue\. Did you mean 'H100"),
         (JOB, "0x8 H100", {}, "nodes must be 1 to"),
         ({"model": {"preset": "gpt-10n"}}, LINE, {}, r"Did you mean 'gpt-10m'\?"),
         (42, LINE, {}, "a job cannot be made from int"),

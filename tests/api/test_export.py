@@ -135,7 +135,7 @@ def test_what_has_no_published_form_says_so(tmp_path: Path, capsys: pytest.Captu
     trained(tmp_path, {"family": "decoder", **keys, "balance": "none"})
     command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(tmp_path / "out")]
     assert main(command) == 1
-    assert "no published family that wanma knows has this decoder's architecture" in capsys.readouterr().err
+    assert "no supported Hugging Face family has the architecture of this decoder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

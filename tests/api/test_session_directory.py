@@ -227,7 +227,7 @@ def test_without_an_example_the_utilisation_is_unknown(
 @pytest.mark.parametrize(
     ("example", "told"),
     [
-        (torch.empty(2, 5), "cannot measure Plain without running it"),
+        (torch.empty(2, 5), "cannot trace Plain on fake tensors"),
         ((), "example must hold tensors"),
         (torch.tensor(1.0), "example must hold tensors"),
         ([3], "example must hold tensors"),

@@ -45,5 +45,5 @@ def test_a_wrong_cluster_is_one_message(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(
-        "error: 'H100 SMX' is not in the catalogue of devices. Did you mean 'H100 SXM'?\n"
+        "error: 'H100 SMX' is not in the device catalogue. Did you mean 'H100 SXM'?\n"
     )

@@ -103,7 +103,7 @@ def test_padding_ignores_classes_and_zeroes_measures() -> None:
 
 
 def test_what_can_neither_be_asked_nor_iterated_over_is_refused() -> None:
-    with pytest.raises(JobError, match=r"object is no map-style dataset .* nor one to iterate over"):
+    with pytest.raises(JobError, match=r"object is neither a map-style dataset .* nor an iterable one"):
         opened(object())
 
 
@@ -122,10 +122,10 @@ def test_a_failing_sample_is_named() -> None:
     ("item", "message"),
     [
         (lambda i: (torch.zeros(i + 1), 0), "cannot be joined into a batch"),
-        (lambda _: torch.zeros(1), "a sample of Squares is Tensor"),
+        (lambda _: torch.zeros(1), "a sample of Squares has type Tensor"),
         (lambda _: {"x": 1}, r"has the keys \['x'\] and no target"),
-        (lambda _: (1, "class"), "gives something as the target that makes no tensor"),
-        (lambda _: {"label": 1, "text": "x"}, "gives something as text that makes no tensor"),
+        (lambda _: (1, "class"), "returns the target that cannot be converted"),
+        (lambda _: {"label": 1, "text": "x"}, "returns text that cannot be converted"),
         (lambda _: ([[1], [1, 2]], 1), "cannot be joined into a batch"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_factory_makes_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
         opened(None, factory=f"{name}:fails")
     with pytest.raises(JobError, match=r"data\.factory = '.*:numbers' failed: TypeError"):
         opened(None, factory=f"{name}:numbers", arguments={"count": 7})
-    with pytest.raises(JobError, match="list_iterator can be read once only"):
+    with pytest.raises(JobError, match="list_iterator can be iterated only once"):
         opened(None, factory=f"{name}:stream")
 
 

@@ -180,7 +180,7 @@ def test_a_single_document_is_split_inside_and_told(tmp_path: Path, caplog: pyte
     job = section(tmp_path, text=[str(tmp_path / "one.txt")])
     with caplog.at_level(logging.WARNING):
         prepare_job_data(job)
-    assert "the last 10.0% of each is kept instead" in caplog.text
+    assert "the last 10.0% of each document is used for validation" in caplog.text
     data = open_dataset(job, TrainSection())
     assert data.describe()["sources"][0]["validation_tokens"] == 101
 

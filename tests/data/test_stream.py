@@ -152,14 +152,14 @@ def test_a_state_saves_reading_what_came_before() -> None:
 
 
 def test_what_is_no_stream_of_samples_is_refused() -> None:
-    with pytest.raises(JobError, match="DataLoader gives batches"):
+    with pytest.raises(JobError, match="DataLoader yields batches"):
         opened(DataLoader([(1.0, 1)], batch_size=2))
     assert inputs(opened(DataLoader(Counting(), batch_size=None)), 3) == [3]
-    with pytest.raises(JobError, match="generator can be read once only"):
+    with pytest.raises(JobError, match="generator can be iterated only once"):
         opened((number, number) for number in range(3))
-    with pytest.raises(JobError, match="Different gives other samples when it is iterated over again"):
+    with pytest.raises(JobError, match="Different yields different samples in each iteration"):
         _ = opened(Different()).fingerprint
-    with pytest.raises(WanmaError, match="Counting gives no sample"):
+    with pytest.raises(WanmaError, match="Counting yields no samples"):
         _ = opened(Counting(0)).fingerprint
-    with pytest.raises(JobError, match=r"data.workers = 2: Counting can only be iterated over"):
+    with pytest.raises(JobError, match=r"data.workers = 2 is not supported: Counting is an iterable dataset"):
         open_dataset(DataSection(workers=2), TrainSection(), Counting())

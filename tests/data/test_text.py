@@ -168,7 +168,7 @@ def test_a_piece_ends_after_the_last_line() -> None:
     [
         ("/no/such/file.txt", r"data\.text\[0\]: '/no/such/file.txt' does not exist"),
         ("/no/such/*.txt", r"data\.text\[0\]: no file matches '/no/such/\*\.txt'"),
-        ("nosuch://bucket/x", r"data\.text\[0\]: 'nosuch://bucket/x' is no path or URL"),
+        ("nosuch://bucket/x", r"data\.text\[0\]: 'nosuch://bucket/x' is not a readable path or URL"),
     ],
 )
 def test_what_is_not_there_is_refused_by_its_key(entry: str, message: str) -> None:

@@ -131,7 +131,7 @@ def test_a_process_that_dies_is_told_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(WanmaError, match="a process that encodes text ended with code 1"):
+    with pytest.raises(WanmaError, match="a tokenization process exited early with code 1"):
         build(documents, tmp_path, process_count=2)
     assert folders(tmp_path) == []
 
@@ -145,7 +145,7 @@ def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path)
     file = build(list_documents([str(folder)]), tmp_path)
     assert file.header["skipped"] == {"binary": 1, "empty": 1}
     assert bytes(file.tokens[:-1].tolist()) == b"text"
-    with pytest.raises(WanmaError, match=r"data\.text\[0\]: .*b\.png is an image") as error:
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: .*b\.png is not plain text: an image") as error:
         build(list_documents([str(folder / "b.png")]), tmp_path)
     assert "data.images" in (error.value.hint or "")
 
@@ -195,7 +195,9 @@ def test_a_folder_of_records_is_refused_and_one_with_some_among_its_texts_is_not
 def test_a_corpus_of_binary_files_is_empty(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "b.png").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(WanmaError, match=r"data\.text\[0\]: the corpus is empty: files without text: 1"):
+    with pytest.raises(
+        WanmaError, match=r"data\.text\[0\]: the corpus is empty: none of 1 files contains text"
+    ):
         build(list_documents([str(tmp_path / "corpus")]), tmp_path)
 
 
@@ -252,7 +254,7 @@ def test_damage_is_found_told_and_mended(
     with caplog.at_level(logging.WARNING):
         mended = build(documents, tmp_path)
     assert "is damaged" in caplog.text
-    assert "building it again" in caplog.text
+    assert "is built again" in caplog.text
     assert mended.tokens.tolist() == content
 
 

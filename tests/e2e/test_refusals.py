@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "corpus without text": (
         ("text.toml", "data.text=[binary]"),
         (
-            "data.text[0]: the corpus is empty: files without text: 1 (1 of them binary)",
+            "data.text[0]: the corpus is empty: none of 1 files contains text (1 are binary)",
             "name files or folders with text",
         ),
     ),
@@ -93,7 +93,7 @@ REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "data that cannot be asked by number": (
         ("own.toml", "data.factory=faulty:model"),
-        ("data: Net is no map-style dataset",),
+        ("data: Net is neither a map-style dataset",),
     ),
 }
 

@@ -45,7 +45,7 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
         assert joined == (
             f"joined the run at {rendezvous} as node rank {number} of 2, with rank {number} of 2 "
             f"(numbered from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log\n"
-            "  network interface of collectives: lo (127.0.0.1), by the route to the others"
+            "  network interface of collectives: lo (127.0.0.1), by the route to the other nodes"
         )
         assert rest == ([] if number == 0 else ["the run finished on all 2 nodes"])
 

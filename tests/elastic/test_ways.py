@@ -70,7 +70,7 @@ def test_the_interface_is_the_one_by_which_the_others_are_reached(
         assert f"over cable{number}" in log
         address = f"fd00:91::{number + 1}" if "fd00" in place else f"10.91.0.{number + 1}"
         assert (
-            f"network interface of collectives: cable{number} ({address}), by the route to the others"
+            f"network interface of collectives: cable{number} ({address}), by the route to the other nodes"
             in node.texts[1]
         )
 
@@ -104,4 +104,4 @@ def test_a_named_interface_is_taken_and_one_that_is_down_is_refused(start: Any, 
 def test_an_interface_that_is_not_there_is_refused_before_anybody_waits(start: Any) -> None:
     node = start("a", "finish", rendezvous="127.0.0.1:1", network_interface="ib7")
     assert node.end() == 9
-    assert node.message == "cluster.network_interface: this machine has no interface 'ib7'"
+    assert node.message == "cluster.network_interface: this node has no interface 'ib7'"

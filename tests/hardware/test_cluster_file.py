@@ -136,7 +136,7 @@ def test_every_mistake_is_told_at_once_with_its_line_and_what_is_allowed(tmp_pat
         "c.toml:4: nodes[0].devices = 2000: must be a whole number >= 1 and <= 1,024.",
         "c.toml:7: nodes[0].levels[0].size = -1: must be a whole number >= 2 and <= 1,000,000.",
         'c.toml:10: devices[0].memory_gb = "big": must be a number >= 0.001 and <= 1,000,000.',
-        "there is no precision 'bf61'. Did you mean 'bf16'?",
+        "'bf61' is not a precision. Did you mean 'bf16'?",
         "c.toml:12: unknown section 'clutser'. There are: nodes, devices, between.",
     ):
         assert line in text
@@ -147,16 +147,16 @@ def test_every_mistake_is_told_at_once_with_its_line_and_what_is_allowed(tmp_pat
     [
         (
             'device = "H100 SMX"',
-            "c.toml:2: nodes[0].device = 'H100 SMX': there is no such device. Did you mean",
+            "c.toml:2: nodes[0].device = 'H100 SMX' is not a known device. Did you mean",
         ),
-        ("devices = 8", "c.toml:2: nodes[0].devices = 8: of which device? Say device = ... too"),
+        ("devices = 8", "c.toml:2: nodes[0].devices = 8 needs the key device too"),
         ("count = 8", "c.toml:1: nodes[0]: give a device, a cpu or cores"),
         ('device = "Grace"', 'c.toml:2: nodes[0].device: Grace is a processor: write cpu = "Grace"'),
-        ('cpu = "B200"', 'c.toml:2: nodes[0].cpu: B200 is no processor: write device = "B200"'),
-        ('device = "B200"\nnetwork = "fast"', "c.toml:3: nodes[0].network: 'fast' is no network"),
+        ('cpu = "B200"', 'c.toml:2: nodes[0].cpu: B200 is not a processor: write device = "B200"'),
+        ('device = "B200"\nnetwork = "fast"', "nodes[0].network: 'fast' does not describe a network"),
         (
             'cores = 8\n[[nodes.levels]]\nname = "rack"',
-            "the level 'rack' needs gb_per_second: no network is known",
+            "the level 'rack' needs gb_per_second: the node has no known network",
         ),
         (
             'device = "B200"\n[[nodes.levels]]\nname = "x"\n[[nodes.levels]]\nname = "y"',
@@ -164,7 +164,7 @@ def test_every_mistake_is_told_at_once_with_its_line_and_what_is_allowed(tmp_pat
         ),
         (
             'device = "B200"\n[[nodes.levels]]\nname = "x"\ninside = true\nsize = 16',
-            "c.toml:6: nodes[0].levels[0].size = 16: a node has 8 devices",
+            "c.toml:6: nodes[0].levels[0].size = 16, but a node has 8 devices",
         ),
         ('cores = 1\n[[devices]]\nname = "P"\nkind = "cpu"\nmemory_gb = 1', "the processor 'P' needs cores"),
         (
@@ -173,7 +173,7 @@ def test_every_mistake_is_told_at_once_with_its_line_and_what_is_allowed(tmp_pat
         ),
         (
             'cores = 1\n[[devices]]\nname = "A"\nmemory_gb = 1\nlink = "bus"',
-            "c.toml:6: devices[0].link: needs link_gb_per_second beside it",
+            "c.toml:6: devices[0].link: needs link_gb_per_second too",
         ),
     ],
 )
@@ -182,16 +182,16 @@ def test_contradictions_are_refused_with_their_line(text: str, told: str, tmp_pa
 
 
 def test_a_file_without_machines_and_no_file_at_all_say_how_to_get_one(tmp_path: Path) -> None:
-    assert "it needs, for example: [[nodes]] with count = 8" in refusal(tmp_path / "c.toml", "")
+    assert "add, for example, [[nodes]] with count = 8" in refusal(tmp_path / "c.toml", "")
     assert "[[nodes]] with its keys below it" in refusal(tmp_path / "c.toml", "nodes = 3")
     with pytest.raises(JobError, match=r"there is no cluster file .*none.toml") as caught:
         read_cluster(str(tmp_path / "none.toml"))
     assert "wanma cluster > cluster.toml" in caught.value.hint
-    with pytest.raises(JobError, match="no cluster is named"):
+    with pytest.raises(JobError, match="the cluster description is empty"):
         read_cluster(" ")
-    with pytest.raises(JobError, match="'h100' names a device, and no machines") as caught:
+    with pytest.raises(JobError, match="'h100' is a device, not a cluster") as caught:
         read_cluster("h100")
-    assert caught.value.hint == "say how many: '1x8 H100 SXM'"
+    assert caught.value.hint == "give node and device counts: '1x8 H100 SXM'"
 
 
 def test_this_machine_written_as_a_file_reads_back() -> None:
@@ -201,7 +201,7 @@ def test_this_machine_written_as_a_file_reads_back() -> None:
 
 def test_a_node_of_two_kinds_of_devices_has_no_file() -> None:
     one, other = (Device("cuda", name, 10**9, {}) for name in "ab")
-    with pytest.raises(WanmaError, match="node with several kinds of devices: box has a, b"):
+    with pytest.raises(WanmaError, match="several kinds of devices in one node: box has a, b"):
         export_cluster(Cluster((NodeGroup("box", 8, 10**10, (one, other)),)))
 
 

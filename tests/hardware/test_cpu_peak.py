@@ -50,7 +50,7 @@ def test_a_damaged_file_holds_nothing_and_is_replaced(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WanmaError, match="cannot keep the measured CPU peak"):
+    with pytest.raises(WanmaError, match="cannot write the measured CPU peak"):
         measure_cpu_peak(1, tmp_path / "file" / "peak.json")
 
 

@@ -34,7 +34,7 @@ def test_this_machine_can_train_and_the_probe_leaves_nothing_behind(tmp_path: Pa
     assert found["Gloo on loopback"] == CheckResult("Gloo on loopback", "ok", "two ranks reduced a tensor")
     assert str(tmp_path) in found["disk"].text
     assert "GFLOP/s" in found["CPU peak"].text
-    assert found["collectives on one machine"].status == "ok"
+    assert found["collectives within a node"].status == "ok"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
@@ -54,7 +54,7 @@ def test_collectives_of_one_machine_are_told_with_their_reason(monkeypatch: pyte
     monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: "/bin/false")
     refused = doctor._check_shared_memory_collectives()
     assert refused.status == "warn"
-    assert refused.text.startswith("Gloo, over TCP: /bin/false does not compile group.cpp")
+    assert refused.text.startswith("Gloo, over TCP: /bin/false cannot compile group.cpp")
     monkeypatch.setattr(doctor, "find_cpp_compiler", lambda: None)
     missing = doctor._check_shared_memory_collectives()
     assert (missing.text, missing.remedy) == (
@@ -69,7 +69,7 @@ def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "__version__", "2.20.1+cu130")
     finding = doctor._check_torch()
     assert finding.status == "warn"
-    assert "2.20.1+cu130, outside the proven range 2.11 to 2.13" in finding.text
+    assert "2.20.1+cu130, outside the tested range 2.11 to 2.13" in finding.text
 
 
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,19 +91,19 @@ def test_the_network_is_told_with_the_interface_that_several_machines_would_use(
     network, way, name = doctor._check_network()
     assert network.text == "eth0 10.0.0.5, lo 127.0.0.1"
     assert way.text == "eth0 (10.0.0.5), by the default route; a run takes the route to cluster.rendezvous"
-    assert "127.0.1.1 here, where others do not reach it" in name.text
-    assert "as cluster.rendezvous it means 10.0.0.5" in name.text
+    assert "127.0.1.1 on this node, which other nodes cannot reach" in name.text
+    assert "as cluster.rendezvous it is replaced by 10.0.0.5" in name.text
     monkeypatch.setattr(doctor, "default_routes", lambda _: [])
     *_, name = doctor._check_network()
-    assert "127.0.1.1 here, where other machines do not reach it" in name.text
-    assert "as an address" in name.remedy
+    assert "127.0.1.1 on this node, which other nodes cannot reach" in name.text
+    assert "to an address" in name.remedy
 
 
 def test_an_interface_in_the_environment_that_is_not_there_is_pointed_out() -> None:
     known = {"eth0", "ib0", "ib1"}
     wrong = doctor._check_network_variables(known, {"GLOO_SOCKET_IFNAME": "eno1"})
     assert [finding.status for finding in wrong] == ["warn"]
-    assert wrong[0].text == "GLOO_SOCKET_IFNAME=eno1, and there is no eno1 here"
+    assert wrong[0].text == "GLOO_SOCKET_IFNAME=eno1, but this node has no interface eno1"
     assert "eth0, ib0, ib1" in wrong[0].remedy
     for value in ("ib", "=eth0", "^docker,lo", "ib0,ib1"):
         assert doctor._check_network_variables(known, {"NCCL_SOCKET_IFNAME": value}) == []

@@ -34,7 +34,7 @@ def test_it_is_measured_once_told_and_kept_and_gives_a_run_its_step_time_and_pea
     (node,) = known.nodes
     assert node.cpu is not None
     assert node.cpu.peak_flops_per_second["fp32"] > 1e8
-    assert "are not in the catalogue: measured once, in " in told[0]
+    assert "is not in the device catalogue; its peak was measured once, in " in told[0]
     assert str(cpu_peak_file()) in told[0]
     assert build_hardware_model(known).unknown == ""
     assert with_measured_cpu_peak(known, told.append, {}) == known
@@ -52,7 +52,7 @@ def test_where_it_cannot_be_kept_the_reason_is_told(
     told: list[str] = []
     assert with_measured_cpu_peak(unknown, told.append, {}) == unknown
     assert "could not be measured: " in told[0]
-    assert "cannot keep the measured CPU peak" in told[0]
+    assert "cannot write the measured CPU peak" in told[0]
 
 
 def test_a_switch_turns_it_off(unknown: Cluster) -> None:

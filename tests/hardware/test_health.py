@@ -54,8 +54,8 @@ def test_one_wrong_number_of_a_product_is_shown_beside_the_right_one(monkeypatch
     with pytest.raises(HealthCheckError) as caught:
         check_device(CPU, LITTLE)
     assert caught.value.message == (
-        "cpu: a product of two torch.float32 matrices that is known came out wrong in round 1: "
-        f"1 of 1,024 numbers, first at [3, 7]: {float(right + 1)}, not {float(right)}"
+        "cpu: a matrix product with a known result was wrong (torch.float32, round 1): "
+        f"1 of 1,024 values, first at [3, 7]: {float(right + 1)} instead of {float(right)}"
     )
     assert "cluster.health_check = 'never'" in caught.value.hint
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), HealthCheckError)
@@ -64,7 +64,7 @@ def test_one_wrong_number_of_a_product_is_shown_beside_the_right_one(monkeypatch
 def test_a_later_round_counts_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter([0, 1])
     monkeypatch.setattr(device_check, "multiply", lambda left, right: left @ right + next(rounds))
-    with pytest.raises(HealthCheckError, match=r"in round 2: 1,024 of 1,024 numbers"):
+    with pytest.raises(HealthCheckError, match=r"round 2\): 1,024 of 1,024 values"):
         check_device(CPU, LITTLE)
 
 
@@ -81,7 +81,7 @@ def test_a_bit_that_stays_0_is_found_by_the_pattern_that_sets_it(
 
     monkeypatch.setattr(torch.Tensor, "fill_", stuck)
     with pytest.raises(
-        HealthCheckError, match=rf"memory does not hold the pattern {pattern}: 1 of 8,192 numbers.*\[11\]"
+        HealthCheckError, match=rf"memory did not return the pattern {pattern}: 1 of 8,192 values.*\[11\]"
     ):
         check_device(CPU, LITTLE)
 
@@ -96,6 +96,7 @@ def test_two_addresses_that_are_one_place_are_found(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.Tensor, "copy_", folded)
     with pytest.raises(
-        HealthCheckError, match=r"memory does not hold what was written.* first at \[5\]: 4101, not 5"
+        HealthCheckError,
+        match=r"memory did not return the values written.* first at \[5\]: 4101 instead of 5",
     ):
         check_device(CPU, LITTLE)

@@ -57,7 +57,7 @@ def test_the_route_decides(other: str, way: NetworkRoute | None) -> None:
 def test_a_way_to_containers_is_never_taken_unasked() -> None:
     with pytest.raises(WanmaError, match=r"172\.17\.0\.1 is reached through docker0") as refused:
         find_route_to("172.17.0.1", known_interfaces=TABLE, lookup_address=ROUTES.get)
-    assert "network that the machines share (eth0, eth1 here)" in refused.value.hint
+    assert "network that the nodes share (eth0, eth1 here)" in refused.value.hint
     assert "cluster.network_interface = 'docker0'" in refused.value.hint
     assert refused.value.exit_code == EXIT_USAGE
     asked = find_route_to("172.17.0.1", "docker0", TABLE, ROUTES.get)
@@ -90,7 +90,7 @@ def test_names_tell_what_leads_to_containers(name: str, is_internal: bool) -> No
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("eth9", "this machine has no interface 'eth9'"),
+        ("eth9", "this node has no interface 'eth9'"),
         ("ib0", "the interface 'ib0' is down"),
         ("eth2", "the interface 'eth2' has no address"),
     ],
@@ -140,9 +140,9 @@ def test_what_the_user_has_set_is_told_with_what_counts() -> None:
     named = NetworkRoute("eth1", "192.168.7.5", "cluster.network_interface")
     environment = {"GLOO_SOCKET_IFNAME": "ib0"}
     assert format_route(route, {}) == "eth0 (10.0.0.5), by the route to 10.0.0.1"
-    assert format_route(route, environment) == "what is set: GLOO_SOCKET_IFNAME=ib0"
+    assert format_route(route, environment) == "set by the environment: GLOO_SOCKET_IFNAME=ib0"
     assert format_route(named, environment) == (
-        "eth1 (192.168.7.5), cluster.network_interface, which counts before GLOO_SOCKET_IFNAME=ib0"
+        "eth1 (192.168.7.5), cluster.network_interface, which takes precedence over GLOO_SOCKET_IFNAME=ib0"
     )
 
 

@@ -61,7 +61,7 @@ def test_hosts_are_numbered_in_the_order_of_the_file_whatever_the_domain(file: s
 
 
 def test_a_machine_that_the_file_does_not_list_is_told(file: str) -> None:
-    with pytest.raises(JobError, match="lists hosts, and this machine, c9, is none of them") as refused:
+    with pytest.raises(JobError, match="this node, c9, is missing in the hosts") as refused:
         resolve_topology_address(ClusterSection(file=file), {}, "c9")
     assert "cluster.topology_address" in refused.value.hint
 
@@ -86,10 +86,10 @@ def test_hosts_count_the_machines_and_survive_being_written_and_read(file: str, 
 @pytest.mark.parametrize(
     ("hosts", "problem"),
     [
-        ('count = 3\nhosts = ["a[1-2]"]', "nodes[0].hosts: names 2 machines, and count = 3"),
+        ('count = 3\nhosts = ["a[1-2]"]', "nodes[0].hosts: names 2 hosts, but count = 3"),
         ('hosts = ["a[1-2]", "a2"]', "nodes[0].hosts: names 'a2' twice"),
-        ('hosts = ["a[2-1]"]', "'2-1' is no number, and no range such as '01-08'"),
-        ('hosts = ["a b"]', "'a b' is no name of a machine"),
+        ('hosts = ["a[2-1]"]', "'2-1' is neither a number nor a range such as '01-08'"),
+        ('hosts = ["a b"]', "'a b' is neither a host name"),
     ],
 )
 def test_wrong_hosts_are_refused_with_their_line(hosts: str, problem: str, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models
     [
         ({"factory": "users_models:netwrok"}, "has no 'netwrok'. Did you mean 'network'"),
         ({"factory": "users_modles:network"}, "there is no module 'users_modles'"),
-        ({"factory": "users_models:not_callable"}, "is a int, which cannot be called"),
+        ({"factory": "users_models:not_callable"}, "is a int, not a function or class"),
         ({"factory": "users_models:network"}, "missing a required argument: 'width'"),
         (
             {"factory": "users_models:network", "arguments": {"width": 1, "hight": 2}},
@@ -104,10 +104,10 @@ def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models
         ({"factory": "users_models:network", "layers": 2}, "model.layers does not apply to model.factory"),
         (
             {"preset": "gpt-1m", "arguments": {"a": 1}},
-            "model.arguments are for model.factory and model.huggingface only",
+            "model.arguments applies only to model.factory and model.huggingface",
         ),
-        ({"preset": "gpt-1m", "data_image_shape": (3, 8, 8)}, "reads tokens, but the data are images"),
-        ({"preset": "resnet-18", "data_vocabulary_size": 300}, "reads images, but the data are tokens"),
+        ({"preset": "gpt-1m", "data_image_shape": (3, 8, 8)}, "needs tokens, but the data are images"),
+        ({"preset": "resnet-18", "data_vocabulary_size": 300}, "needs images, but the data are tokens"),
     ],
 )
 def test_what_cannot_be_made_is_refused_before_anything_runs(
@@ -128,7 +128,7 @@ def test_a_factory_that_fails_is_told_with_the_user_s_line_and_how_to_see_more(m
     told = "failed: ValueError: dropout probability has to be between 0 and 1, but got 2"
     line = f"{models_here}/users_models.py:12 in broken: return nn.Sequential(nn.Dropout(rate))"
     assert raised.value.message == f"model.factory = 'users_models:broken' {told}\n    {line}"
-    _, *arguments = shlex.split(raised.value.hint.partition("see it whole with: ")[2])
+    _, *arguments = shlex.split(raised.value.hint.partition("for the full traceback run: ")[2])
     again = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     assert 'users_models.py", line 12, in broken' in again.stderr
 
@@ -143,5 +143,7 @@ def test_a_module_passed_in_python_is_used_as_it_is() -> None:
 
 
 def test_a_model_without_a_layout_says_what_it_can_still_do() -> None:
-    with pytest.raises(JobError, match=r"parallel.tp: Linear does not declare[\s\S]*dp_replicate, dp_shard"):
+    with pytest.raises(
+        JobError, match=r"parallel.tp: Linear has no parallel spec[\s\S]*dp_replicate, dp_shard"
+    ):
         wrap_module(nn.Linear(2, 2)).require_parallel_spec("parallel.tp")

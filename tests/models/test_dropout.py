@@ -125,11 +125,15 @@ def test_evaluation_and_zero_probability_change_nothing_and_probability_one_drop
 
 def test_training_without_samples_or_with_other_rows_is_refused() -> None:
     module = KeyedDropout(0.5, "layers.0.dropout")
-    with pytest.raises(WanmaError, match=r"'layers.0.dropout' does not know its samples[\s\S]*bind_samples"):
+    with pytest.raises(
+        WanmaError, match=r"'layers.0.dropout': no sample context is bound[\s\S]*bind_samples"
+    ):
         module(torch.ones(2, 3))
-    with pytest.raises(WanmaError, match="sees 4 rows of 2 samples"):
+    with pytest.raises(WanmaError, match="receives 4 rows for 2 samples"):
         dropped(module, (4, 3), 0, [0, 1])
-    with pytest.raises(WanmaError, match="does not know"):  # the samples ended with their forward
+    with pytest.raises(
+        WanmaError, match="no sample context is bound"
+    ):  # the samples ended with their forward
         module(torch.ones(2, 3))
 
 

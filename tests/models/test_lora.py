@@ -104,10 +104,13 @@ def test_a_users_module_draws_its_adapters_after_its_own_parameters() -> None:
     [
         (
             {"lora_targets": ["*.attention.*", "layers.*.atention.query"]},
-            r"'layers\.\*\.atention\.query' matches no",
+            r"'layers\.\*\.atention\.query' does not match any",
         ),
-        ({"lora_targets": ["embedding"]}, r"lora_targets = 'embedding' matches no linear layer"),
-        ({"lora_rank": 32}, r"lora_rank = 32 is not below the dims of layers\.0\.attention\.query, 32 × 32"),
+        ({"lora_targets": ["embedding"]}, r"lora_targets = 'embedding' does not match any linear layer"),
+        (
+            {"lora_rank": 32},
+            r"lora_rank = 32 is not smaller than the dimensions of layers\.0\.attention\.query, 32 × 32",
+        ),
     ],
 )
 def test_targets_and_ranks_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
@@ -119,7 +122,7 @@ def test_targets_and_ranks_that_cannot_be_are_refused(keys: dict[str, Any], mess
 
 
 def test_the_default_targets_need_to_match_only_together() -> None:
-    with pytest.raises(JobError, match=r"\(the default\) matches no linear layer") as refusal:
+    with pytest.raises(JobError, match=r"\(the default\) does not match any linear layer") as refusal:
         apply_lora(Users(), ModelSection(factory="a:b", lora_rank=2))
     assert "'first', 'last'" in refusal.value.hint  # and not the one that attention does not call
 

@@ -320,7 +320,7 @@ def test_neither_evaluation_nor_a_forward_without_backward_counts() -> None:
 def test_rows_that_were_not_announced_are_an_error() -> None:
     layer = mixture(DEEPSEEK)
     with (
-        pytest.raises(WanmaError, match="a router sees 3 rows of 2 samples"),
+        pytest.raises(WanmaError, match="a router receives 3 rows for 2 samples"),
         bind_samples(layer, 0, torch.arange(2)),
     ):
         layer(tokens(3, 6))
@@ -423,7 +423,7 @@ def test_a_token_without_experts_passes_the_layer_as_zero() -> None:
 )
 def test_broken_groups_are_refused_in_training(more: dict[str, Any]) -> None:
     layer = mixture(replace(MIXTRAL, balance_group=2, **more))
-    with pytest.raises(WanmaError, match=r"groups of 2 samples cannot take 3 rows") as error:
+    with pytest.raises(WanmaError, match=r"groups of 2 samples is not possible with 3 rows") as error:
         layer(tokens(3, 4))
     assert "model.balance_group" in error.value.hint
     layer.eval()(tokens(3, 4))

@@ -135,7 +135,7 @@ def test_a_family_needs_only_layers_hidden_and_heads() -> None:
     ("keys", "message"),
     [
         ({"preset": "lama-3-8b"}, "'lama-3-8b' is unknown. Did you mean 'llama-3-8b'"),
-        ({"preset": "resnet-18"}, "'resnet-18' is no decoder"),
+        ({"preset": "resnet-18"}, "'resnet-18' is not a decoder"),
         ({"preset": "gpt-1m", "depth": 18}, "model.depth does not apply to a decoder"),
         ({"preset": "gpt-1m", "batch_norm_group": 8}, "model.batch_norm_group does not apply"),
         ({"family": "decoder", "layers": 2}, "needs model.hidden, model.heads"),
@@ -144,7 +144,7 @@ def test_a_family_needs_only_layers_hidden_and_heads() -> None:
             {"preset": "gpt-1m", "kv_heads": 3},
             "model.heads = 4 is not divisible by model.kv_heads = 3.*\n.*1, 2, 4",
         ),
-        ({"preset": "gpt-1m", "hidden": 12}, "heads of odd width 3"),
+        ({"preset": "gpt-1m", "hidden": 12}, "the odd head dimension 3"),
         ({"family": "decoder", "layers": 2, "hidden": 8, "heads": 2}, "the vocabulary is unknown"),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
         ({"preset": "resnet-18", "activation_function": "gelu"}, "activation_function does not apply"),
         ({"family": "resnet"}, "needs model.depth"),
         ({"family": "convnet", "depth": 18}, "model.depth does not apply"),
-        ({"preset": "gpt-1m"}, "'gpt-1m' is no vision model"),
+        ({"preset": "gpt-1m"}, "'gpt-1m' is not a vision model"),
     ],
 )
 def test_what_contradicts_the_data_is_refused(keys: dict, message: str) -> None:
@@ -203,7 +203,7 @@ def test_what_contradicts_the_data_is_refused(keys: dict, message: str) -> None:
 
 
 def test_without_data_a_vision_model_says_what_it_misses() -> None:
-    with pytest.raises(JobError, match="images' image_size is unknown"):
+    with pytest.raises(JobError, match="image_size of the images is unknown"):
         resolve_vision_config(ModelSection(preset="resnet-18", channels=3, classes=10), None, None)
     with pytest.raises(JobError, match="number of classes is unknown"):
         resolve_vision_config(ModelSection(preset="resnet-18", channels=3, image_size=32), None, None)
@@ -244,16 +244,16 @@ def test_a_mixtures_preset_keeps_what_the_section_does_not_say() -> None:
         ({**DECODER, "experts_per_token": 2}, r"model\.experts_per_token does not apply"),
         ({**DECODER, "capacity_factor": 1.5}, r"model\.capacity_factor does not apply"),
         ({"preset": "gpt-1m", "balance": "bias"}, r"model\.balance does not apply"),
-        ({**DECODER, "experts": 4, "experts_per_token": 5}, r"experts_per_token = 5, .* only 4 to choose"),
+        ({**DECODER, "experts": 4, "experts_per_token": 5}, r"experts_per_token = 5 exceeds the 4 experts"),
         ({**DECODER, "experts": 4, "dense_layers": 4}, r"dense_layers = 4 of model\.layers = 4"),
-        ({**DECODER, "experts": 4, "balance_group": 2}, r"balance_group = 2 without anything"),
+        ({**DECODER, "experts": 4, "balance_group": 2}, r"balance_group = 2 has no effect"),
         (
             {**DECODER, "experts": 4, "balance": "none", "balance_rate": 0.1},
             r"balance_rate = 0\.1 has",
         ),
-        ({"preset": "deepseek-v3", "experts": 100}, r"experts = 100 cannot be in the preset's 8 groups"),
-        ({"preset": "deepseek-v3", "experts": 8, "experts_per_token": 5}, r"only 4 to choose from"),
-        ({"preset": "deepseek-v3", "kv_heads": 8}, r"kv_heads = 8 with latent attention"),
+        ({"preset": "deepseek-v3", "experts": 100}, r"experts = 100 is not divisible by the 8 expert groups"),
+        ({"preset": "deepseek-v3", "experts": 8, "experts_per_token": 5}, r"exceeds the 4 experts that"),
+        ({"preset": "deepseek-v3", "kv_heads": 8}, r"kv_heads = 8 is not supported with latent"),
     ],
     ids=str,
 )

@@ -17,12 +17,16 @@ from wanma.models.model_spec import wrap_module
 @pytest.mark.parametrize(
     ("model", "told", "way_out"),
     [
-        (Plain, "the class Plain", "give Plain(...)"),
+        (Plain, "the class Plain", "pass Plain(...)"),
         (lambda: Plain(), "a function, not an nn.Module", "model.factory"),
         (nn.Sequential(nn.LazyLinear(3)), "0.weight has no shape", "run the model once"),
         (nn.Sequential(nn.LazyBatchNorm1d()), "0.weight has no shape", "run the model once"),
         (nn.ParameterList([torch.ones(2, dtype=torch.complex64)]), "0 is complex", "view_as_real"),
-        (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "0 is compiled by TorchScript", "plain module"),
+        (
+            nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+            "0 is compiled by TorchScript",
+            "uncompiled module",
+        ),
     ],
     ids=["class", "function", "lazy", "lazy norm", "complex", "script"],
 )

@@ -394,23 +394,23 @@ _WORDS = {
     "^equal$": "✓",
     "has no matrix that (can|may) be split": "no plan",
     "does not (say what|declare how) .* a part of the sequence": "whole only",
-    "its attention cannot be replaced": "its attention cannot be replaced",
+    "does not use the attention interface": "its attention cannot be replaced",
     "routed experts are not those": "routed experts other than Mixtral's and Qwen3-MoE's",
     "has layers of .* \\(layer_types\\)": "layers that mix tokens in other ways than attention",
-    "is an encoder with a decoder": "an encoder with a decoder",
+    "is an encoder-decoder": "an encoder with a decoder",
     "has no (vocab_size|num_attention_heads|num_hidden_layers|hidden_size)": "no language model alone, or "
     "without attention",
-    "^transformers cannot use the config|^transformers make no": "not tried: its configs cannot be made so "
+    "^transformers rejects the config|^transformers cannot build": "not tried: its configs cannot be made so "
     "small by rule",
-    "wants what would be ignored": "its attention wants more (a cap, sinks, a mask of its own)",
-    "was not handed the mask": "its blocks pass no keywords on",
-    "cannot be run without data": "its forward looks at values",
+    "uses unsupported attention options": "its attention wants more (a cap, sinks, a mask of its own)",
+    "receives no attention mask": "its blocks pass no keywords on",
+    "the shape analysis of .* failed": "its forward looks at values",
     "layer_scalar: not in this model": "its files hold buffers",
     "does not match the model": "its weights are published in another form",
-    "cannot be split into stages|would be empty": "not cut",
+    "cannot be split into (pipeline )?stages|would be empty": "not cut",
     "layers of .* differ in": "its layers differ in heads",
     "does not declare its attention": "attention not found",
-    "does not say how buffer": "its buffers begin in a way of their own",
+    "does not initialize buffer": "its buffers begin in a way of their own",
 }
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ REFUSED: dict[str, tuple[Draw, str]] = {
     "weights": (lambda h: h * torch.rand(h.shape[1]), r"of shape \(8,\) in a micro-batch of 4 samples"),
     "own generator": (
         lambda h: h + torch.randn(h.shape, generator=torch.Generator()),
-        "a generator of its own",
+        "a separate generator",
     ),
-    "own seed": (lambda h: h + seeded_rows(len(h)), "a seed of its own"),
+    "own seed": (lambda h: h + seeded_rows(len(h)), "a fixed seed"),
     "gamma": (lambda h: h * torch.distributions.Gamma(h.exp(), 1.0).sample(), "_standard_gamma"),
     "permutation": (lambda h: h[torch.randperm(len(h))], r"randperm[\s\S]*test_random_draws.py"),
 }
@@ -209,7 +209,7 @@ def test_a_draw_that_comes_late_is_noticed() -> None:
             output = model(torch.ones(4, 8))
             if late:
                 F.dropout(output, 0.5)
-                with pytest.raises(WanmaError, match="the first forward that draws"):
+                with pytest.raises(WanmaError, match="earlier forwards drew none"):
                     forward.end_forward()
             else:
                 forward.end_forward()

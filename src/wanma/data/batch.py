@@ -84,8 +84,8 @@ def concatenate_padded(batches: list[Batch], row_count: int) -> Batch:
     """
     if any(batch.named_targets is not None for batch in batches):
         raise WanmaError(
-            "data: the samples' target is a dict, and a pipeline computes the loss of one target",
-            "give one target, or set parallel.pp = 1 and give a loss",
+            "data: the target of the samples is a dict, but a pipeline needs a single target tensor",
+            "return one target tensor, or set parallel.pp = 1 and give a loss function",
         )
     filled = [_pad_rows(batch, row_count) for batch in batches]
     return Batch(

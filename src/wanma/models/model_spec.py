@@ -64,8 +64,9 @@ class ModelSpec:
         """
         if self.parallel_spec is None:
             raise JobError(
-                f"{job_key}: {self.name} does not declare what may be split of it",
-                f"set {job_key} = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+                f"{job_key}: {self.name} has no parallel spec, which this kind of parallelism requires",
+                f"set {job_key} = 1, and use data parallelism (dp_replicate, dp_shard), which supports any "
+                "module",
             )
         return self.parallel_spec
 
@@ -106,18 +107,22 @@ def resolve_model_spec(
     if kind == "custom":
         return ModelSpec(name, kind, _user_factory(section), None, True)
     if kind == "tokens" and image_shape is not None:
-        raise JobError(f"model '{name}' reads tokens, but the data are images", "name a vision preset")
+        raise JobError(
+            f"model '{name}' needs tokens, but the data are images", "set model.preset to a vision preset"
+        )
     if section.huggingface is not None:
         return _transformers_spec(section, vocabulary_size, sequence_length)
     if section.arguments:
         raise JobError(
-            "model.arguments are for model.factory and model.huggingface only", "remove model.arguments"
+            "model.arguments applies only to model.factory and model.huggingface", "remove model.arguments"
         )
     if kind == "tokens":
         decoder = resolve_decoder_config(section, vocabulary_size)
         return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_parallel_spec(decoder), False)
     if image_shape is None and vocabulary_size is not None:
-        raise JobError(f"model '{name}' reads images, but the data are tokens", "name a decoder preset")
+        raise JobError(
+            f"model '{name}' needs images, but the data are tokens", "set model.preset to a decoder preset"
+        )
     vision = resolve_vision_config(section, image_shape, classes)
     return ModelSpec(name, kind, lambda: build_image_classifier(vision), VISION_PARALLEL_SPEC, False)
 
@@ -225,15 +230,15 @@ def _user_factory(section: ModelSection) -> _UserFactory:
     function = import_object(section.factory, "model.factory")
     if not callable(function):
         raise JobError(
-            f"model.factory = '{section.factory}' is a {type(function).__name__}, which cannot be called",
-            "name a function or class that returns an nn.Module",
+            f"model.factory = '{section.factory}' is a {type(function).__name__}, not a function or class",
+            "give a function or class that returns an nn.Module",
         )
     try:
         inspect.signature(function).bind(**section.arguments)
     except TypeError as error:
         raise JobError(
-            f"model.factory = '{section.factory}' does not take what model.arguments gives: {error}",
-            f"its signature is {inspect.signature(function)}",
+            f"model.factory = '{section.factory}' cannot be called with model.arguments: {error}",
+            f"correct model.arguments; the signature is {inspect.signature(function)}",
         ) from error
     return _UserFactory(section.factory, function, section.arguments, section.batch_norm_group)
 
@@ -261,7 +266,7 @@ class _UserFactory:
             line = user_frame_text(error)
             raise JobError(
                 f"{told}\n    {line}" if line else told,
-                f"mend it there, or give it other model.arguments; see it whole with: {self._command()}",
+                f"correct the function or model.arguments; for the full traceback run: {self._command()}",
             ) from error
         if not isinstance(made, nn.Module):
             raise JobError(

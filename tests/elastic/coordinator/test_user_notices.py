@@ -29,10 +29,11 @@ def test_a_node_says_where_it_met_the_others_and_what_it_runs(ranks: int, said: 
         Path("runs/gpt"), "a:b", nodes=2, ranks_per_node=ranks, rendezvous="10.0.0.1:29500", node_rank=None
     )
     start = StartCommand(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
-    told = node_joined_text(launch, start, "10.0.0.3:29500", "eth0 (10.0.0.4), by the route to the others")
+    route = "eth0 (10.0.0.4), by the route to the other nodes"
+    told = node_joined_text(launch, start, "10.0.0.3:29500", route)
     assert told == (
         f"joined the run at 10.0.0.3:29500 as node rank 1 of 2, {said}\n"
-        "  network interface of collectives: eth0 (10.0.0.4), by the route to the others"
+        "  network interface of collectives: eth0 (10.0.0.4), by the route to the other nodes"
     )
     placed = node_joined_text(replace(launch, topology_address="r1/a"), start, "10.0.0.3:29500", "eth0")
     assert placed.endswith("network interface of collectives: eth0\n  topology address: r1/a")

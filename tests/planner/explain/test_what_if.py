@@ -110,7 +110,7 @@ def test_several_changes_hold_at_once_in_any_order() -> None:
         ("memory=1001TB", "more than 0 and at most 1,000 TB"),
         ("link.intra_node=0GB", "more than 0 and at most 100 TB"),
         ("link.intra_node=101TB", "more than 0 and at most 100 TB"),
-        ("link.inter_node=fast", "is no network"),
+        ("link.inter_node=fast", "does not describe a network"),
         ("link.inter_node=0G", "more than 0 and at most"),
         ("gpus=20", "nodes have 8 devices each"),
         ("gpus", "KEY=VALUE"),

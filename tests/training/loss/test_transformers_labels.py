@@ -122,14 +122,14 @@ class Changed(transformers.LlamaForCausalLM):
 
 def test_a_subclass_means_by_labels_what_its_forward_does() -> None:
     assert find_label_task(Renamed(_BERT)) == "classes"
-    with pytest.raises(JobError, match="Changed has a forward of its own") as error:
+    with pytest.raises(JobError, match="Changed has a custom forward") as error:
         find_label_task(Changed(_LLAMA))
-    assert "give the loss" in (error.value.hint or "")
+    assert "pass a loss function" in (error.value.hint or "")
     assert find_label_task(nn.Linear(2, 2)) is None
 
 
 def test_losses_that_are_not_known_or_couple_samples_are_refused() -> None:
-    with pytest.raises(JobError, match="a loss that wanma does not know"):
+    with pytest.raises(JobError, match="a loss that is not supported"):
         find_label_task(transformers.BartForCausalLM(_BART))
     routed = transformers.MixtralConfig(**{**_SMALL, "num_key_value_heads": 2}, output_router_logits=True)
     with pytest.raises(JobError, match="balancing loss that couples the samples"):

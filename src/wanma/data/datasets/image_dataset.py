@@ -87,7 +87,7 @@ def _split_by_content(
         chosen = digests == digests.min()
     if chosen.all():
         raise JobError(
-            f"data.images: {len(digests)} images are too few to keep some for validation",
+            f"data.images: {len(digests)} images are too few for a validation split",
             "add images, or set data.validation_fraction=0",
         )
     return (

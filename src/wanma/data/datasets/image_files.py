@@ -90,8 +90,9 @@ def find_image_files(path: str, key: str = "data.images") -> ImageFiles:
     if len(archives) == 1:
         return _find_npz(archives[0], key)
     raise JobError(
-        f"{key}: no images that are known in '{path}'",
-        "known are MNIST's files (*train*images*idx3*), CIFAR-10's (data_batch_1.bin ...), and .npz",
+        f"{key}: '{path}' contains no images in a supported format",
+        "use MNIST files (*train*images*idx3*), CIFAR-10 binary files (data_batch_1.bin ...), or an .npz "
+        "file",
     )
 
 
@@ -119,8 +120,9 @@ def _find_idx(names: Sequence[Path], key: str) -> tuple[tuple[Path, ...], tuple[
     for found in (train, test):
         if len(found) > 1:
             raise JobError(
-                f"{key}: more than one set of images: {', '.join(name.name for name in found)}",
-                "keep one data set per folder, or name the file of images",
+                f"{key}: the folder contains more than one data set: "
+                f"{', '.join(name.name for name in found)}",
+                "keep one data set per folder, or give the path of the image file",
             )
     if not images:
         return None
@@ -132,13 +134,15 @@ def _idx_pair(images: Path, key: str) -> tuple[Path, ...]:
     for candidate in (images.with_name(stem), images.with_name(f"{stem}.gz")):
         if candidate != images and candidate.exists():
             return images, candidate
-    raise JobError(f"{key}: no labels beside '{images}'", f"their file would be {stem} or {stem}.gz")
+    raise JobError(
+        f"{key}: the label file of '{images}' is missing", f"add {stem} or {stem}.gz to the folder"
+    )
 
 
 def _find_npz(path: Path, key: str) -> ImageFiles:
     try:
         if not zipfile.is_zipfile(path):  # numpy would take it for another of its formats
-            raise ValueError("it is no .npz archive, or the end of one is missing")
+            raise ValueError("it is not an .npz archive, or is truncated")
         with np.load(path, allow_pickle=False) as archive:
             names = set(archive.files)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -147,7 +151,7 @@ def _find_npz(path: Path, key: str) -> ImageFiles:
     test = next((pair for pair in _TEST_ARRAY_NAMES if names.issuperset(pair)), None)
     if train is None:
         raise JobError(
-            f"{key}: '{path}' holds the arrays {sorted(names)}",
+            f"{key}: the arrays {sorted(names)} of '{path}' are not recognized",
             "name them images and labels, or x_train, y_train, x_test and y_test",
         )
     return ImageFiles((path, *train), (path, *test) if test else ())
@@ -163,7 +167,7 @@ def _read(files: tuple[str | Path, ...], key: str) -> LabelledImages:
         else:
             found = _read_cifar([Path(name) for name in files])
         if not len(found.labels):
-            raise ValueError("it holds no image")
+            raise ValueError("it contains no image")
     except (OSError, ValueError, EOFError, KeyError, zlib.error, zipfile.BadZipFile) as error:
         raise _unreadable_file(first, key, error) from error
     return found
@@ -180,7 +184,7 @@ def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     header = 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]):
         raise ValueError(
-            f"{path.name} does not begin as an IDX file of {dimensions} dimensions of bytes does"
+            f"{path.name} does not have the header of an IDX file of bytes with {dimensions} dimensions"
         )
     shape = tuple(int(size) for size in np.frombuffer(content[:header], dtype=">u4", offset=4))
     if len(content) - header != np.prod(shape, dtype=np.int64):
@@ -194,7 +198,9 @@ def _read_cifar(paths: Sequence[Path]) -> LabelledImages:
     for path in paths:
         content = _read_bytes(path)
         if not content or len(content) % _CIFAR_RECORD:
-            raise ValueError(f"{path.name} has {len(content)} bytes, no multiple of {_CIFAR_RECORD}")
+            raise ValueError(
+                f"{path.name} has {len(content)} bytes, which is not a multiple of {_CIFAR_RECORD}"
+            )
         batches.append(np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD))
     records = np.concatenate(batches)
     labels = records[:, 0].astype(np.int64)
@@ -211,11 +217,13 @@ def _read_npz(path: Path, images: str, labels: str) -> LabelledImages:
     elif pixels.ndim == 4 and pixels.shape[3] in (1, 3, 4):  # channels last, as Keras and most files have it
         pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
     if pixels.dtype != np.uint8 and not np.issubdtype(pixels.dtype, np.floating):
-        raise ValueError(f"the array {images} is {pixels.dtype}; uint8 or floating point is read")
+        raise ValueError(
+            f"the array {images} has dtype {pixels.dtype}; uint8 and floating point are supported"
+        )
     if classes.ndim == 2 and classes.shape[1] == 1:
         classes = classes[:, 0]
     if not np.issubdtype(classes.dtype, np.integer):
-        raise ValueError(f"the array {labels} is {classes.dtype}, not whole numbers")
+        raise ValueError(f"the array {labels} has dtype {classes.dtype}, but labels must be integers")
     return LabelledImages(pixels, classes.astype(np.int64))
 
 
@@ -230,4 +238,4 @@ def _unreadable_file(path: Path, key: str, error: Exception) -> WanmaError:
     if isinstance(error, PermissionError):
         return WanmaError(f"{key}: no permission to read '{error.filename or path}'")
     cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return WanmaError(f"{key}: '{path}' cannot be read: {cause}", "the file may be damaged: fetch it again")
+    return WanmaError(f"{key}: '{path}' cannot be read: {cause}", "download the file again if it is damaged")

@@ -83,7 +83,7 @@ class UserDataset(BatchedDataset):
             kept = max(round(size * validation_fraction), 1) if validation_fraction else 0
             if kept >= size:
                 raise JobError(
-                    f"data: a dataset of {size} samples is too small to keep some for validation",
+                    f"data: a dataset of {size} samples is too small for a validation split",
                     "add samples, or set data.validation_fraction=0",
                 )
             self.train_samples, self.validation_samples = size - kept, kept
@@ -148,18 +148,18 @@ class UserDataset(BatchedDataset):
             raise WanmaError(
                 f"data: samples {_format_rows(rows)} of {name} cannot be joined into a batch"
                 f"{_describe_shape_mismatch(samples, rows)}: {error}",
-                "every sample needs the same shapes and keys: pad or crop them in __getitem__",
+                "pad or crop the samples in __getitem__: all need the same shapes and keys",
             ) from error
         named = dict(target) if isinstance(target, Mapping) else None
         if named is not None and not named:
-            raise WanmaError(f"data: {name} gives an empty dict as the target (sample {rows[0]})")
+            raise WanmaError(f"data: {name} returns an empty dict as the target (sample {rows[0]})")
         targets = {"the target": target} if named is None else {f"target {k}": v for k, v in named.items()}
         given = {**targets, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
         for what, value in given.items():
             if not isinstance(value, Tensor):
                 raise WanmaError(
-                    f"data: {name} gives something as {what} that makes no tensor (sample {rows[0]})",
-                    "give tensors, arrays, numbers or lists of numbers",
+                    f"data: {name} returns {what} that cannot be converted to a tensor (sample {rows[0]})",
+                    "return tensors, arrays, numbers or lists of numbers",
                 )
         first = target if named is None else next(iter(named.values()))
         batch = make_batch(tuple(inputs), first, sample_indices, dict(keywords))
@@ -229,21 +229,22 @@ def call_dataset_factory(section: DataSection) -> Any:
     except Exception as error:
         raise JobError(
             f"data.factory = '{section.factory}' failed: {type(error).__name__}: {error}",
-            f"it was called with data.arguments = {section.arguments}",
+            f"correct the function, or data.arguments = {section.arguments}",
         ) from error
 
 
 def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, type):
         raise JobError(
-            f"data: {dataset.__name__} is a class, and wanma reads a dataset that has been made",
-            f"give {dataset.__name__}(...), or name it as data.factory with data.arguments",
+            f"data: {dataset.__name__} is a class, but an instance is needed",
+            f"pass {dataset.__name__}(...), or name the class in data.factory with its data.arguments",
         )
     name = type(dataset).__name__
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise JobError(
-            f"data: {name} is no map-style dataset (`__len__` and `__getitem__`), nor one to iterate over",
-            "give it both, so that samples can be asked for by number; or `__iter__`",
+            f"data: {name} is neither a map-style dataset (`__len__` and `__getitem__`) nor an iterable one "
+            "(`__iter__`)",
+            "implement `__len__` and `__getitem__`, or `__iter__`",
         )
     if _length(dataset) == 0:
         raise JobError(f"data: {name} is empty")
@@ -264,8 +265,8 @@ def _to_sample(item: Any, name: str) -> Sample:
         if target is None:
             raise WanmaError(
                 f"data: a sample of {name} has the keys {sorted(item)} and no target",
-                f"name the target one of {', '.join(_TARGET_KEYS)}; the others are passed to the model by "
-                "name",
+                f"name the target one of {', '.join(_TARGET_KEYS)}; other keys are passed to the model as "
+                "keyword arguments",
             )
         given = next((key for key in _INPUT_KEYS if key in item), None)
         inputs = () if given is None else item[given]
@@ -274,7 +275,7 @@ def _to_sample(item: Any, name: str) -> Sample:
     if isinstance(item, tuple | list) and len(item) >= 2:
         return Sample(tuple(item[:-1]), item[-1])
     raise WanmaError(
-        f"data: a sample of {name} is {type(item).__name__}",
+        f"data: a sample of {name} has type {type(item).__name__}, which is not supported",
         "return (input, target), a dict with a target, or wanma.data.datasets.map_dataset.Sample",
     )
 

@@ -31,8 +31,9 @@ class StreamDataset(UserDataset):
         """
         if section.workers > 1:
             raise JobError(
-                f"data.workers = {section.workers}: {type(dataset).__name__} can only be iterated over",
-                "leave data.workers out; what takes long belongs into a map-style dataset",
+                f"data.workers = {section.workers} is not supported: {type(dataset).__name__} is an iterable "
+                "dataset",
+                "remove data.workers, or use a map-style dataset, which can be read by several threads",
             )
         self.seed = train.seed
         self._train, self._validation, self._total = dataset, validation, total_samples

@@ -51,13 +51,14 @@ def check_stream(dataset: Any) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_size is not None:
         raise JobError(
-            f"data: {name} gives batches, which wanma makes itself, for every rank its share",
-            "give its dataset, or a loader with batch_size=None, which gives samples",
+            f"data: {name} yields batches, but wanma needs single samples: it builds the batches of each "
+            "rank itself",
+            "pass its dataset, or a loader with batch_size=None",
         )
     if iter(dataset) is dataset:
         raise JobError(
-            f"data: {name} can be read once only, and a run that carries on reads from the beginning",
-            "give an object whose __iter__ begins anew",
+            f"data: {name} can be iterated only once, but a resumed run reads it again from the beginning",
+            "pass an object with an __iter__ that returns a new iterator",
         )
 
 
@@ -86,7 +87,7 @@ def read_first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any
             f"data: the first samples of {name} failed: {type(error).__name__}: {error}"
         ) from error
     if not found:
-        raise JobError(f"data: {name} gives no sample")
+        raise JobError(f"data: {name} yields no samples")
     return found
 
 
@@ -178,9 +179,9 @@ class StreamReader:
         one, other = (dataset_fingerprint(part, lambda rows, row: rows[row]) for part in (first, second))
         if one != other:
             raise JobError(
-                f"data: {self.name} gives other samples when it is iterated over again, so that ranks, and a "
-                "run that carries on, would train on others",
-                "let __iter__ follow from a seed of its own, or from numpy's, Python's or torch's generators",
+                f"data: {self.name} yields different samples in each iteration; all ranks, and a resumed "
+                "run, need the same ones",
+                "draw in __iter__ from a fixed seed, or from the global generators of numpy, Python or torch",
             )
         self._first_sample = first[:1]
         self._has_states = self._can_resume_from_state(first)
@@ -236,7 +237,7 @@ class StreamReader:
             else:
                 self._position += 1
                 return item
-        raise WanmaError(f"data: {self.name} gives no sample in epoch {self._epoch}")
+        raise WanmaError(f"data: {self.name} yields no samples in epoch {self._epoch}")
 
     def _store_state(self) -> None:
         """Store the dataset's state at a position where a checkpoint will be."""

@@ -15,8 +15,8 @@ _FORMAT_SIGNATURES = (
     (b"ARROW1", "an Arrow file"),
     (b"ORC", "an ORC file"),
     (b"Obj\x01", "an Avro file"),
-    (b"SQLite format 3", "a database of SQLite"),
-    (b"PK\x03\x04", "a zip archive, as .npz, .docx and PyTorch's own files are"),
+    (b"SQLite format 3", "an SQLite database"),
+    (b"PK\x03\x04", "a zip archive, such as .npz, .docx or a PyTorch file"),
     (b"\x1f\x8b", "compressed by gzip; its name must end in .gz"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
     (b"BZh", "compressed by bzip2; its name must end in .bz2"),
@@ -24,7 +24,7 @@ _FORMAT_SIGNATURES = (
     (b"%PDF-", "a PDF"),
     (b"\x89PNG", "an image"),
     (b"\xff\xd8\xff", "an image"),
-    (b"\x93NUMPY", "an array of numpy's"),
+    (b"\x93NUMPY", "a numpy array"),
     (b"\x89HDF", "an HDF5 file"),
     (b"\xff\xfe", "UTF-16; save it as UTF-8"),
     (b"\xfe\xff", "UTF-16; save it as UTF-8"),
@@ -54,14 +54,14 @@ def unsupported_content_error(key: str, url: str, content: Content, name: str) -
     """Build the error about a document that is not text."""
     if content == "records":
         return JobError(
-            f"{key}: {url}: JSON records, and data.text would train on their braces and keys",
-            "no key of [data] reads records yet: write their text to plain files, one per document, or "
-            "return a dataset of tokens with data.factory",
+            f"{key}: {url}: JSON records are not supported; data.text reads plain text",
+            "write the text of the records to plain text files, one per document, or return a dataset of "
+            "tokens from data.factory",
         )
     return JobError(
-        f"{key}: {url} is {name}, and data.text reads plain text",
-        "no key of [data] reads the text in it: write it to plain files, one per document, or return a "
-        "dataset of tokens with data.factory. Images belong into data.images",
+        f"{key}: {url} is not plain text: {name}",
+        "write its text to plain text files, one per document, or return a dataset of tokens from "
+        "data.factory; images are read by data.images",
     )
 
 

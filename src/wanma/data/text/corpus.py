@@ -36,7 +36,8 @@ def build_token_files(section: DataSection, progress: Callable[[int, int], None]
     splits = split_documents(files, section.validation_fraction, section.sequence_length)
     if splits[0].validation_tail_fraction:
         log.warning(
-            "too few documents to keep whole ones for validation; the last %.1f%% of each is kept instead",
+            "too few documents for a validation split by document; the last %.1f%% of each document is used "
+            "for validation",
             splits[0].validation_tail_fraction * 100,
         )
 

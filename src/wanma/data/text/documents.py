@@ -154,7 +154,10 @@ def _resolve_entry(filesystem: Any, path: str, entry: str, key: str) -> list[Doc
     if info is not None:
         found = _list_folder(filesystem, path)
         if not found:
-            raise JobError(f"{key}: no file in the folder '{entry}'", "files with a leading dot do not count")
+            raise JobError(
+                f"{key}: no file in the folder '{entry}'",
+                "add text files; files with a leading dot are ignored",
+            )
     elif is_pattern:
         found = _glob(filesystem, path)
         if not found:
@@ -214,7 +217,7 @@ def _standard_library(key: str) -> list[Document]:
     ]
     if not found:
         raise JobError(
-            f"{key}: this Python comes without the source of its standard library ({root})",
+            f"{key}: the source of the standard library is missing in this Python ({root})",
             "name text files instead",
         )
     return [_document(filesystem, name, filesystem.info(name), False, key) for name in sorted(found)]
@@ -257,12 +260,12 @@ def _document(filesystem: Any, path: str, info: dict[str, Any], is_named: bool, 
 def _unreadable(name: str, key: str, error: Exception) -> WanmaError:
     if isinstance(error, PermissionError):
         return WanmaError(
-            f"{key}: no permission to read '{name}'", "change the file's permissions or leave it out"
+            f"{key}: no permission to read '{name}'", "change the permissions of the file, or exclude it"
         )
     if isinstance(error, ImportError):
         return JobError(f"{key}: '{name}' needs a package that is not installed: {error}")
     if isinstance(error, ValueError):
-        return JobError(f"{key}: '{name}' is no path or URL that can be read: {error}", _known_protocols())
+        return JobError(f"{key}: '{name}' is not a readable path or URL: {error}", _known_protocols())
     cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return WanmaError(f"{key}: cannot read '{name}': {cause}")
 

@@ -36,7 +36,7 @@ def prepare_in_subprocess(section: DataSection, progress: Callable[[int, int], N
         finally:
             child.kill()
     if code:
-        raise WanmaError(f"the process that prepares the data ended with code {code}", "its message is above")
+        raise WanmaError(f"the data preparation process exited with code {code}", "see its message above")
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ def open_or_build_token_file(
             except FileNotFoundError:
                 pass
             except TokenFileCorruptError as damage:
-                log.warning("token file %s is damaged (%s); building it again", folder, damage)
+                log.warning("token file %s is damaged (%s) and is built again", folder, damage)
                 shutil.rmtree(folder)
             _build(folder, documents, tokenizer, progress, process_count)
             return open_token_file(folder)
@@ -135,7 +135,7 @@ def _verify(folder: Path, header: dict[str, Any]) -> None:
     stamp = {name: _stat(folder / name) for name in _FILES}
     for name in _FILES:
         if not (folder / name).is_file():
-            raise TokenFileCorruptError(f"{name} is no file")
+            raise TokenFileCorruptError(f"{name} is not a file")
         if stamp[name][0] != header["files"][name]["size"]:
             raise TokenFileCorruptError(
                 f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}"
@@ -179,8 +179,8 @@ def _build(
             built = tokenize_documents(documents, tokenizer, writer, building, progress, process_count)
         if not built.lengths:
             raise JobError(
-                f"{documents[0].job_key}: the corpus is empty: files without text: {len(documents)} "
-                f"({built.binary_files} of them binary)",
+                f"{documents[0].job_key}: the corpus is empty: none of {len(documents)} files contains text "
+                f"({built.binary_files} are binary)",
                 "name files or folders with text, or use ['stdlib']",
             )
         if 2 * built.json_record_files > len(built.lengths):  # a few data files among much else are accepted
@@ -265,7 +265,7 @@ def _explain_disk_errors(folder: Path) -> Iterator[None]:
         free = shutil.disk_usage(_nearest_existing_folder(folder)).free
         raise WanmaError(
             f"cannot keep token files in {folder}: {error.strerror or error} ({free / 2**20:,.0f} MiB free)",
-            "free some space, or choose another folder with data.cache; nothing half-written was left",
+            "free space, or choose another folder with data.cache; incomplete files were removed",
         ) from error
 
 

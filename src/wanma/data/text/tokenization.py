@@ -261,8 +261,9 @@ class _TokenizationProcess:
         if not line:
             code = self._popen.wait()
             raise WanmaError(
-                f"a process that encodes text ended with code {code} before its work was done",
-                "out of memory is the usual cause; its own message, if any, is above",
+                f"a tokenization process exited early with code {code}",
+                "check the memory of this node (the usual cause), and the message of the process above, if "
+                "any",
             )
         answer: dict[str, Any] = json.loads(line)
         if "os_error" in answer:

@@ -166,8 +166,8 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
         return HuggingFaceTokenizer(content)
     except Exception as error:  # the backend raises plain `Exception` for unusable files
         raise JobError(
-            f"{key}: '{name}' is not a Hugging Face tokenizers file: {error}",
-            "it is the file named tokenizer.json in a model's repository",
+            f"{key}: '{name}' is not a Hugging Face tokenizer.json: {error}",
+            "use the tokenizer.json of the model's repository",
         ) from error
 
 
@@ -182,7 +182,7 @@ def _read(name: str, key: str) -> str:
 
         return (fetch() if is_local(filesystem) else retry(fetch, STORAGE_RETRY_POLICY)).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise JobError(f"{key}: '{name}' is not a text file, so no tokenizer.json") from error
+        raise JobError(f"{key}: '{name}' is not a tokenizer.json: it is binary") from error
     except (FileNotFoundError, ImportError, ValueError) as error:
         cause = "no such file" if isinstance(error, FileNotFoundError) else str(error)
         raise JobError(f"{key}: '{name}': {cause}", "give 'bytes' or the path of a tokenizer.json") from error

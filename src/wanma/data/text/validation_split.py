@@ -120,7 +120,7 @@ def _split_within_documents(
         cuts = ends - np.ceil(file.lengths * share).astype(np.int64)
         splits.append(ValidationSplit(_merge_segments(starts, cuts), _merge_segments(cuts, ends), share))
         if (tokens := _count_tokens(splits[-1].train)) < least:
-            raise _insufficient_text(tokens, sequence_length, f" once {share:.0%} is kept for validation")
+            raise _insufficient_text(tokens, sequence_length, f" without the {share:.0%} for validation")
     return splits
 
 

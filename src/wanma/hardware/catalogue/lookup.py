@@ -48,8 +48,8 @@ def require_device_kind(name: str) -> DeviceKind:
     if kind is None:
         names = [kind.name for kind in CATALOGUE]
         raise JobError(
-            f"'{name}' is not in the catalogue of devices.{did_you_mean(name, list_known_names())}",
-            f"known: {', '.join(names)}; a cluster file may describe others under [[devices]]",
+            f"'{name}' is not in the device catalogue.{did_you_mean(name, list_known_names())}",
+            f"known: {', '.join(names)}; describe other devices under [[devices]] of a cluster file",
         )
     return kind
 

@@ -127,7 +127,7 @@ def _check_product(device: torch.device, dtype: torch.dtype, check_size: CheckSi
             torch.cuda.synchronize(device)
         quickest = min(quickest, time.perf_counter() - round_began)
         if not torch.equal(found, expected):
-            what = f"a product of two {dtype} matrices that is known came out wrong in round {number}"
+            what = f"a matrix product with a known result was wrong ({dtype}, round {number})"
             raise _health_check_error(device, what, found, expected)
     return quickest
 
@@ -139,12 +139,12 @@ def _check_memory(device: torch.device, size: int) -> None:
     for pattern in _PATTERNS:
         block.fill_(pattern)
         if not bool((block == pattern).all()):
-            what = f"memory does not hold the pattern {pattern & (1 << 64) - 1:#018x}"
+            what = f"memory did not return the pattern {pattern & (1 << 64) - 1:#018x}"
             raise _health_check_error(device, what, block, torch.full_like(block, pattern))
     addresses = torch.arange(len(block), device=device)  # shows a wrong address line
     block.copy_(addresses)
     if not torch.equal(block, addresses):
-        raise _health_check_error(device, "memory does not hold what was written to it", block, addresses)
+        raise _health_check_error(device, "memory did not return the values written to it", block, addresses)
 
 
 def _health_check_error(
@@ -152,11 +152,13 @@ def _health_check_error(
 ) -> HealthCheckError:
     wrong = (actual != expected).nonzero()
     if not len(wrong):
-        return HealthCheckError(f"{device}: {problem}; looked at again it is right", _EXCLUDE_NODE_HINT)
+        return HealthCheckError(
+            f"{device}: {problem}; a second read returned the expected values", _EXCLUDE_NODE_HINT
+        )
     at: list[int] = wrong[0].tolist()
     got, right = _element(actual, at), _element(expected, at)
     return HealthCheckError(
-        f"{device}: {problem}: {len(wrong):,} of {actual.numel():,} numbers, first at {at}: {got}, not "
+        f"{device}: {problem}: {len(wrong):,} of {actual.numel():,} values, first at {at}: {got} instead of "
         f"{right}",
         _EXCLUDE_NODE_HINT,
     )
@@ -167,6 +169,6 @@ def _element(tensor: Tensor, index: list[int]) -> Any:
 
 
 _EXCLUDE_NODE_HINT = (
-    "this machine should not take part: its processor, memory or driver errs; run the same command on "
-    "another, or set cluster.health_check = 'never' to go on nevertheless"
+    "exclude this node and run the same command on another one: its processor, memory or driver returns "
+    "wrong results; or set cluster.health_check = 'never' to use it anyway"
 )

@@ -110,10 +110,10 @@ def _check_torch() -> CheckResult:
         return CheckResult(
             "torch",
             "warn",
-            f"{torch.__version__}, outside the proven range {proven}",
+            f"{torch.__version__}, outside the tested range {proven}",
             INSTALL_TORCH_HINT,
         )
-    return CheckResult("torch", "ok", f"{torch.__version__} (proven: {proven})")
+    return CheckResult("torch", "ok", f"{torch.__version__} (tested: {proven})")
 
 
 def _check_gpus() -> list[CheckResult]:
@@ -125,7 +125,7 @@ def _check_gpus() -> list[CheckResult]:
     findings = [_check_gpu(index, device) for index, device in enumerate(devices)]
     if hidden > 0:
         text = f"{hidden} hidden by CUDA_VISIBLE_DEVICES"
-        findings.append(CheckResult("GPUs", "warn", text, "unset it to use them all"))
+        findings.append(CheckResult("GPUs", "warn", text, "unset CUDA_VISIBLE_DEVICES to use all GPUs"))
     if not findings:
         return [CheckResult("GPUs", "ok", "none: runs use the CPU with Gloo")]
     return [*findings, *_check_torch_gpus(len(devices))]
@@ -135,7 +135,7 @@ def _check_gpu(index: int, device: Device) -> CheckResult:
     text = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB"
     peak = device.peak_flops_per_second
     if not peak:
-        advice = "not in the catalogue, so runs cannot state its MFU"
+        advice = "not in the device catalogue; MFU is not reported"
         return CheckResult(f"GPU {index}", "warn", text, advice)
     best = "bf16" if "bf16" in peak else "fp16"
     return CheckResult(f"GPU {index}", "ok", f"{text}, {peak[best] / 1e12:,.0f} TFLOP/s {best}")
@@ -163,7 +163,7 @@ def _check_cores() -> CheckResult:
     usable, present = usable_cores(), os.cpu_count() or 1
     text = f"{usable} usable, {cpu_model()}"
     if usable < present:
-        text += f" (the machine has {present}; affinity or a cgroup quota holds the rest back)"
+        text += f" of {present} on this node, limited by CPU affinity or a cgroup quota"
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None and threads.isdigit() and int(threads) > usable:
         advice = f"unset OMP_NUM_THREADS={threads}: more threads than cores slow every step"
@@ -203,7 +203,7 @@ def _check_compiler() -> CheckResult:
 
 def _check_shared_memory_collectives() -> CheckResult:
     """Check that ranks of this node can share memory; compile the library for it if necessary."""
-    name = "collectives on one machine"
+    name = "collectives within a node"
     compiler = find_cpp_compiler()
     if compiler is None:
         return CheckResult(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
@@ -212,8 +212,10 @@ def _check_shared_memory_collectives() -> CheckResult:
     except WanmaError as error:
         return CheckResult(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        advice = "it takes Linux 5.3 or later"
-        return CheckResult(name, "warn", "Gloo, over TCP: this system has no files in memory", advice)
+        advice = "use Linux 5.3 or later"
+        return CheckResult(
+            name, "warn", "Gloo, over TCP: memfd_create or pidfd_open is not available", advice
+        )
     return CheckResult(name, "ok", "shared memory (parallel.collectives)")
 
 
@@ -223,7 +225,7 @@ def _check_backends() -> CheckResult:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        text = "this torch was built without Gloo, which every run needs"
+        text = "this torch was built without Gloo, which wanma requires"
         return CheckResult("collectives", "missing", text, INSTALL_TORCH_HINT)
     return CheckResult("collectives", "ok", f"Gloo yes, NCCL {'yes' if dist.is_nccl_available() else 'no'}")
 
@@ -241,7 +243,9 @@ def _check_network() -> list[CheckResult]:
     if ways := default_routes(known):
         text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
         found.append(
-            CheckResult("several machines", "ok", text, "cluster.network_interface names another one")
+            CheckResult(
+                "multi-node network", "ok", text, "set cluster.network_interface to choose another interface"
+            )
         )
     return [
         *found,
@@ -264,8 +268,8 @@ def _check_network_variables(
         missing = [one for one in names if not any(other.startswith(one) for other in interface_names)]
         if missing:
             advice = f"unset {name}, or name one of: {', '.join(sorted(interface_names))}"
-            text = f"{name}={given}, and there is no {' or '.join(missing)} here"
-            found.append(CheckResult("several machines", "warn", text, advice))
+            text = f"{name}={given}, but this node has no interface {' or '.join(missing)}"
+            found.append(CheckResult("multi-node network", "warn", text, advice))
     return found
 
 
@@ -279,11 +283,14 @@ def _check_hostname_address(routes: Sequence[NetworkRoute]) -> list[CheckResult]
     if not ipaddress.ip_address(address).is_loopback:
         return []
     if not routes:
-        advice = "give cluster.rendezvous as an address rather than by this machine's name"
-        text = f"{name} is {address} here, where other machines do not reach it"
+        advice = "set cluster.rendezvous to an address rather than to the host name of this node"
+        text = f"{name} resolves to {address} on this node, which other nodes cannot reach"
         return [CheckResult("host name", "ok", text, advice)]
-    text = f"{name} is {address} here, where others do not reach it: as cluster.rendezvous it means "
-    return [CheckResult("host name", "ok", text + routes[0].address)]
+    text = (
+        f"{name} resolves to {address} on this node, which other nodes cannot reach; as cluster.rendezvous "
+        f"it is replaced by {routes[0].address}"
+    )
+    return [CheckResult("host name", "ok", text)]
 
 
 def _check_gloo_loopback() -> CheckResult:
@@ -291,10 +298,7 @@ def _check_gloo_loopback() -> CheckResult:
         return CheckResult("Gloo on loopback", "missing", NO_TORCH_MESSAGE, INSTALL_TORCH_HINT)
     problem = probe_gloo_loopback()
     if problem:
-        advice = (
-            "check that 127.0.0.1 is up and that no firewall blocks it; "
-            "name one with cluster.network_interface"
-        )
+        advice = "check that 127.0.0.1 is up and that no firewall blocks it, or set cluster.network_interface"
         return CheckResult("Gloo on loopback", "warn", problem, advice)
     return CheckResult("Gloo on loopback", "ok", "two ranks reduced a tensor")
 
@@ -308,12 +312,14 @@ def _check_disk(runs: Path) -> CheckResult:
         rate = WRITE_PROBE_BYTES / measure_disk_write_seconds(folder, WRITE_PROBE_BYTES)
     except OSError as error:
         reason = f"cannot write to {folder}: {error.strerror or error}"
-        return CheckResult("disk", "warn", reason, "choose another place with --run-dir DIR or observe.runs")
+        return CheckResult("disk", "warn", reason, "choose another folder with --run-dir DIR or observe.runs")
     text = f"{free / 2**30:.0f} GiB free, writes {rate / 1e6:,.0f} MB/s in {folder}"
     if free < MIN_FREE_DISK_BYTES:
-        return CheckResult("disk", "warn", text, "free some space, or lower checkpoint.keep")
+        return CheckResult("disk", "warn", text, "free space, or lower checkpoint.keep")
     if rate < MIN_DISK_BYTES_PER_SECOND:
-        return CheckResult("disk", "warn", text, "checkpoints will be slow here; put runs on a faster disk")
+        return CheckResult(
+            "disk", "warn", text, "put runs on a faster disk: checkpoints are slow on this one"
+        )
     return CheckResult("disk", "ok", text)
 
 
@@ -321,7 +327,7 @@ def _check_shared_memory() -> CheckResult:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return CheckResult(
-            "shared memory", "missing", "there is no /dev/shm", "mount one: mount -t tmpfs tmpfs /dev/shm"
+            "shared memory", "missing", "there is no /dev/shm", "mount it: mount -t tmpfs tmpfs /dev/shm"
         )
     usage = shutil.disk_usage(folder)
     text = f"/dev/shm {usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
@@ -337,7 +343,7 @@ def _check_allocator() -> CheckResult:
             return CheckResult("allocator", "ok", f"{name} (LD_PRELOAD)")
     library, version = platform.libc_ver()
     if library != "glibc":
-        advice = "cluster.host_allocator = 'tuned' only knows glibc; set it to 'system'"
+        advice = "set cluster.host_allocator = 'system': 'tuned' supports only glibc"
         return CheckResult("allocator", "warn", library or "unknown C library", advice)
     return CheckResult(
         "allocator", "ok", f"glibc {version}; workers run with cluster.host_allocator's settings"

@@ -57,9 +57,9 @@ def _custom_devices(cluster: Cluster) -> dict[str, Keys]:
                 not same and figures.setdefault(name, found) != found
             ):
                 raise WanmaError(
-                    f"a cluster file tells devices apart by name, and '{name}' has different figures in "
-                    "different nodes",
-                    "give one of them another name",
+                    f"device '{name}' has different figures in different nodes, but a cluster file "
+                    "identifies devices by name",
+                    "rename one of them",
                 )
     return figures
 
@@ -69,8 +69,8 @@ def _require_one_device_kind(node: NodeGroup) -> Device | None:
     if len(kinds) > 1:
         names = ", ".join(sorted(device.name for device in kinds))
         raise WanmaError(
-            f"a cluster file has no words for a node with several kinds of devices: {node.name} has {names}",
-            "choose those of one kind with CUDA_VISIBLE_DEVICES, or write each kind as nodes of their own",
+            f"a cluster file does not support several kinds of devices in one node: {node.name} has {names}",
+            "select one kind with CUDA_VISIBLE_DEVICES, or describe each kind as separate [[nodes]]",
         )
     return next(iter(kinds), None)
 

@@ -19,7 +19,7 @@ def expand_host_list(text: str) -> Iterator[str]:
     match = _BRACKETS.fullmatch(text)
     if match is None:
         if not text or any(letter in text for letter in "[], "):
-            raise ValueError(f"'{text}' is no name of a machine, and no list such as 'node[01-08]'")
+            raise ValueError(f"'{text}' is neither a host name nor a list such as 'node[01-08]'")
         yield text
         return
     before, numbers, after = match.groups()
@@ -28,7 +28,7 @@ def expand_host_list(text: str) -> Iterator[str]:
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()) or not 0 <= int(last) - int(first) < MAX_NODES:
-            raise ValueError(f"'{text}': '{part}' is no number, and no range such as '01-08'")
+            raise ValueError(f"'{text}': '{part}' is neither a number nor a range such as '01-08'")
         for number in range(int(first), int(last) + 1):
             for rest in rests:
                 yield f"{before}{number:0{len(first)}d}{rest}"

@@ -120,11 +120,12 @@ def parse_nics(text: str) -> Nics:
     match = _NICS_PATTERN.fullmatch(text.strip())
     if match is None:
         raise JobError(
-            f"'{text}' is no network", "write the cards of one node and their Gbit/s: '4x100G', or '100G'"
+            f"'{text}' does not describe a network",
+            "write the number of NICs of one node and their Gbit/s: '4x100G', or '100G'",
         )
     number, gigabits = int(match[1] or 1), float(match[2])
     if not 1 <= number <= MAX_NICS:
-        raise JobError(f"'{text}': a node has 1 to {MAX_NICS} network cards")
+        raise JobError(f"'{text}': a node may have 1 to {MAX_NICS} NICs")
     if not 0 < gigabits <= MAX_NIC_GIGABITS:
-        raise JobError(f"'{text}': a network card has more than 0 and at most {MAX_NIC_GIGABITS:,} Gbit/s")
+        raise JobError(f"'{text}': a NIC must have more than 0 and at most {MAX_NIC_GIGABITS:,} Gbit/s")
     return Nics(number, gigabits * GIGABYTE)

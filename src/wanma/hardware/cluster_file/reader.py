@@ -55,9 +55,10 @@ from wanma.job.file.validation import (
 )
 
 CREATE_FILE_HINT = (
-    "`wanma cluster > cluster.toml` writes this machine's; '8x8 H100 SXM, 4x100G' needs no file"
+    "run `wanma cluster > cluster.toml` to describe this node, or give a shorthand such as "
+    "'8x8 H100 SXM, 4x100G'"
 )
-KEYS_HINT = "docs/clusters.md lists every key with what it allows"
+KEYS_HINT = "see docs/clusters.md for all keys and their values"
 
 
 def read_cluster(description: str) -> Cluster:
@@ -67,11 +68,13 @@ def read_cluster(description: str) -> Cluster:
         JobError: as `load_cluster_file` and `parse_shorthand`.
     """
     if not description.strip():
-        raise JobError("no cluster is named", CREATE_FILE_HINT)
+        raise JobError("the cluster description is empty", CREATE_FILE_HINT)
     if is_shorthand(description) and not Path(description).is_file():
         return parse_shorthand(description)
     if (kind := find_by_name(description)) is not None and not Path(description).exists():
-        raise JobError(f"'{description}' names a device, and no machines", f"say how many: '1x8 {kind.name}'")
+        raise JobError(
+            f"'{description}' is a device, not a cluster", f"give node and device counts: '1x8 {kind.name}'"
+        )
     return load_cluster_file(Path(description))
 
 
@@ -88,7 +91,7 @@ def load_cluster_file(path: Path) -> Cluster:
     if mistakes:
         raise validation_error(mistakes, places, "the cluster", KEYS_HINT)
     if not given.get("nodes"):
-        hint = 'it needs, for example: [[nodes]] with count = 8, device = "H100 SXM", network = "8x400G"'
+        hint = 'add, for example, [[nodes]] with count = 8, device = "H100 SXM", network = "8x400G"'
         raise JobError(f"{path}: the cluster has no [[nodes]]", hint)
     try:
         file = ClusterFile.model_validate_json(json.dumps(given), strict=True)
@@ -136,10 +139,11 @@ class _ClusterBuilder:
             latency = _seconds(device.link_latency_microseconds, NVLINK_LATENCY_SECONDS)
             link = DeviceLink(device.link or "link", _bytes(device.link_gb_per_second), latency)
         elif device.link is not None:
-            self._add_error((*key_path, "link"), "needs link_gb_per_second beside it")
+            self._add_error((*key_path, "link"), "needs link_gb_per_second too")
         if device.kind == "cpu" and device.cores is None:
             self._add_error(
-                key_path, f"the processor '{device.name}' needs cores: how many its figures are of"
+                key_path,
+                f"the processor '{device.name}' needs cores: the number of cores that its figures refer to",
             )
         peak = {name: float(round(rate * TERA)) for name, rate in device.peak_teraflops.items()}
         return DeviceKind(
@@ -171,11 +175,11 @@ class _ClusterBuilder:
                 (*key_path, "device"), f'{kind.name} is a processor: write cpu = "{section.device}"'
             )
         if cpu is not None and cpu.kind != "cpu":
-            self._add_error((*key_path, "cpu"), f'{cpu.name} is no processor: write device = "{section.cpu}"')
-        if section.device is None and section.devices is not None:
             self._add_error(
-                (*key_path, "devices"), f"= {section.devices}: of which device? Say device = ... too"
+                (*key_path, "cpu"), f'{cpu.name} is not a processor: write device = "{section.cpu}"'
             )
+        if section.device is None and section.devices is not None:
+            self._add_error((*key_path, "devices"), f"= {section.devices} needs the key device too")
         if section.device is None and section.cpu is None and section.cores is None:
             self._add_error(key_path, "give a device, a cpu or cores")
         if len(self.issues) > before:
@@ -206,7 +210,7 @@ class _ClusterBuilder:
                 return ()
             self.hosts.add(host)
         if hosts and "count" in section.model_fields_set and len(hosts) != section.count:
-            self._add_error(key_path, f"names {len(hosts)} machines, and count = {section.count}")
+            self._add_error(key_path, f"names {len(hosts)} hosts, but count = {section.count}")
         return tuple(hosts)
 
     def _levels(
@@ -227,11 +231,13 @@ class _ClusterBuilder:
                 default = "link" if inside else "network"
                 self._add_error(
                     (*key_path, number),
-                    f"the level '{level.name}' needs gb_per_second: no {default} is known",
+                    f"the level '{level.name}' needs gb_per_second: the node has no known {default}",
                 )
                 continue
             if max_size is not None and level.size is not None and level.size > max_size:
-                self._add_error((*key_path, number, "size"), f"= {level.size}: a node has {max_size} devices")
+                self._add_error(
+                    (*key_path, number, "size"), f"= {level.size}, but a node has {max_size} devices"
+                )
             latency = (
                 default_level.latency_seconds
                 if default_level
@@ -250,8 +256,10 @@ class _ClusterBuilder:
         if kind is None:
             names = [*self.custom_devices, *(kind.name for kind in CATALOGUE)]
             meant = did_you_mean(name, [*self.custom_devices, *list_known_names()])
-            text = f"= '{name}': there is no such device.{meant}"
-            self._add_error(key_path, text, f"devices: {', '.join(names)}; describe others under [[devices]]")
+            text = f"= '{name}' is not a known device.{meant}"
+            self._add_error(
+                key_path, text, f"known devices: {', '.join(names)}; describe others under [[devices]]"
+            )
         return kind
 
     def _nics(self, section: NodesSection, kind: DeviceKind | None, key_path: KeyPath) -> Nics | None:

@@ -17,76 +17,105 @@ NO_NETWORK = "none"
 class LevelSection(Section):
     """Interconnect level, nearest first; given levels replace the defaults."""
 
-    name: str = Field(description="'NVLink', 'rail', 'rack', 'spine'")
-    inside: bool = Field(False, description="between the devices of one node, not between nodes")
+    name: str = Field(description="name of the level, e.g. 'NVLink', 'rail', 'rack', 'spine'")
+    inside: bool = Field(False, description="true: joins the devices of one node; false: joins nodes")
     size: int | None = Field(
-        None, ge=2, le=MAX_NODES, description="devices (inside) or nodes that it joins; default: all"
+        None,
+        ge=2,
+        le=MAX_NODES,
+        description="number of devices (inside) or nodes that it joins; default: all",
     )
     gb_per_second: float | None = Field(
-        None, gt=0, le=1e5, description="10⁹ bytes per second, device and direction; default: the cards'"
+        None,
+        gt=0,
+        le=1e5,
+        description="10⁹ bytes per second, device and direction; default: bandwidth of the device link or "
+        "the NICs",
     )
-    latency_microseconds: float | None = Field(None, ge=0, le=1e6, description="default: 2.7; inside: 0.6")
+    latency_microseconds: float | None = Field(
+        None, ge=0, le=1e6, description="latency; default: 2.7, inside a node 0.6"
+    )
 
 
 class NodesSection(Section):
     """Group of `count` equal nodes."""
 
-    count: int = Field(1, ge=1, le=MAX_NODES, description="machines")
+    count: int = Field(1, ge=1, le=MAX_NODES, description="number of nodes")
     device: str | None = Field(
         None, description="accelerator: a name of the catalogue or of [[devices]]; default: none"
     )
     devices: int | None = Field(
-        None, ge=1, le=MAX_DEVICES, description="of them in one node; default: as in its usual server"
+        None,
+        ge=1,
+        le=MAX_DEVICES,
+        description="accelerators of one node; default: as in the reference server of the device",
     )
     network: str | None = Field(
-        None, description="cards of one node and Gbit/s of each, '4x100G'; 'none': unknown; default: as usual"
+        None,
+        description="NICs of one node and Gbit/s of each, '4x100G'; 'none': unknown; default: as in the "
+        "reference server",
     )
     cpu: str | None = Field(None, description="processor: a name of the catalogue or of [[devices]]")
-    cores: int | None = Field(None, ge=1, le=MAX_CORES, description="of one node; default: as usual")
-    memory_gb: float | None = Field(
-        None, ge=0.001, le=1e6, description="of one node's host, 10⁹ bytes; default: as usual"
+    cores: int | None = Field(
+        None, ge=1, le=MAX_CORES, description="CPU cores of one node; default: as in the reference server"
     )
-    power_watts: float | None = Field(None, gt=0, le=1e6, description="of one whole node at full load")
+    memory_gb: float | None = Field(
+        None,
+        ge=0.001,
+        le=1e6,
+        description="host memory of one node, 10⁹ bytes; default: as in the reference server",
+    )
+    power_watts: float | None = Field(None, gt=0, le=1e6, description="power of one node at full load")
     price_per_hour: float | None = Field(
-        None, gt=0, le=1e6, description="of one node, in one currency for the whole file"
+        None, gt=0, le=1e6, description="price of one node; one currency for the whole file"
     )
     disk_gb_per_second: float | None = Field(
-        None, gt=0, le=1e5, description="of one node's own disks, 10⁹ bytes per second written"
+        None, gt=0, le=1e5, description="write rate of the local disks of one node, 10⁹ bytes per second"
     )
     days_between_failures: float | None = Field(
-        None, gt=0, le=1e6, description="of one node, on average; default: as often as Llama 3's run failed"
+        None,
+        gt=0,
+        le=1e6,
+        description="mean days between failures of one node; default: the rate of the Llama 3 training run",
     )
-    name: str | None = Field(None, description="in messages; default: the device's")
+    name: str | None = Field(None, description="name in messages; default: the name of the device")
     hosts: list[str] = Field(
         default_factory=list,
-        description="their names, near ones next to each other: ['a[01-08]', 'b1']; numbers go by this order",
+        description="host names, neighbours in the network next to each other: ['a[01-08]', 'b1']; node "
+        "ranks follow this order",
     )
-    levels: list[LevelSection] = Field(default_factory=list, description="how they are connected")
+    levels: list[LevelSection] = Field(default_factory=list, description="interconnect levels")
 
 
 class DeviceSection(Section):
     """Device that is missing in the catalogue, or has other figures there."""
 
-    name: str = Field(description="as [[nodes]] calls it")
+    name: str = Field(description="name that [[nodes]] refers to")
     kind: Literal["cuda", "other", "cpu"] = Field(
-        "cuda", description="cuda: an NVIDIA or AMD GPU; other: only to plan for; cpu: a processor"
+        "cuda", description="cuda: an NVIDIA or AMD GPU; other: for planning only; cpu: a processor"
     )
-    memory_gb: float = Field(ge=0.001, le=1e6, description="10⁹ bytes")
+    memory_gb: float = Field(ge=0.001, le=1e6, description="memory, 10⁹ bytes")
     peak_teraflops: dict[str, float] = Field(
-        default_factory=dict, description="dense, by precision: { bf16 = 312, fp32 = 19.5 }"
+        default_factory=dict, description="dense peak TFLOP/s by precision: { bf16 = 312, fp32 = 19.5 }"
     )
-    gb_per_second: float | None = Field(None, gt=0, le=1e6, description="of its memory, 10⁹ bytes per second")
-    power_watts: float | None = Field(None, gt=0, le=1e5, description="the most it draws")
-    cores: int | None = Field(None, ge=1, le=MAX_CORES, description="cpu: what the figures are of")
+    gb_per_second: float | None = Field(
+        None, gt=0, le=1e6, description="memory bandwidth, 10⁹ bytes per second"
+    )
+    power_watts: float | None = Field(None, gt=0, le=1e5, description="maximum power")
+    cores: int | None = Field(
+        None, ge=1, le=MAX_CORES, description="cpu: number of cores that the figures refer to"
+    )
     host_gb_per_second: float | None = Field(
-        None, gt=0, le=1e5, description="to its host's memory and back, 10⁹ bytes per second and direction"
+        None, gt=0, le=1e5, description="bandwidth to host memory, 10⁹ bytes per second and direction"
     )
-    link: str | None = Field(None, description="name of what joins devices in a node; default: unknown")
+    link: str | None = Field(
+        None, description="name of the link that joins devices in a node; default: unknown"
+    )
     link_gb_per_second: float | None = Field(
-        None, gt=0, le=1e5, description="of that link, per device and direction"
+        None, gt=0, le=1e5, description="bandwidth of the link, 10⁹ bytes per second, device and direction"
     )
     link_latency_microseconds: float | None = Field(
-        None, ge=0, le=1e6, description="of that link; default: 0.6"
+        None, ge=0, le=1e6, description="latency of the link; default: 0.6"
     )
 
     @field_validator("peak_teraflops")
@@ -95,8 +124,8 @@ class DeviceSection(Section):
         for precision, rate in value.items():
             if precision not in PRECISIONS:
                 raise ValueError(
-                    f"there is no precision '{precision}'.{did_you_mean(precision, PRECISIONS)} "
-                    f"There are: {', '.join(PRECISIONS)}"
+                    f"'{precision}' is not a precision.{did_you_mean(precision, PRECISIONS)} "
+                    f"Choose from: {', '.join(PRECISIONS)}"
                 )
             if not 0 < rate <= 1e6:
                 raise ValueError(f"{precision} = {rate:g} must be more than 0 and at most 1,000,000")
@@ -106,11 +135,11 @@ class DeviceSection(Section):
 class InterGroupSection(Section):
     """Link between nodes of different kinds, where it is not simply the slower of the two."""
 
-    name: str = Field("between", description="what to call it")
+    name: str = Field("between", description="name in messages")
     gb_per_second: float | None = Field(
-        None, gt=0, le=1e5, description="10⁹ bytes per second, device and direction"
+        None, gt=0, le=1e5, description="bandwidth, 10⁹ bytes per second, device and direction"
     )
-    latency_microseconds: float | None = Field(None, ge=0, le=1e6, description="default: 2.7")
+    latency_microseconds: float | None = Field(None, ge=0, le=1e6, description="latency; default: 2.7")
 
 
 class ClusterFile(Section):

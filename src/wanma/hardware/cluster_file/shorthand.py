@@ -46,7 +46,7 @@ def parse_shorthand(text: str) -> Cluster:
     if len(given) > 1 and any(cards is None for _, cards in parts):
         raise JobError(
             f"'{text}': some parts have a network and some have none",
-            "give one network for all parts, or every part its own",
+            "give one network for all parts, or one for each part",
         )
     shared = next(iter(given), None)
     return Cluster(tuple(_node(what, cards or shared) for what, cards in parts))
@@ -60,7 +60,10 @@ def is_shorthand(text: str) -> bool:
 def _split(part: str) -> tuple[str, Nics | None]:
     what, *network = (piece.strip() for piece in part.split(","))
     if len(network) > 1:
-        raise JobError(f"'{part}' has {len(network)} networks", f"a part has one: '{SHORTHAND_EXAMPLE}'")
+        raise JobError(
+            f"'{part}' has {len(network)} networks",
+            f"give at most one network per part: '{SHORTHAND_EXAMPLE}'",
+        )
     return what, parse_nics(network[0]) if network else None
 
 
@@ -68,25 +71,27 @@ def _node(text: str, nics: Nics | None) -> NodeGroup:
     match = _NODES_PATTERN.fullmatch(text)
     if match is None:
         raise JobError(
-            f"'{text}' describes no machines",
-            f"write NODES x DEVICES NAME and then the network, e.g. '{SHORTHAND_EXAMPLE}'; or name a cluster "
-            "file",
+            f"'{text}' does not describe a cluster",
+            f"write NODESxDEVICES NAME, NETWORK, such as '{SHORTHAND_EXAMPLE}', or give the path of a "
+            "cluster file",
         )
     kind = require_device_kind(match["name"])
     nics = nics or default_nics(kind)
     nodes, devices = int(match["nodes"] or 1), int(match["devices"])
     if not 1 <= nodes <= MAX_NODES:
-        raise JobError(f"'{text}': nodes must be 1 to {MAX_NODES:,}")
+        raise JobError(f"'{text}': the number of nodes must be 1 to {MAX_NODES:,}")
     most = MAX_CORES if match["cores"] else MAX_SOCKETS if kind.kind == "cpu" else MAX_DEVICES
     if not 1 <= devices <= most:
-        raise JobError(f"'{text}': a node has 1 to {most:,} of them")
+        raise JobError(f"'{text}': the number of devices or cores of a node must be 1 to {most:,}")
     if match["cores"]:
         if kind.kind != "cpu":
-            raise JobError(f"'{text}': {kind.name} is no processor", f"write '{nodes}x{devices} {kind.name}'")
+            raise JobError(
+                f"'{text}': {kind.name} is not a processor", f"write '{nodes}x{devices} {kind.name}'"
+            )
         memory_bytes = max(devices * kind.memory_bytes // kind.cores, 1)
         node = build_node_group(kind, nodes, nics=nics, cores=devices, memory_bytes=memory_bytes)
     else:
         node = build_node_group(kind, nodes, devices, nics=nics)
     if nodes > 1 and not node.network:
-        raise JobError(f"'{text}': nothing is known of its network", "give the cards of one node: ', 1x25G'")
+        raise JobError(f"'{text}': the network is unknown", "append the NICs of one node: ', 1x25G'")
     return node

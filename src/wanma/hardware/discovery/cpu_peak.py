@@ -60,8 +60,8 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
         write_json(path, stored)
     except OSError as error:
         raise WanmaError(
-            f"cannot keep the measured CPU peak in {path}: {error.strerror or error}",
-            "set XDG_CACHE_HOME to a folder that can be written to",
+            f"cannot write the measured CPU peak to {path}: {error.strerror or error}",
+            "set XDG_CACHE_HOME to a writable folder",
         ) from error
     return peak
 

@@ -57,16 +57,16 @@ def with_measured_cpu_peak(
         )
         # The last line that is not indented names the error; a way out may follow it.
         said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        failure = said[-1] if said and done.returncode else "nothing was kept"
+        failure = said[-1] if said and done.returncode else "no result was stored"
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     measured = {key: float(round(rate)) for key, rate in read_cpu_peak(node.cores).items()}
     if not measured:
-        report(f"the rates of {cpu.name} are not in the catalogue, and could not be measured: {failure}")
+        report(f"{cpu.name} is not in the device catalogue, and its peak could not be measured: {failure}")
         return cluster
     rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in measured.items())
     report(
-        f"the rates of {cpu.name} are not in the catalogue: measured once, in "
+        f"{cpu.name} is not in the device catalogue; its peak was measured once, in "
         f"{time.perf_counter() - began:.1f} s: {rates} GFLOP/s; kept in {cpu_peak_file()}"
     )
     return Cluster((replace(node, cpu=replace(cpu, peak_flops_per_second=measured)),))

@@ -160,7 +160,7 @@ def find_route_from(
         if known_interfaces is None
         else known_interfaces
     )
-    return _route_for_address(address, known_interfaces, "by the route to the others")
+    return _route_for_address(address, known_interfaces, "by the route to the other nodes")
 
 
 def route_by_interface(
@@ -175,7 +175,7 @@ def route_by_interface(
     listed = ", ".join(map(str, known_interfaces)) or "none"
     found = next((one for one in known_interfaces if one.name == name), None)
     if found is None:
-        problem = f"this machine has no interface {name!r}"
+        problem = f"this node has no interface {name!r}"
     elif not found.addresses:
         problem = f"the interface {name!r} has no address"
     elif not found.is_up:
@@ -183,7 +183,7 @@ def route_by_interface(
     else:
         alike = [one for one in found.addresses if (":" in one) == (":" in remote_address)]
         return NetworkRoute(name, (alike or list(found.addresses))[0], INTERFACE_KEY)
-    raise WanmaError(f"{INTERFACE_KEY}: {problem}", f"there are: {listed}", EXIT_USAGE)
+    raise WanmaError(f"{INTERFACE_KEY}: {problem}", f"choose from: {listed}", EXIT_USAGE)
 
 
 def check_interface(name: str | None) -> None:
@@ -201,7 +201,11 @@ def format_route(route: NetworkRoute, environment: Mapping[str, str]) -> str:
     own = ", ".join(f"{name}={environment[name]}" for name in INTERFACE_VARIABLES if name in environment)
     if not own:
         return str(route)
-    return f"{route}, which counts before {own}" if route.reason == INTERFACE_KEY else f"what is set: {own}"
+    return (
+        f"{route}, which takes precedence over {own}"
+        if route.reason == INTERFACE_KEY
+        else f"set by the environment: {own}"
+    )
 
 
 def default_routes(
@@ -229,11 +233,10 @@ def _reject_internal(route: NetworkRoute, remote_address: str, known_interfaces:
         reach = [one for one in known_interfaces if one.is_up and one.addresses and not one.is_loopback]
         usable = [one.name for one in reach if not one.is_internal]
         raise WanmaError(
-            f"{remote_address} is reached through {route.interface}, which joins containers or virtual "
-            "machines of this "
-            "machine, and no others",
-            "give cluster.rendezvous as an address on the network that the machines share"
+            f"{remote_address} is reached through {route.interface}, a virtual interface for containers or "
+            "virtual machines of this node",
+            "set cluster.rendezvous to an address on the network that the nodes share"
             + (f" ({', '.join(usable)} here)" if usable else "")
-            + f"; if this is the right one, say so: {INTERFACE_KEY} = '{route.interface}'",
+            + f", or set {INTERFACE_KEY} = '{route.interface}' to use this interface",
             EXIT_USAGE,
         )

@@ -161,7 +161,7 @@ def _device(name: str, memory_bytes: int) -> Device:
 
 def _driver_error(reason: str) -> WanmaError:
     return WanmaError(
-        f"the NVIDIA driver of this machine does not answer: {reason}",
+        f"the NVIDIA driver of this node does not answer: {reason}",
         "run `nvidia-smi`; reload the driver or reboot, or train on the CPU with cluster.device=cpu "
         "and CUDA_VISIBLE_DEVICES= (empty)",
     )

@@ -77,6 +77,6 @@ def _find_in_host_lists(cluster: Cluster, hostname: str, file: str) -> TopologyA
                     f"{kind}/{number}", f"number {number + 1} of {node.name}'s hosts in {file}"
                 )
     raise JobError(
-        f"cluster.file lists hosts, and this machine, {hostname}, is none of them",
-        "add it to hosts, or say where it is with cluster.topology_address",
+        f"this node, {hostname}, is missing in the hosts of cluster.file",
+        "add it to hosts, or set cluster.topology_address",
     )

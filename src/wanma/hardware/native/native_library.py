@@ -69,8 +69,8 @@ def build_library(source: Path, compiler: str, environment: Mapping[str, str] = 
                 _compile(source, compiler, library)
     except OSError as error:
         raise WanmaError(
-            f"cannot keep compiled code in {folder}: {error.strerror or error}",
-            "set XDG_CACHE_HOME to a folder that can be written to",
+            f"cannot write compiled code to {folder}: {error.strerror or error}",
+            "set XDG_CACHE_HOME to a writable folder",
         ) from error
     return library
 
@@ -97,15 +97,15 @@ def _compile(source: Path, compiler: str, library: Path) -> None:
         except subprocess.CalledProcessError as error:
             said = error.stderr.strip()[:_MAX_ERROR_CHARACTERS]
             raise WanmaError(
-                f"{compiler} does not compile {source.name}: {said}", _OTHER_COMPILER_HINT
+                f"{compiler} cannot compile {source.name}: {said}", _OTHER_COMPILER_HINT
             ) from error
         except subprocess.TimeoutExpired as error:
-            text = f"{compiler} has not compiled {source.name} within {COMPILE_TIMEOUT_SECONDS:.0f} s"
+            text = f"{compiler} did not finish {source.name} within {COMPILE_TIMEOUT_SECONDS:.0f} s"
             raise WanmaError(text, _OTHER_COMPILER_HINT) from error
         output.rename(library)
 
 
-_OTHER_COMPILER_HINT = "install g++ 10 or later, or name another compiler with the environment's CXX"
+_OTHER_COMPILER_HINT = "install g++ 10 or later, or set the environment variable CXX to another compiler"
 
 
 def _fingerprint(source: Path, compiler: str) -> str:

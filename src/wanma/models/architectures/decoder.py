@@ -40,7 +40,7 @@ class Decoder(DecoderStateDictAdapter, nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if config.vocabulary is None:
-            raise ValueError("a decoder needs dimensions with a vocabulary")
+            raise ValueError("the configuration of a decoder needs a vocabulary")
         self.config = config
         self.parallel_spec = decoder_parallel_spec(config)
         self.mask = AttentionMask()
@@ -106,8 +106,8 @@ class Decoder(DecoderStateDictAdapter, nn.Module):
             if self.embedding is None or self.head is None or self.embedding.weight is self.head.weight:
                 continue
             raise RuntimeError(
-                f"{kept} and {other} have come apart and would be trained as two; whatever replaced "
-                "them must call tie_parameters(model, parallel_spec.tied_parameters)"
+                f"{kept} and {other} are tied, but are no longer one parameter; call tie_parameters(model, "
+                "parallel_spec.tied_parameters) after replacing either"
             )
 
 

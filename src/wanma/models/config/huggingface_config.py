@@ -52,26 +52,30 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
     file = path / CONFIG_FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise JobError(
-            f"{key} = '{path}': there is no such file or folder with a {CONFIG_FILE_NAME}",
-            "wanma downloads nothing: give the path of a config.json, or of the folder that holds it",
+            f"{key} = '{path}' is neither a file nor a folder with a {CONFIG_FILE_NAME}",
+            "give the local path of a config.json or of its folder: wanma does not download models",
         )
     try:
         config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise JobError(f"{key}: {file} cannot be read: {error}", "it must be the JSON of a config") from error
+        raise JobError(
+            f"{key}: {file} cannot be read: {error}",
+            "give a JSON file with the config of a transformers model",
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise JobError(
-            f"{key}: {file} is no transformers config: it has no model_type", f"name a {CONFIG_FILE_NAME}"
+            f"{key}: {file} is not a transformers config: model_type is missing",
+            f"give the {CONFIG_FILE_NAME} of a transformers model",
         )
     if "auto_map" in config:
         raise JobError(
-            f"{key}: {file} wants code that comes with the weights (auto_map), which wanma does not run",
-            "use a model that transformers itself has, or give your own module as model.factory",
+            f"{key}: {file} requires custom code (auto_map), which wanma does not run",
+            "use a model of the transformers library, or pass a custom module as model.factory",
         )
     if config.get("quantization_config"):
         raise JobError(
-            f"{key}: {file} is of quantized weights (quantization_config), which cannot be trained",
-            "take the config of the weights in full precision",
+            f"{key}: {file} describes quantized weights (quantization_config), which cannot be trained",
+            "use the config of the unquantized weights",
         )
     return config
 

@@ -61,7 +61,7 @@ def input_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
     known = [*DECODER_PRESETS, *VISION_PRESETS]
     raise JobError(
         f"model.preset = '{section.preset}' is unknown.{did_you_mean(section.preset, known)}",
-        f"known presets: {', '.join(known)}",
+        f"use a known preset: {', '.join(known)}",
     )
 
 
@@ -81,8 +81,8 @@ def resolve_decoder_config(section: ModelSection, vocabulary_size: int | None) -
     """
     if input_kind(section) != "tokens":
         raise JobError(
-            f"model '{section.preset or section.family or section.factory}' is no decoder",
-            f"decoder presets: {', '.join(DECODER_PRESETS)}",
+            f"model '{section.preset or section.family or section.factory}' is not a decoder",
+            f"use a decoder preset: {', '.join(DECODER_PRESETS)}",
         )
     reject_inapplicable_keys(section, _VISION_KEYS, "a decoder")
     given: dict[str, Any] = {
@@ -114,8 +114,8 @@ def resolve_vision_config(
     """
     if input_kind(section) != "images":
         raise JobError(
-            f"model '{section.preset or section.family or section.factory}' is no vision model",
-            f"vision presets: {', '.join(VISION_PRESETS)}",
+            f"model '{section.preset or section.family or section.factory}' is not a vision model",
+            f"use a vision preset: {', '.join(VISION_PRESETS)}",
         )
     reject_inapplicable_keys(section, (*_DECODER_KEYS, *_EXPERT_KEYS), "a vision model")
     if section.preset is not None:
@@ -123,7 +123,7 @@ def resolve_vision_config(
         if section.depth not in (None, depth):
             raise JobError(
                 f"model.depth = {section.depth} contradicts model.preset = '{section.preset}'",
-                'drop one of them, or use family = "resnet" with a depth',
+                'remove one of them, or set family = "resnet" and a depth',
             )
     else:
         family, depth = ("convnet", None) if section.family == "convnet" else ("resnet", section.depth)
@@ -136,14 +136,17 @@ def resolve_vision_config(
     width = _reconcile_with_data("image_size", section.image_size, image_shape[2] if image_shape else None)
     known_classes = section.classes if section.classes is not None else classes
     if known_classes is None:
-        raise JobError("the number of classes is unknown", "set model.classes, or give labelled data")
+        raise JobError("the number of classes is unknown", "set model.classes, or use labelled data")
     if classes is not None and known_classes < classes:
         raise JobError(
             f"model.classes = {known_classes}, but the data has {classes} classes",
-            "drop model.classes to use the data's",
+            "remove model.classes to use the number of classes of the data",
         )
     if family == "convnet" and min(height, width) < 4:
-        raise JobError(f"images of {height} × {width} are too small for two poolings", "use at least 4 × 4")
+        raise JobError(
+            f"images of {height} × {width} are too small for the two pooling layers",
+            "use images of at least 4 × 4",
+        )
     return VisionConfig(family, known_classes, channels, height, width, depth, section.batch_norm_group)
 
 
@@ -159,13 +162,15 @@ def reject_architecture_keys(section: ModelSection, key: str = "model.factory") 
     # A sample group also applies to a factory's model: its batch normalization is converted.
     every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
     keys = tuple(key for key in every if key != "batch_norm_group")
-    reject_inapplicable_keys(section, keys, f"{key}; give it in model.arguments")
+    reject_inapplicable_keys(section, keys, f"{key}; pass it in model.arguments")
 
 
 def _config_from_family(explicit_keys: dict[str, Any]) -> DecoderConfig:
     missing = [f"model.{key}" for key in ("layers", "hidden", "heads") if key not in explicit_keys]
     if missing:
-        raise JobError(f"model.family = 'decoder' needs {', '.join(missing)}", "or name a preset")
+        raise JobError(
+            f"model.family = 'decoder' needs {', '.join(missing)}", "set them, or use model.preset"
+        )
     hidden, heads = explicit_keys["hidden"], explicit_keys["heads"]
     # The same number of parameters and FLOPs either way, except for rounding.
     is_gelu = explicit_keys.get("activation_function") == "gelu"
@@ -186,7 +191,7 @@ def _apply_expert_keys(section: ModelSection, base: DecoderConfig) -> DecoderCon
     balance = given.get("balance", base.balance)
     if balance == "none" and "balance_rate" in given:
         raise JobError(
-            f"model.balance_rate = {given['balance_rate']} has nothing to weigh: model.balance = 'none'",
+            f"model.balance_rate = {given['balance_rate']} has no effect with model.balance = 'none'",
             "set model.balance to 'bias' or 'loss', or remove model.balance_rate",
         )
     if balance != base.balance:
@@ -207,23 +212,26 @@ def _check_experts(config: DecoderConfig) -> None:
     open_to_token = experts * config.expert_groups_per_token // config.expert_groups
     if experts % config.expert_groups:
         raise JobError(
-            f"model.experts = {experts} cannot be in the preset's {config.expert_groups} groups",
-            f"use a multiple of {config.expert_groups}",
+            f"model.experts = {experts} is not divisible by the {config.expert_groups} expert groups of the "
+            "preset",
+            f"set model.experts to a multiple of {config.expert_groups}",
         )
     if per_token > open_to_token:
         raise JobError(
-            f"model.experts_per_token = {per_token}, but there are only {open_to_token} to choose from",
+            f"model.experts_per_token = {per_token} exceeds the {open_to_token} experts that a token can be "
+            "routed to",
             f"lower model.experts_per_token, or raise model.experts (now {experts})",
         )
     if config.dense_layers >= config.layers:
         raise JobError(
             f"model.dense_layers = {config.dense_layers} of model.layers = {config.layers} "
             "leaves no block with experts",
-            "lower model.dense_layers, or leave model.experts out",
+            "lower model.dense_layers, or remove model.experts",
         )
     if config.balance_group > 1 and config.balance != "loss" and config.capacity_factor == 0:
         raise JobError(
-            f"model.balance_group = {config.balance_group} without anything that counts over groups",
+            f"model.balance_group = {config.balance_group} has no effect without a balancing loss or an "
+            "expert capacity",
             "set model.balance = 'loss' or model.capacity_factor, or remove model.balance_group",
         )
 
@@ -238,22 +246,23 @@ def _check_decoder_config(config: DecoderConfig, tokenizer_vocabulary_size: int 
     if heads % kv_heads:
         raise JobError(
             f"model.heads = {heads} is not divisible by model.kv_heads = {kv_heads}",
-            "each key/value head serves the same number of query heads; "
-            f"model.kv_heads may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
+            "set model.kv_heads to a divisor of model.heads: "
+            f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
         )
     if config.uses_latent_attention and heads != kv_heads:
         raise JobError(
-            f"model.kv_heads = {kv_heads} with latent attention, where each of {heads} heads has its own",
+            f"model.kv_heads = {kv_heads} is not supported with latent attention, in which each of the "
+            f"{heads} heads has its own keys and values",
             "remove model.kv_heads",
         )
     if config.rope_head_dim % 2:
         raise JobError(
-            f"model.hidden = {hidden} and model.heads = {heads} give heads of odd width "
-            f"{config.head_dim}, but rotary positions turn pairs",
+            f"model.hidden = {hidden} and model.heads = {heads} give the odd head dimension "
+            f"{config.head_dim}, but rotary position embedding needs an even one",
             f"use a multiple of {2 * heads} for model.hidden",
         )
     if config.vocabulary is None:
-        raise JobError("the vocabulary is unknown", "set model.vocabulary, or give data with a tokenizer")
+        raise JobError("the vocabulary is unknown", "set model.vocabulary, or use data with a tokenizer")
     if tokenizer_vocabulary_size is not None and config.vocabulary < tokenizer_vocabulary_size:
         raise JobError(
             f"the model's vocabulary of {config.vocabulary} is smaller than the tokenizer's "
@@ -266,9 +275,9 @@ def _reconcile_with_data(key: str, explicit_value: int | None, data_value: int |
     if explicit_value is not None and data_value is not None and explicit_value != data_value:
         raise JobError(
             f"model.{key} = {explicit_value}, but the data has {data_value}",
-            f"drop model.{key} to use the data's",
+            f"remove model.{key} to use the value of the data",
         )
     known = explicit_value if explicit_value is not None else data_value
     if known is None:
-        raise JobError(f"the images' {key} is unknown", f"set model.{key}, or give data")
+        raise JobError(f"model.{key} of the images is unknown", f"set model.{key}, or use data")
     return known

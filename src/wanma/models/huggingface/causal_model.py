@@ -59,8 +59,9 @@ def build_transformers_config(
     """
     if settings_from_file["model_type"] not in CONFIG_MAPPING:
         raise JobError(
-            f"model.huggingface: transformers does not know model_type {settings_from_file['model_type']!r}",
-            "is it of a newer family? pip install --upgrade transformers",
+            f"model.huggingface: model_type {settings_from_file['model_type']!r} is not supported by the "
+            "installed transformers",
+            "update transformers if the model is newer: pip install --upgrade transformers",
         )
     try:
         # A type may be an alias: without it, the config has the name of its family.
@@ -68,8 +69,8 @@ def build_transformers_config(
         config: PreTrainedConfig = CONFIG_MAPPING[settings_from_file["model_type"]].from_dict(settings)
     except Exception as error:  # whatever a config's own validation raises
         raise JobError(
-            f"model.huggingface: transformers cannot use the config: {error}",
-            "mend the file, or replace the key in model.arguments",
+            f"model.huggingface: transformers rejects the config: {error}",
+            "correct the file, or override the key in model.arguments",
         ) from error
     validate_config(config, vocabulary_size, sequence_length)
     return config
@@ -148,7 +149,7 @@ class CausalTransformersModel(TransformersStateDictAdapter):
         """
         if self.probe_result.split_obstacle is not None:
             raise JobError(
-                f"parallel.pp: {type(self).__name__} cannot be cut into stages: "
+                f"parallel.pp: {type(self).__name__} cannot be split into pipeline stages: "
                 f"{self.probe_result.split_obstacle}",
                 "set parallel.pp = 1",
             )
@@ -201,7 +202,7 @@ class CausalTransformersModel(TransformersStateDictAdapter):
         held = dict(self.named_parameters(remove_duplicate=False))
         for kept, other in self.parallel_spec.tied_parameters:
             if kept in held and other in held and held[kept] is not held[other]:
-                raise RuntimeError(f"{kept} and {other} have come apart and would be trained as two")
+                raise RuntimeError(f"{kept} and {other} are tied, but are no longer one parameter")
 
 
 def _build_adapted_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -225,18 +226,19 @@ def _build_error(config: PreTrainedConfig, error: Exception) -> JobError:
     kind, line = config.model_type, str(error).strip().partition("\n")[0][:200]
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return JobError(
-            f"model.huggingface: {kind} is no causal language model of transformers",
-            "name the config of a causal language model",
+            f"model.huggingface: {kind} is not a causal language model of transformers",
+            "use the config of a causal language model",
         )
     if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
         return JobError(
-            f"model.huggingface: {kind} cannot be used: its attention cannot be replaced (transformers' "
-            "attention interface)",
-            "give the model as model.factory, which works with data-parallel axes",
+            f"model.huggingface: {kind} is not supported: it does not use the attention interface of "
+            "transformers",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
     return JobError(
-        f"model.huggingface: transformers make no {kind} of the config: {type(error).__name__}: {line}",
-        "mend the file, or replace the key in model.arguments; or give the model as model.factory",
+        f"model.huggingface: transformers cannot build {kind} from the config: {type(error).__name__}: "
+        f"{line}",
+        "correct the file, or override the key in model.arguments, or pass the model as model.factory",
     )
 
 
@@ -251,8 +253,8 @@ def _initialize_by_transformers(
         _innermost_model(model, name.rpartition(".")[0])._init_weights(alike)
     if bool(tensor.isnan().any()):
         raise WanmaError(
-            f"transformers does not say how parameter {name} of {type(model).__name__} begins",
-            "start from published weights: checkpoint.start_from",
+            f"transformers does not initialize parameter {name} of {type(model).__name__}",
+            "start from pretrained weights: set checkpoint.start_from",
         )
 
 
@@ -271,8 +273,8 @@ def _compute_buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Ma
     for name, value in made[0].items():
         if not torch.equal(value, made[1][name]):
             raise WanmaError(
-                f"transformers does not say how buffer {path}.{name} of {type(model).__name__} begins",
-                "build the model yourself (model.factory): it is then made whole, on the CPU",
+                f"transformers does not initialize buffer {path}.{name} of {type(model).__name__}",
+                "pass the model as model.factory: it is then built on the CPU with its own initial values",
             )
     return made[0]
 

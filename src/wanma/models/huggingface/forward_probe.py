@@ -97,7 +97,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
                 module.eval()
         draws, order = _RandomDrawProbe(), _CallOrderProbe(model, blocks)
         if by_tokens:
-            order.split_obstacle = "it looks tokens up in more than its embedding"
+            order.split_obstacle = "it looks up tokens in more modules than its embedding"
         with _replaced_attention(model, draws.attend), order.record_calls(), draws, given:
             positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
             try:
@@ -110,9 +110,9 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     except Exception as error:  # whatever a family's forward raises
         line = str(error).strip().partition("\n")[0][:200]
         raise JobError(
-            f"model.huggingface: {type(model).__name__} cannot be run without data: "
+            f"model.huggingface: the shape analysis of {type(model).__name__} (forward without data) failed: "
             f"{type(error).__name__}: {line}",
-            "give the model as model.factory, which works with data-parallel axes",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         ) from error
     finally:
         for mixture in mixtures:
@@ -239,11 +239,11 @@ class _MaskProbe:
             )  # `attend` rejects a mask of its own
         if visible.sees_later_tokens:
             self.is_causal = False
-            self.difference = f"{type(module).__name__} sees later tokens"
+            self.difference = f"{type(module).__name__} attends to later tokens"
         if visible.window is not None:
             self.attention_window = min(visible.window, self.attention_window or visible.window)
             self.difference = self.difference or (
-                f"{type(module).__name__} sees {visible.window} tokens of {self._length}"
+                f"{type(module).__name__} attends to {visible.window} of {self._length} tokens"
             )
         keywords.pop("is_causal", None)
         return attention_forward(module, query, key, value, mask, **keywords)
@@ -335,14 +335,14 @@ class _CallOrderProbe:
         count = len(list(self.model.get_submodule(self.blocks).children()))
         if self._finished_blocks != count:
             self._set_obstacle(
-                f"{self._finished_blocks} of its {count} blocks are called, each once and in their order"
+                f"only {self._finished_blocks} of its {count} blocks are called once and in order"
             )
         elif _depends_on(logits, [embedded, *self._block_outputs[:-1]]):
-            self._set_obstacle("what comes after its blocks takes more than the last one's output")
+            self._set_obstacle("the modules after its blocks use more than the output of the last block")
         uncalled = [path for path, _ in self._outer_modules() if path not in self._called]
         if uncalled:
             self._set_obstacle(
-                f"its parameters of {uncalled[0] or 'the model itself'} are used outside of a module"
+                f"its parameters of {uncalled[0] or 'the model itself'} are used outside their module"
             )
 
     def _set_obstacle(self, reason: str) -> None:
@@ -357,7 +357,9 @@ class _CallOrderProbe:
         def note(module: nn.Module, arguments: Any) -> None:  # noqa: ARG001  # a hook's
             self._called.add(path)
             if self.blocks.startswith(f"{path}." if path else ""):
-                self._set_obstacle(f"{path or 'the model itself'} has parameters beside its blocks")
+                self._set_obstacle(
+                    f"{path or 'the model itself'} has parameters in the container of its blocks"
+                )
                 return
             count = len(list(self.model.get_submodule(self.blocks).children()))
             if self._finished_blocks == 0:
@@ -365,7 +367,7 @@ class _CallOrderProbe:
                 is_table = isinstance(module, nn.Embedding)
                 if not is_table and any(p.ndim > 1 for p in module.parameters(recurse=False)):
                     # Later stages run it on their inputs, whose width is that of the blocks.
-                    self._set_obstacle(f"{path} changes the width of embeddings before its blocks")
+                    self._set_obstacle(f"{path} changes the hidden size before its blocks")
             elif self._finished_blocks == count:
                 self.last_stage_modules.append(path)
             else:
@@ -377,14 +379,14 @@ class _CallOrderProbe:
         def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             hidden, others = _split_block_inputs(module, arguments, keywords)
             if block_index != self._finished_blocks:
-                self._set_obstacle(f"block {block_index} is not called once and in its order")
+                self._set_obstacle(f"block {block_index} is not called exactly once and in order")
             elif self._passed_tensor is not None and hidden is not self._passed_tensor:
                 self._set_obstacle(
-                    f"something is computed between block {block_index - 1} and block {block_index}"
+                    f"its model computes between block {block_index - 1} and block {block_index}"
                 )
             elif any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(others)):
                 self._set_obstacle(
-                    f"block {block_index} takes more of what comes before it than hidden states"
+                    f"block {block_index} uses more than hidden states of the modules before the blocks"
                 )
 
         return note
@@ -395,11 +397,11 @@ class _CallOrderProbe:
             hidden = output[0] if is_tuple else output
             given, _ = _split_block_inputs(module, arguments, keywords)
             if not isinstance(hidden, Tensor) or given is None or hidden.shape != given.shape:
-                self._set_obstacle(f"block {block_index} does not return hidden states alone")
+                self._set_obstacle(f"block {block_index} returns more than hidden states")
                 self._finished_blocks += 1
                 return None
             if _depends_on(hidden, self._block_outputs[:-1]):
-                self._set_obstacle(f"block {block_index} takes more of earlier blocks than hidden states")
+                self._set_obstacle(f"block {block_index} uses more than hidden states of earlier blocks")
             self.block_output_count = len(output) if is_tuple else None
             self._block_outputs.append(hidden.detach().requires_grad_())
             self._passed_tensor = self._block_outputs[

@@ -95,9 +95,9 @@ def attention_forward(
     """
     if MASK_KEYWORD not in keywords:
         raise JobError(
-            f"model.huggingface: {type(module).__name__} was not handed the mask: its model passes no "
-            "keyword arguments on",
-            "give the model as model.factory, which works with data-parallel axes",
+            f"model.huggingface: {type(module).__name__} receives no attention mask: its model does not "
+            "forward keyword arguments",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
     mask = keywords.pop(MASK_KEYWORD)
     wants = sorted(
@@ -106,9 +106,9 @@ def attention_forward(
     if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
         wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
         raise JobError(
-            f"model.huggingface: {type(module).__name__} wants what would be ignored of its attention: "
-            f"{', '.join(wants) or 'later tokens'}",
-            "give the model as model.factory, which works with data-parallel axes",
+            f"model.huggingface: {type(module).__name__} uses unsupported attention options: "
+            f"{', '.join(wants) or 'non-causal mask'}",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
     core = cast(DotProductAttention, module.core)
     attended = core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, scaling)

@@ -53,16 +53,16 @@ def require_same_training(
         tried = solves({"is_decoder": True}) if getattr(config, "is_decoder", None) is False else None
         more = ""
         if tried is not None and tried.is_causal:
-            more = "; to train this one as a decoder, set model.arguments = {is_decoder = true}"
+            more = ", or train this one as a decoder with model.arguments = {is_decoder = true}"
         raise JobError(
-            f"model.huggingface: {kind} is no causal language model as its config has it: "
+            f"model.huggingface: {kind} is not a causal language model with its config: "
             f"{findings.mask_difference}",
-            f"name the config of a causal language model{more}",
+            f"use the config of a causal language model{more}",
         )
     if findings.max_sequence_length is not None:
         raise JobError(
-            f"data.sequence_length = {sequence_length}, but {kind} has learned "
-            f"{findings.max_sequence_length} positions",
+            f"data.sequence_length = {sequence_length}, but {kind} has position embeddings for only "
+            f"{findings.max_sequence_length} tokens",
             f"set data.sequence_length to at most {findings.max_sequence_length}",
         )
     if findings.attention_window is not None:
@@ -73,8 +73,8 @@ def require_same_training(
         window = getattr(config, "sliding_window", None)
         told = f"its config has sliding_window = {window}" if window else findings.mask_difference
         raise JobError(
-            f"model.huggingface: {told}, but wanma's attention sees all of the data's {sequence_length} "
-            "tokens",
+            f"model.huggingface: {told}, but wanma's attention covers the whole sequence of "
+            f"{sequence_length} tokens",
             f"set data.sequence_length to at most {findings.attention_window}{more}",
         )
     if findings.random_draw is not None:
@@ -104,9 +104,8 @@ def _reject_random_draws(
     tried = solves(off)
     if tried is None or tried.random_draw is not None:
         raise JobError(
-            f"model.huggingface: {kind} draws random numbers in training ({draws}), which would depend on "
-            "the rank",
-            "give the model as model.factory",
+            f"model.huggingface: {kind} draws random numbers in training ({draws}) that depend on the rank",
+            "pass the model as model.factory",
         )
     for key in settings:
         without = {other: value for other, value in off.items() if other != key}
@@ -116,7 +115,8 @@ def _reject_random_draws(
     told = ", ".join(f"{key} = {settings[key]!r}" for key in off)
     remedy = ", ".join(f"{key} = 0.0" for key in off)
     raise JobError(
-        f"model.huggingface: its config has {told}: {kind} would draw by the rank's own generator ({draws})",
+        f"model.huggingface: its config has {told}, with which {kind} draws random numbers that depend on "
+        f"the rank ({draws})",
         f"set model.arguments = {{{remedy}}}",
     )
 

@@ -37,38 +37,38 @@ def validate_config(
     if lacks := [key for key in needed if not isinstance(getattr(config, key, None), int)]:
         raise JobError(
             f"model.huggingface: a config of {config.model_type} has no {lacks[0]}",
-            "name the config of a causal language model alone, without an encoder or images",
+            "use the config of the causal language model alone, without an encoder or images",
         )
     settings = config.to_dict()
     if settings.get("is_encoder_decoder"):
         raise JobError(
-            f"model.huggingface: {config.model_type} is an encoder with a decoder (is_encoder_decoder), "
-            "and no causal language model alone",
-            "name the config of a causal language model",
+            f"model.huggingface: {config.model_type} is an encoder-decoder (is_encoder_decoder), not a "
+            "causal language model",
+            "use the config of a causal language model",
         )
     if settings.get("router_jitter_noise"):
         _reject_key(
             "router_jitter_noise",
             settings["router_jitter_noise"],
-            "it draws by rank",
+            "its random numbers depend on the rank",
             "router_jitter_noise = 0.0",
         )
     if settings.get("output_router_logits"):
         _reject_key(
             "output_router_logits",
             True,
-            "the balancing loss that it stands for couples the samples of a micro-batch, and is not computed",
+            "its balancing loss couples the samples of a micro-batch and is not supported",
             "output_router_logits = false",
         )
     for key in ("add_cross_attention", "reorder_and_upcast_attn"):
         if settings.get(key):
-            _reject_key(key, True, "wanma trains decoders with its own attention", f"{key} = false")
+            _reject_key(key, True, "wanma replaces the attention of decoders by its own", f"{key} = false")
     kinds = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
     if kinds:
         raise JobError(
             f"model.huggingface: its config has layers of {', '.join(sorted(kinds))} (layer_types), but "
-            "wanma's attention sees the whole sequence",
-            "give the model as model.factory, which works with data-parallel axes",
+            "wanma's attention covers the whole sequence",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
     _validate_positions(config, sequence_length)
     if vocabulary_size is not None and config.vocab_size < vocabulary_size:
@@ -94,21 +94,21 @@ def validate_model(model: PreTrainedModel) -> None:
     kind = type(model).__name__
     lacks = None
     if not model._supports_attention_backend:
-        lacks = "its attention cannot be replaced (transformers' attention interface)"
+        lacks = "it does not use the attention interface of transformers"
     elif find_block_list(model) is None:
         lacks = "it has no list of equal blocks"
     elif model.get_input_embeddings() is None or model.get_output_embeddings() is None:
-        lacks = "its embedding or its head is not known"
+        lacks = "its embedding or its output layer is not found"
     elif not any(True for _ in find_attention_modules(model)):
-        lacks = "its attention is not found"
+        lacks = "its attention modules are not found"
     elif any(_has_stacked_experts(module) for module in model.modules()) and not (
         model.config.model_type in TESTED_FAMILIES and model.config.hidden_act == "silu"
     ):
         lacks = "its routed experts are not those of Mixtral or Qwen3-MoE"
     if lacks:
         raise JobError(
-            f"model.huggingface: {kind} cannot be used: {lacks}",
-            "give the model as model.factory, which works with data-parallel axes",
+            f"model.huggingface: {kind} is not supported: {lacks}",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         )
 
 
@@ -122,8 +122,9 @@ def _validate_positions(config: PreTrainedConfig, sequence_length: int | None) -
         longest = max_position_embeddings(config)
         if longest is not None and sequence_length is not None and sequence_length > longest:
             raise JobError(
-                f"data.sequence_length = {sequence_length}, but the model has learned {longest} positions",
-                f"use at most {longest}",
+                f"data.sequence_length = {sequence_length}, but the model has position embeddings for only "
+                f"{longest} tokens",
+                f"set data.sequence_length to at most {longest}",
             )
         return
     # One set of parameters, or one for each kind of layer.
@@ -133,8 +134,9 @@ def _validate_positions(config: PreTrainedConfig, sequence_length: int | None) -
             _reject_key(
                 "rope_parameters",
                 kind,
-                "its angles follow the longest position of a batch, which differs between ranks",
-                'rope_parameters = {rope_type = "linear", ...}, or another fixed kind',
+                "its rotary frequencies depend on the longest sequence of a batch, which differs between "
+                "ranks",
+                'rope_parameters = {rope_type = "linear", ...}, or another type with fixed frequencies',
             )
 
 
@@ -145,7 +147,7 @@ def _reject_per_layer_value(config: PreTrainedConfig, key: str) -> None:
     except RuntimeError as error:
         raise JobError(
             f"model.huggingface: layers of {config.model_type} differ in {key} (per_layer_config)",
-            "give the model as model.factory, which works with data-parallel axes",
+            "pass the model as model.factory: it supports data parallelism (dp_replicate, dp_shard)",
         ) from error
 
 

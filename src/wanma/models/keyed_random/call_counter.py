@@ -74,10 +74,10 @@ class CallCounter:
         elif self.has_forward_ended:
             if self._counts[name] != 1:
                 raise WanmaError(
-                    f"'{name}' draws random numbers {self._counts[name]} times in a forward, and backward "
-                    "runs a part of it again without saying which",
-                    "leave preserve_rng_state of torch.utils.checkpoint on, and run the same operations in "
-                    "both runs",
+                    f"'{name}' draws random numbers {self._counts[name]} times in a forward, and recompute "
+                    "repeats an unknown part of them",
+                    "keep preserve_rng_state=True of torch.utils.checkpoint, and run the same operations in "
+                    "both forwards",
                 )
             return 0
         else:

@@ -79,14 +79,15 @@ class KeyedDropout(SampleDependentModule):
             return x
         if self.row_keys is None:
             raise WanmaError(
-                f"dropout '{self.layer_name}' does not know its samples",
-                "run the forward inside bind_samples(model, seed, sample_indices); where backward runs it "
-                "again, give torch.utils.checkpoint the context_fn of recompute_context_fn(model)",
+                f"dropout '{self.layer_name}': no sample context is bound",
+                "run the forward inside bind_samples(model, seed, sample_indices); for recompute, pass "
+                "context_fn=recompute_context_fn(model) to torch.utils.checkpoint",
             )
         if self.row_keys.shape[0] != x.shape[0]:
             raise WanmaError(
-                f"dropout '{self.layer_name}' sees {x.shape[0]} rows of {self.row_keys.shape[0]} samples",
-                "keep dim 0 of every activation the batch",
+                f"dropout '{self.layer_name}' receives {x.shape[0]} rows for {self.row_keys.shape[0]} "
+                "samples",
+                "keep the batch in dim 0 of every activation",
             )
         drop = round(self.p * PROBABILITY_LEVELS)
         if drop == PROBABILITY_LEVELS:

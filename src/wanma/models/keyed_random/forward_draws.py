@@ -158,16 +158,19 @@ class KeyedForward:
 
     def _unkeyed_draw_error(self) -> WanmaError:
         if self._mode is not None:
-            why, remedy = "a compiled function draws", "draw outside of what torch.compile compiles"
+            why, remedy = (
+                "they are drawn in a compiled function",
+                "draw outside functions that torch.compile compiles",
+            )
         elif self._draws.sees_operators:
-            why = "it is the first forward that draws"
-            remedy = "draw in the first forward too (multiply by 0 what is not to count yet)"
+            why = "earlier forwards drew none"
+            remedy = "draw in the first forward too (multiply the result by 0 if it is not needed)"
         else:
             why, remedy = "parallel.compile = true hides them", "set parallel.compile = false"
         return WanmaError(
-            "the forward draws random numbers that wanma cannot key by sample, so that other ranks and "
-            f"micro-batches would draw others, and train another model: {why}",
-            f"{remedy}, or draw by nn.Dropout modules only",
+            "the forward draws random numbers that depend on rank and micro-batch, because wanma cannot key "
+            f"them by sample: {why}",
+            f"{remedy}, or use random numbers only in nn.Dropout modules",
         )
 
 

@@ -94,7 +94,7 @@ class KeyedDrawMode(TorchDispatchMode):
             if generator.initial_seed() in self._drawn_seeds:
                 return func(*args, **kwargs)
             raise self._unkeyable_error(
-                func, "from a generator of its own, whose state depends on the layout"
+                func, "from a separate generator with a state that depends on the layout"
             )
         if self._call_counter.is_reseeded:
             return self._accept_own_seed(func, func(*args, **kwargs))
@@ -161,7 +161,7 @@ class KeyedDrawMode(TorchDispatchMode):
         elif shape.numel() == 1 and shape and call not in self._single_draw_kinds:
             raise self._unkeyable_error(
                 func,
-                "of which a micro-batch of one row does not say if they are of the sample or of the step",
+                "that can be per sample or per step, which a micro-batch of one row leaves open",
             )
         if shape.numel() == 1 and self._single_draw_kinds.get(call, "step") == "step":
             if self._per_step_obstacle is not None:
@@ -180,9 +180,7 @@ class KeyedDrawMode(TorchDispatchMode):
         """Return a draw from the forward's own seed: the same everywhere, unless rows hold parts of it."""
         rows = len(self._sample_indices)
         if isinstance(result, Tensor) and result.ndim and result.shape[0] == rows > 1:
-            raise self._unkeyable_error(
-                func, "from a seed of its own, of which each sample gets those of its row"
-            )
+            raise self._unkeyable_error(func, "from a fixed seed, which depend on the row of a sample")
         return result
 
     def _has_samples_in_dim_1(self, shape: torch.Size) -> bool:
@@ -197,10 +195,10 @@ class KeyedDrawMode(TorchDispatchMode):
         return WanmaError(
             f"the forward draws random numbers {why} ({func}"
             + (f"; {line})" if line else ")")
-            + ": other ranks and micro-batches would draw others, and train another model",
-            "draw one row per sample (dim 0 the batch) or one number per step (shape ()), and all else from "
-            "torch.Generator(device).manual_seed(int(torch.randint(2**62, ()))), which is alike everywhere; "
-            "what training does not use may be drawn after session.step",
+            + ": they depend on rank and micro-batch",
+            "draw one row per sample (batch in dim 0) or one number per step (shape ()); draw all others "
+            "from torch.Generator(device).manual_seed(int(torch.randint(2**62, ()))), which is equal on all "
+            "ranks; draw numbers that training does not use after session.step",
         )
 
 

@@ -91,8 +91,9 @@ class GroupedBatchNorm(_BatchNorm):
             return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
         if x.shape[0] % self.group_size:
             raise WanmaError(
-                f"batch normalisation over groups of {self.group_size} samples cannot take {x.shape[0]} rows",
-                "make every rank's micro-batch a multiple of model.batch_norm_group "
+                f"batch normalization over groups of {self.group_size} samples is not possible with "
+                f"{x.shape[0]} rows",
+                "make the micro-batch of every rank a multiple of model.batch_norm_group "
                 "(parallel.micro_batch, train.global_batch), or change model.batch_norm_group",
             )
         normalized, means, variances = [], [], []
@@ -213,7 +214,7 @@ def convert_batch_norm(model: nn.Module, group_size: int) -> nn.Module:
         if not module.track_running_stats or isinstance(module, nn.modules.lazy.LazyModuleMixin):
             raise WanmaError(
                 f"cannot convert {type(module).__name__} '{name}': it has no running statistics",
-                "use track_running_stats=True and a given number of features",
+                "set track_running_stats=True and the number of features",
             )
         if _calls_torch_forward(type(module)):
             module.__class__ = _grouped_class(type(module))  # type: ignore[arg-type]  # a class is hashable

@@ -107,9 +107,9 @@ def _apply_to_linear(path: str, layer: nn.Linear, section: ModelSection) -> None
     rank, smallest = section.lora_rank, min(layer.in_features, layer.out_features)
     if rank >= smallest:
         raise JobError(
-            f"model.lora_rank = {rank} is not below the dims of {path}, "
-            f"{layer.in_features} × {layer.out_features}: the adapter would be no smaller than the layer",
-            f"use a rank below {smallest}, or other model.lora_targets",
+            f"model.lora_rank = {rank} is not smaller than the dimensions of {path}, {layer.in_features} × "
+            f"{layer.out_features}",
+            f"set model.lora_rank below {smallest}, or choose other model.lora_targets",
         )
     kind = type(layer)
     layer.__class__ = type(f"Adapted{kind.__name__}", (LoRALinear, kind), {})
@@ -154,10 +154,10 @@ def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) 
         f"model.lora_targets = '{useless[0]}'" if useless else f"model.lora_targets = {default} (the default)"
     )
     raise JobError(
-        f"{told} matches no linear layer.{did_you_mean(useless[0], layers) if useless else ''}",
-        f"linear layers are named like {', '.join(_example_paths(layers))}"
+        f"{told} does not match any linear layer.{did_you_mean(useless[0], layers) if useless else ''}",
+        f"use names of linear layers such as {', '.join(_example_paths(layers))}"
         if layers
-        else "this model has none",
+        else "remove model.lora_rank: the model has no linear layers",
     )
 
 

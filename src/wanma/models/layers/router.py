@@ -187,8 +187,8 @@ class TopKRouter(SampleDependentModule):
             return counts
         if self._row_mask.shape[0] != rows:
             raise WanmaError(
-                f"a router sees {rows} rows of {self._row_mask.shape[0]} samples",
-                "keep dim 0 of every activation the batch",
+                f"a router receives {rows} rows for {self._row_mask.shape[0]} samples",
+                "keep the batch in dim 0 of every activation",
             )
         return counts * self._row_mask.unsqueeze(1)
 
@@ -212,8 +212,8 @@ class TopKRouter(SampleDependentModule):
         group = self.config.balance_group
         if rows.shape[0] % group:
             raise WanmaError(
-                f"experts that are balanced over groups of {group} samples cannot take {rows.shape[0]} rows",
-                "make every rank's micro-batch a multiple of model.balance_group "
+                f"expert balancing over groups of {group} samples is not possible with {rows.shape[0]} rows",
+                "make the micro-batch of every rank a multiple of model.balance_group "
                 "(parallel.micro_batch, train.global_batch), or change model.balance_group",
             )
         grouped: Tensor = rows.unflatten(0, (-1, group))

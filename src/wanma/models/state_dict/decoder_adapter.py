@@ -47,7 +47,10 @@ class DecoderStateDictAdapter:
         theirs = decoder_config_from_huggingface(config)
         if theirs is None:
             kind = config["model_type"]
-            return [f"its config.json (model_type {kind!r}) computes otherwise than a decoder of ours"]
+            return [
+                f"its config.json (model_type {kind!r}) describes an architecture that differs from wanma's "
+                "decoder"
+            ]
         ours, published = _architecture_fields(self.config), _architecture_fields(theirs)
         differences = [
             f"{key}: {ours[key]} here, {published[key]} in its config.json"
@@ -57,7 +60,9 @@ class DecoderStateDictAdapter:
         if config.get("sliding_window") and config.get(
             "use_sliding_window", "qwen" not in config["model_type"]
         ):
-            differences.append("attention sees the whole sequence here, a sliding_window in its config.json")
+            differences.append(
+                "attention covers the whole sequence here, a sliding_window in its config.json"
+            )
         return differences
 
     def export_config(self, sequence_length: int) -> dict[str, Any]:
@@ -121,9 +126,9 @@ def _family(config: DecoderConfig) -> str:
     found = kinds.get((config.attention_bias, config.qk_norm, config.experts > 0))
     if not is_plain or found is None:
         raise WanmaError(
-            "no published family that wanma knows has this decoder's architecture "
-            f"(known: {', '.join(_ARCHITECTURE_CLASSES)})",
-            "its weights are in wanma's own checkpoints",
+            "no supported Hugging Face family has the architecture of this decoder (supported: {', "
+            "'.join(_ARCHITECTURE_CLASSES)})",
+            "use the weights in wanma's own checkpoints",
         )
     return found
 

@@ -66,8 +66,8 @@ def draw_initial_shard(
     """
     if not hasattr(model, "initialize_parameter"):
         raise WanmaError(
-            f"{type(model).__name__} does not say how parameter {name} begins",
-            "give it initialize_parameter(name, tensor, generator), or let its constructor initialise it",
+            f"{type(model).__name__} does not initialize parameter {name}",
+            "add a method initialize_parameter(name, tensor, generator), or initialize it in the constructor",
         )
     draw = cast(ParameterInitializer, model).initialize_parameter
     part = torch.empty(tuple(box_shape), dtype=dtype, device="cpu")

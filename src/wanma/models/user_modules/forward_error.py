@@ -55,8 +55,8 @@ def forward_error(
     given += [f"{name}={describe_value(value)}" for name, value in keywords.items()]
     return ForwardError(
         "\n".join(lines),
-        f"{type(model).__name__} was called with {', '.join(given) or 'nothing'}; mend the model or the "
-        "samples. The rank's log has the whole traceback",
+        f"{type(model).__name__} was called with {', '.join(given) or 'nothing'}; correct the model or the "
+        "samples. The full traceback is in the log of the rank",
     )
 
 

@@ -58,7 +58,7 @@ def find_label_task(model: nn.Module) -> LabelTask | None:
     kind = _class_with_forward(own)
     name = kind.__name__
     if not kind.__module__.startswith("transformers."):
-        raise _unknown_loss_error(name, f"{name} has a forward of its own")
+        raise _unknown_loss_error(name, f"{name} has a custom forward")
     config: Any = own.config
     parts = (config, getattr(config, "text_config", None))
     if any(getattr(part, "output_router_logits", False) for part in parts):
@@ -67,7 +67,7 @@ def find_label_task(model: nn.Module) -> LabelTask | None:
         )
     task = _determine_task(own, kind)
     if task is None:
-        raise _unknown_loss_error(name, f"{name} computes a loss that wanma does not know")
+        raise _unknown_loss_error(name, f"{name} computes a loss that is not supported")
     return task
 
 
@@ -88,8 +88,9 @@ def unwrap_peft_model(model: nn.Module) -> nn.Module:
         return model
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         raise JobError(
-            f"{type(model).__name__} learns virtual tokens, for which the labels have no places",
-            "give a loss of your own: loss= of wanma.train, model.loss of a job",
+            f"{type(model).__name__} adds virtual tokens (prompt learning), but the labels cover only the "
+            "tokens of the data",
+            "pass a loss function: loss= of wanma.train, model.loss of a job",
         )
     base: nn.Module = model.get_base_model()
     return base
@@ -134,7 +135,7 @@ def _class_with_forward(model: nn.Module) -> type:
 
 def _unknown_loss_error(name: str, why: str) -> JobError:
     return JobError(
-        f"the labels of a dataset mean what {name}'s own loss makes of them, and {why}",
-        "give the loss: loss= of wanma.train, model.loss of a job, a function (output, targets) -> one loss "
-        "per target; the output is what the model returns without labels",
+        f"the meaning of the labels follows from the loss inside {name}, which wanma cannot use: {why}",
+        "pass a loss function (loss= of wanma.train, model.loss of a job): (output, targets) -> one loss per "
+        "target, with the output of the model without labels",
     )

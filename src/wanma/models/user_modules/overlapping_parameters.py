@@ -26,9 +26,10 @@ def reject_overlapping_parameters(model: nn.Module) -> None:
             is_trained = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
             if is_trained and _overlap(first, second):
                 raise JobError(
-                    f"{type(model).__name__}: {one} and {other} lie in the same memory, but are two tensors; "
-                    "each would be kept, and changed, by itself",
-                    "let both modules name one nn.Parameter (b.weight = a.weight, no .data), or clone one",
+                    f"{type(model).__name__}: {one} and {other} share memory, but are two parameters, which "
+                    "training would update separately",
+                    "assign one nn.Parameter to both modules (b.weight = a.weight, without .data), or clone "
+                    "one of them",
                 )
 
 

@@ -21,22 +21,23 @@ def validate_module(model: object) -> None:
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise JobError(
-            f"the model is the class {model.__name__}, and wanma trains a module that has been made",
-            f"give {model.__name__}(...), or name it as model.factory with model.arguments",
+            f"the model is the class {model.__name__}, but an instance is needed",
+            f"pass {model.__name__}(...), or name the class in model.factory with its model.arguments",
         )
     if not isinstance(model, nn.Module):
         raise JobError(
             f"the model is a {type(model).__name__}, not an nn.Module",
-            "give a module; a function that makes one goes by its name into model.factory",
+            "pass a module, or name a function that returns one in model.factory",
         )
     name = type(model).__name__
     if next(model.parameters(), None) is None:
-        raise JobError(f"{name} has no parameters: there is nothing to train", "give a model with parameters")
+        raise JobError(f"{name} has no parameters to train", "pass a model with parameters")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(
                 f"{name}: {path or 'the model'} is compiled by TorchScript, which holds its own parameters",
-                "give the plain module; parallel.compile = true compiles blocks with torch.compile",
+                "pass the uncompiled module, and set parallel.compile = true to compile its blocks with "
+                "torch.compile",
             )
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for parameter, tensor in own:
@@ -44,11 +45,11 @@ def validate_module(model: object) -> None:
             if is_lazy(tensor):
                 raise JobError(
                     f"{name}: {full_name} has no shape before the first forward ({type(module).__name__})",
-                    "run the model once on a sample before it is given to wanma, or name its sizes",
+                    "run the model once on a sample before you pass it to wanma, or give its sizes",
                 )
             if tensor.is_complex() and isinstance(tensor, nn.Parameter):
                 raise JobError(
-                    f"{name}: {full_name} is complex, and wanma sums and updates real numbers",
-                    "keep it as nn.Parameter(torch.view_as_real(weight)), and compute with "
+                    f"{name}: {full_name} is complex, but wanma supports only real parameters",
+                    "store it as nn.Parameter(torch.view_as_real(weight)), and compute with "
                     "torch.view_as_complex(self.weight)",
                 )

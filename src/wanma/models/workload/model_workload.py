@@ -128,7 +128,7 @@ def compute_decoder_workload(config: DecoderConfig, sequence_length: int, causal
         causal: if True, count only the scores of earlier tokens.
     """
     if config.vocabulary is None:
-        raise ValueError("a workload needs dimensions with a vocabulary")
+        raise ValueError("the workload of a decoder needs a vocabulary")
     hidden = config.hidden
     table = config.vocabulary * hidden
     scores = sequence_length * sequence_length * (0.5 if causal else 1.0)

@@ -64,9 +64,9 @@ def trace_workload(
         raise
     except Exception as error:  # whatever its code raises
         raise WanmaError(
-            f"cannot measure {name} without running it: {type(error).__name__}: {error}",
-            "its forward must take the example inputs, in any number of samples (dim 0), and must not depend "
-            "on the values of tensors; without a measurement a plan has no forecast",
+            f"cannot trace {name} on fake tensors: {type(error).__name__}: {error}",
+            "write a forward that accepts the example inputs with any number of samples (dim 0) and does not "
+            "depend on values of tensors; otherwise plans have no forecast",
         ) from error
     lines = tuple(_merge_equal_modules(run.module_costs(), name))
     numbers = sum(math.prod(tensor.shape[1:]) for tensor in example_inputs if tensor.is_floating_point())

@@ -56,8 +56,8 @@ class SampleScaling:
         growing = sum(map(self.scales_with_samples, sizes))
         if growing > 1:
             raise WanmaError(
-                f"a tensor of {tuple(tensor.shape)} grows with the square of the samples",
-                "a plan sizes micro-batches freely, so samples must not be compared with each other",
+                f"a tensor of shape {tuple(tensor.shape)} grows with the square of the number of samples",
+                "do not compare samples with each other: the planner varies the micro-batch size",
             )
         elements = math.prod(sizes) * tensor.element_size() / self.element_bytes
         return (elements / self.samples, 0.0) if growing else (0.0, elements)
