@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "sharding with nobody": (
         ("text.toml", "parallel.shard=optimizer"),
-        ("parallel.shard = 'optimizer' has nobody to share with", "set parallel.dp_shard"),
+        ("parallel.shard = 'optimizer' needs more than one shard rank", "set parallel.dp_shard"),
     ),
     "statistics group that does not divide": (
         ("images.toml", "train.global_batch=20"),
