@@ -82,7 +82,7 @@ def test_a_module_is_planned_for_by_an_example_of_its_inputs() -> None:
     parameters = 4096 * 4096 + 4096 + 4096 * 10 + 10
     assert forecast.optimizer_bytes * plan.shard_group_size == pytest.approx(8 * parameters, rel=0.02)
     assert forecast.step is not None
-    with pytest.raises(JobError, match=r"wanma\.plan of a Sequential needs to know what goes into"):
+    with pytest.raises(JobError, match=r"wanma\.plan of a Sequential needs example inputs"):
         wanma.plan(module, LINE)
 
 
@@ -116,9 +116,9 @@ def test_plans_that_wanma_does_not_run_say_so() -> None:
         ({"model": {"preset": "gpt-10n"}}, LINE, {}, r"Did you mean 'gpt-10m'\?"),
         (42, LINE, {}, "a job cannot be made from int"),
         ({"model": {"factory": "os:getcwd"}}, LINE, {}, r"wanma\.plan\(module, cluster, example="),
-        (JOB, LINE, {"keep": 0}, "keep=0: wanma.plan returns at least one plan"),
+        (JOB, LINE, {"keep": 0}, "keep=0: must be at least 1"),
         (JOB, LINE, {"overrides": ["train.steps=0"]}, r"overrides of wanma\.plan: train\.steps = 0: must be"),
-        (JOB, LINE, {"example": ()}, "example= describes the inputs of a module"),
+        (JOB, LINE, {"example": ()}, "example= applies to a module, not to a job"),
         (
             JOB,
             LINE,

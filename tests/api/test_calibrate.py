@@ -115,7 +115,7 @@ def test_numbers_of_ranks_are_measured_in_turn(tmp_path: Path, monkeypatch: pyte
     calibrate(ranks=[1, 2], seconds=24.0, output=tmp_path / "kept.json", progress=told.append)
     threads = max(discover_node().nodes[0].cores // 2, 1)
     one, two = f"1 rank of {max(discover_node().nodes[0].cores, 1)} threads", f"2 ranks of {threads} threads"
-    assert told == [f"measuring {ranks}, {turn} of 2 for 6 s" for turn in (1, 2) for ranks in (one, two)]
+    assert told == [f"measuring {ranks}, pass {turn} of 2 for 6 s" for turn in (1, 2) for ranks in (one, two)]
 
 
 def test_too_little_time_is_refused_with_what_would_do(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_a_damaged_file_is_told_of_before_anything_is_measured(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["8x8 H100 SXM", "--calibrate"], "measures the machine that it runs on"),
-        (["--seconds", "5"], "--seconds belongs to --calibrate"),
+        (["8x8 H100 SXM", "--calibrate"], "--calibrate measures this node only"),
+        (["--seconds", "5"], "--seconds has no effect without --calibrate"),
         (["--calibrate", "--ranks", "0"], "at least one rank"),
-        (["--calibrate", "--ranks", "two"], "'two' is no list of numbers"),
+        (["--calibrate", "--ranks", "two"], "'two' is not a list of numbers"),
     ],
 )
 def test_wrong_arguments_are_one_message(

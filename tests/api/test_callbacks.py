@@ -126,11 +126,11 @@ def test_a_wish_to_stop_is_told_once(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(JobError, match=r"callbacks: the class Broken is no wanma.Callback"):
+    with pytest.raises(JobError, match=r"callbacks: the class Broken is not a wanma.Callback"):
         check_callbacks([Broken])
-    with pytest.raises(JobError, match=r"callbacks: an object of function is no wanma.Callback\n"):
+    with pytest.raises(JobError, match=r"callbacks: an object of function is not a wanma.Callback\n"):
         check_callbacks(lambda: None)
     assert isinstance(load_callbacks([f"{__name__}:Broken"])[0], Broken)
     path = f"{__name__}:StopsNever"
-    with pytest.raises(JobError, match=f"'{path}': StopsNever.on_stepp would never be called.*'on_step'"):
+    with pytest.raises(JobError, match=f"'{path}': StopsNever.on_stepp is not a callback method.*'on_step'"):
         load_callbacks([path])

@@ -90,7 +90,10 @@ def test_a_run_of_bytes_is_written_with_a_tokenizer_whose_numbers_are_the_bytes(
     BytesTokenizer().save(outcome.directory / "tokenizer")
     command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(tmp_path / "out")]
     assert main(command) == 0
-    assert "the run read bytes and has no tokenizer file: tokenizer.json was made" in capsys.readouterr().out
+    assert (
+        "the run read bytes and has no tokenizer file: tokenizer.json was generated"
+        in capsys.readouterr().out
+    )
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("def f(x):\n\treturn  'é' + \"万马\"  \r\n", " a  b", "\x00\x7f"):
         numbers = made(text, add_special_tokens=False).input_ids

@@ -67,9 +67,9 @@ def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) 
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/4", "3/4", "4/4"]
     told = [line for line in lines if line.startswith("[rank ")]
     assert sorted(told) == [f"[rank {rank}] arguments {json.dumps(words)} threads 1" for rank in (0, 1)]
-    assert "warning: cluster.hang_timeout_seconds = 77.0 of the script comes too late" in ran.out
+    assert "warning: cluster.hang_timeout_seconds = 77.0 in the script has no effect after launch" in ran.out
     assert "wanma launch --set cluster.hang_timeout_seconds=77.0" in ran.out
-    assert "warning: run_directory = 'elsewhere' is not used" in ran.out
+    assert "warning: run_directory = 'elsewhere' is ignored" in ran.out
     training = desk.training("runs/mine")
     assert [step["step"] for step in training.metrics] == [1, 2, 3, 4]
     plan = json.loads((training.path / "plan.json").read_text())["plan"]
@@ -96,7 +96,7 @@ def test_a_script_that_ends_before_its_session_leaves_the_run_as_it_was(desk: De
     command = ("launch", "--ranks", "1", "--run-dir", "run", "mine.py")
     ran = desk.run(*command, json.dumps({"before": 3}))
     assert ran.code == 3
-    assert "mine.py ended itself: exit code 3" in ran.told_once()
+    assert "mine.py exited: exit code 3" in ran.told_once()
     assert "run directory: run" in ran.out.splitlines()
     left = {path.name for path in (desk.folder / "run").iterdir()}
     assert left == {".lock", "checkpoints", "logs", "script.json"}
@@ -105,7 +105,7 @@ def test_a_script_that_ends_before_its_session_leaves_the_run_as_it_was(desk: De
     before = (desk.folder / "run" / "job.toml").read_bytes()
     ran = desk.run(*command, json.dumps({"before": "no licence for this"}))
     assert ran.code == 1
-    assert "mine.py ended itself: no licence for this" in ran.told_once()
+    assert "mine.py exited: no licence for this" in ran.told_once()
     assert (desk.folder / "run" / "job.toml").read_bytes() == before
     assert desk.training("run").events[-1]["kind"] == "start_failed"
 
@@ -163,7 +163,7 @@ def test_only_the_cluster_is_for_the_command_to_say() -> None:
     assert (
         parse_cluster_section(["cluster.hang_timeout_seconds=9", "cluster.nodes=1"]).hang_timeout_seconds == 9
     )
-    with pytest.raises(JobError, match=r"train\.steps is for the script to say"):
+    with pytest.raises(JobError, match=r"train\.steps is not a key of \[cluster\]"):
         parse_cluster_section(["cluster.hang_timeout_seconds=9", "train.steps=3"])
     with pytest.raises(JobError, match=r"hang_timeout_second.*Did you mean 'cluster\.hang_timeout_seconds'"):
         parse_cluster_section(["cluster.hang_timeout_second=9"])

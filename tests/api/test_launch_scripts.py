@@ -252,8 +252,8 @@ def test_a_terminal_that_is_not_read_stops_neither_the_script_nor_its_supervisor
     ("how", "code", "cause"),
     [
         ("raise", 1, "ValueError: no such column: prize"),
-        ("exit", 7, "ends.py ended itself: exit code 7"),
-        pytest.param("usage", 2, "ends.py ended itself: exit code 2", marks=pytest.mark.full),
+        ("exit", 7, "ends.py exited: exit code 7"),
+        pytest.param("usage", 2, "ends.py exited: exit code 2", marks=pytest.mark.full),
         pytest.param("silently", 5, "its process exited with code 5", marks=pytest.mark.full),
         ("crash", 1, "its process was killed by SIGSEGV"),
         ("done", 0, ""),
@@ -360,7 +360,7 @@ def test_a_session_takes_ranks_that_torchrun_has_started(desk: Desk) -> None:
     ran = desk.start_program(torchrun).end()
     assert ran.code == 0, ran.text
     assert ran.out.count("finished at step 20") == 1
-    assert "`wanma launch --ranks 2` watches and recovers" in ran.out
+    assert "for hang detection and recovery use `wanma launch --ranks 2`" in ran.out
     training = desk.training("runs/own-loop")
     assert [step["step"] for step in training.metrics] == list(range(1, 21))
     assert training.checkpoints() == ["step-00000020"]
@@ -374,9 +374,9 @@ def test_a_training_that_starts_its_ranks_itself_says_so_to_another_launcher(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(wanma.JobError, match="has started this process as rank 1 of 2") as refused:
+    with pytest.raises(wanma.JobError, match="started this process as rank 1 of 2") as refused:
         wanma.train({"train": {"steps": 1}})
-    assert "run the script with plain `python`" in refused.value.hint
+    assert "run the script with `python`" in refused.value.hint
 
 
 def test_a_damaged_record_of_a_script_is_no_run(tmp_path: Path) -> None:

@@ -122,11 +122,11 @@ def test_what_changed_is_told(tmp_path: Path, kept: Path) -> None:
     text = stream.getvalue()
     assert "compute" in text
     assert "0.45 s" in text, "measured forward and backward"
-    assert "A step took 0.50 s. It was forecast to take" in text
+    assert "Step time: measured 0.50 s, forecast" in text
 
 
 def test_a_run_of_few_steps_teaches_nothing(tmp_path: Path, kept: Path) -> None:
-    with pytest.raises(WanmaError, match="has 4 steps, too few to learn from"):
+    with pytest.raises(WanmaError, match="has 4 steps, too few for a correction"):
         correct_calibration(make_run(tmp_path / "run", steps=4), kept)
     assert load_calibration(kept).corrections == {}
 
@@ -134,7 +134,7 @@ def test_a_run_of_few_steps_teaches_nothing(tmp_path: Path, kept: Path) -> None:
 def test_a_run_without_its_machines_is_refused(tmp_path: Path, kept: Path) -> None:
     run = make_run(tmp_path / "run")
     write_json(run.plan, {"plan": Plan(dp_replicate=2, micro_batch=4).to_json()})
-    with pytest.raises(WanmaError, match="does not say how the run was planned"):
+    with pytest.raises(WanmaError, match="does not contain the plan and cluster"):
         correct_calibration(run, kept)
 
 

@@ -386,7 +386,7 @@ def test_a_job_without_a_forecast_of_time_has_a_page_that_says_why(tmp_path: Pat
     page = report_html(PlanAnalysis(untimed), "gpt")
     assert "nobody measured &lt;this&gt;" in page
     assert "nobody measured <this>" in shown(render_analysis(PlanAnalysis(untimed)))
-    with pytest.raises(WanmaError, match="no forecast of this plan's step: nobody measured"):
+    with pytest.raises(WanmaError, match="no step time forecast: nobody measured"):
         write_trace(PlanAnalysis(untimed), tmp_path / "step.json")
 
 

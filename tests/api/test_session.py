@@ -223,7 +223,7 @@ def test_a_process_group_of_ones_own_is_refused_before_anything_is_written(tmp_p
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with (
-            pytest.raises(wanma.WanmaError, match="leave init_process_group to wanma"),
+            pytest.raises(wanma.WanmaError, match="remove the call of init_process_group"),
             wanma.session(job(), run_directory=tmp_path / "run"),
         ):
             pass

@@ -112,11 +112,11 @@ def test_what_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
             "built before its parameters are sharded",
         ),
         ({"schedule": 0.5}, "schedule is a float"),
-        ({"callbacks": [print]}, "is no wanma.Callback"),
+        ({"callbacks": [print]}, "is not a wanma.Callback"),
     ):
         with pytest.raises(JobError, match=says):
             loop(tmp_path / "run", job(2), **arguments)
-    with pytest.raises(JobError, match=r"optimizer= is given, and the job has train\.optimizer_factory"):
+    with pytest.raises(JobError, match=r"optimizer= and train\.optimizer_factory of the job are both set"):
         loop(tmp_path / "run", job(2, optimizer_factory="torch.optim:RAdam"), optimizer=torch.optim.RAdam)
     assert not (tmp_path / "run").exists()
 

@@ -26,11 +26,11 @@ def test_sizes_are_a_list_or_a_range_of_fourfold_steps() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is no size"),
-        ("1X", "'1X' is no size"),
-        ("4K..1K", "4K..1K falls"),
-        ("0", "a size is from 1 byte to 16G"),
-        ("17G", "a size is from 1 byte to 16G"),
+        ("", "'' is not a size"),
+        ("1X", "'1X' is not a size"),
+        ("4K..1K", "the range 4K..1K must rise"),
+        ("0", "sizes must be 1 byte to 16G"),
+        ("17G", "sizes must be 1 byte to 16G"),
     ],
 )
 def test_what_is_no_size_is_refused(text: str, message: str) -> None:
@@ -46,18 +46,18 @@ def test_collectives_and_algorithms_narrow_each_other_down() -> None:
 
 
 def test_names_that_there_are_not_are_refused_with_those_there_are() -> None:
-    with pytest.raises(JobError, match=r"no 'all_reduced'\. Did you mean 'all_reduce'\?"):
+    with pytest.raises(JobError, match=r"unknown name 'all_reduced'\. Did you mean 'all_reduce'\?"):
         select_algorithms(["all_reduced"], [], KNOWN)
-    with pytest.raises(JobError, match="--algorithms: there is no 'butterfly'") as refused:
+    with pytest.raises(JobError, match="--algorithms: unknown name 'butterfly'") as refused:
         select_algorithms([], ["butterfly"], KNOWN)
-    assert refused.value.hint == "there are: backend, ring, tree"
-    with pytest.raises(JobError, match="broadcast: by ring there is none") as refused:
+    assert refused.value.hint == "choose from backend, ring, tree"
+    with pytest.raises(JobError, match="broadcast: ring is not available") as refused:
         select_algorithms(["broadcast"], ["ring"], KNOWN)
-    assert refused.value.hint == "algorithms: tree"
+    assert refused.value.hint == "choose from tree"
 
 
 def test_a_precision_is_fp32_unless_others_are_named() -> None:
     assert select_dtypes([]) == ("fp32",)
     assert select_dtypes(["bf16", "fp32", "bf16"]) == ("bf16", "fp32")
-    with pytest.raises(JobError, match="--dtypes: there is no 'fp8'"):
+    with pytest.raises(JobError, match="--dtypes: unknown name 'fp8'"):
         select_dtypes(["fp8"])

@@ -83,8 +83,10 @@ def test_the_table_has_a_line_for_each_size_with_time_bandwidth_and_share_of_the
     assert float(ring.replace(",", "")) == pytest.approx(2e6 * seconds, rel=1e-3)
     assert float(half) == pytest.approx(float(rate) / 2, rel=0.01)
     assert "all_gather, fp32" in lines
-    assert "Other programs" not in shown(sweep())
-    assert "busy during 3 of the measurements" in shown(replace(sweep(), disturbed=3))
+    assert "other processes" not in shown(sweep())
+    assert "3 of the measurements ran while other processes used the CPU" in shown(
+        replace(sweep(), disturbed=3)
+    )
 
 
 def test_a_forecast_stands_after_the_time_of_what_training_runs() -> None:
@@ -199,7 +201,7 @@ def test_saved_links_are_those_that_forecasts_use_and_all_else_stays(tmp_path: P
 def test_without_a_calibration_of_so_many_ranks_nothing_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     calibrated(path)
-    with pytest.raises(WanmaError, match="a CPU with 2 ranks was not calibrated") as refused:
+    with pytest.raises(WanmaError, match="a CPU with 2 ranks has no calibration") as refused:
         save_to_calibration([replace(sweep(), ranks=2)], path)
     assert "wanma cluster --calibrate --ranks 2" in refused.value.hint
 

@@ -209,7 +209,7 @@ def test_convert_to_plain_safetensors_names_weights_as_the_model_does(run: RunDi
         (["convert", "gpt", "out", "--files", "0"], "the number of files is 0, but at least 1 is needed"),
         (["verify", "elsewhere"], "there is no run 'elsewhere'"),
         (["verify", "runs/gpt/logs"], "'runs/gpt/logs' is a folder without checkpoints"),
-        (["diff", "gpt", "s3:///"], "is not on this machine"),
+        (["diff", "gpt", "s3:///"], "is not on this node"),
         (["list", "ftp://me:hunter2@host/run"], "credentials"),
         (["list", "gpt", "--jsno"], "wanma checkpoint list: unknown option --jsno. Did you mean '--json'?"),
     ],

@@ -51,7 +51,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["launch", "--rank", "2", __file__], "unknown option --rank. Did you mean '--ranks'?"),
         (
             ["launch", "--ranks", "2", "--set", "train.steps=4", __file__],
-            "train.steps is for the script to say",
+            "train.steps is not a key of [cluster]",
         ),
         (["launch", "--ranks", "2", "--nodes", "x", __file__], 'cluster.nodes = "x": must be a whole number'),
     ],

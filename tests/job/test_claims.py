@@ -82,7 +82,7 @@ def test_a_slow_writer_s_claim_is_closed_though_it_was_followed_before_its_line_
     found = generation_claims.read_claim(tmp_path, 2)
     assert found is not None
     assert (found.coordinator, found.place, found.followed) == ("slow", "10.0.0.1:29500", True)
-    with pytest.raises(WanmaError, match="start 2 of this run has been followed by start 3"):
+    with pytest.raises(WanmaError, match="generation 2 of this run was superseded by generation 3"):
         GenerationFence(tmp_path, 2).check()
     GenerationFence(tmp_path, 3).check()
 
@@ -126,10 +126,11 @@ def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
     recorder.message("before")
     generation_claims.create_claim(tmp_path, claim(2, "other"))
     with pytest.raises(
-        WanmaError, match=r"start 1 of this run has been followed by start 2, .* 10.0.0.1:29500"
+        WanmaError,
+        match=r"generation 1 of this run was superseded by generation 2 \(coordinator 10.0.0.1:29500",
     ):
         recorder.message("after")
-    with pytest.raises(WanmaError, match="followed by start 2"):
+    with pytest.raises(WanmaError, match="superseded by generation 2"):
         Recorder(run, [JsonLinesSink()], 1, GenerationFence(tmp_path, 1).check)
     text = run.events.read_text()
     assert "before" in text

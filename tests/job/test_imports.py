@@ -43,12 +43,14 @@ def test_packages_of_the_working_directory_work(here: Path) -> None:
 
 @pytest.mark.parametrize("path", ["math.sqrt", "math:", ":sqrt", ""])
 def test_a_malformed_path_says_how_to_write_it(path: str) -> None:
-    with pytest.raises(JobError, match=r"model.loss = '.*' is no import path[\s\S]*package.module:function"):
+    with pytest.raises(
+        JobError, match=r"model.loss = '.*' is not an import path[\s\S]*package.module:function"
+    ):
         import_object(path, "model.loss")
 
 
 def test_a_missing_module_says_where_it_was_looked_for(here: Path) -> None:
-    with pytest.raises(JobError, match="there is no module 'users_nothing'") as caught:
+    with pytest.raises(JobError, match="module 'users_nothing' does not exist") as caught:
         import_object("users_nothing.inner:f", "model.factory")
     assert str(here) in caught.value.hint
     assert caught.value.exit_code == EXIT_USAGE

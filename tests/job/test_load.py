@@ -116,11 +116,11 @@ def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_pat
         ),
         (
             'cluster.rendezvous = "here"',
-            "[cluster] rendezvous is HOST:PORT, e.g. '10.0.0.1:29500' (given: 'here')",
+            "[cluster] rendezvous must be HOST:PORT, e.g. '10.0.0.1:29500' (given: 'here')",
         ),
         (
             "cluster = {nodes = 2, node_rank = 2}",
-            "[cluster] node_rank counts from 0 to nodes - 1 = 1 (given: 2)",
+            "[cluster] node_rank must be 0 to nodes - 1 = 1 (given: 2)",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_broken_toml_is_told_with_its_line_and_the_usual_cause(tmp_path: Path) -
     text = refusal(write(tmp_path, MODEL + "[train]\nprecision = bf16\n"))
     assert text.startswith("job.toml:4: not valid TOML: ")
     assert "precision = bf16" in text
-    assert 'text goes in quotes: precision = "bf16"' in text
+    assert 'put text in quotes: precision = "bf16"' in text
     assert "this looks like YAML" in refusal(write(tmp_path, "model:\n  preset: gpt-10m\n"))
     assert refusal(write(tmp_path, MODEL + "[train\n")).startswith("job.toml:3: not valid TOML")
     assert refusal(write(tmp_path, 'a = """x\n\n')).startswith("job.toml:2: not valid TOML")
@@ -176,7 +176,7 @@ def test_a_missing_file_is_told_with_the_job_files_nearby(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal(Path("gpt.toml")) == (
-        "there is no job file gpt.toml.\n  `wanma job --toml` prints one to start from"
+        "there is no job file gpt.toml.\n  print one to start from with `wanma job --toml`"
     )
     (tmp_path / "examples").mkdir()
     write(tmp_path / "examples", MODEL, "gpt.toml")
@@ -240,7 +240,7 @@ def test_null_may_unset_a_key_but_not_hide_inside_arguments(tmp_path: Path) -> N
     job = load_job(write(tmp_path, "model: {preset: a, layers: null}\n", "job.yaml"))
     assert job.model.layers is None
     text = refusal(write(tmp_path, "model: {factory: 'a:b', arguments: {x: null}}\n", "job.yaml"))
-    assert "model.arguments.x is null: leave the key out instead" in text
+    assert "model.arguments.x is null: remove the key instead" in text
 
 
 def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
@@ -331,6 +331,4 @@ def test_a_range_of_machines_is_the_most_and_the_least(tmp_path: Path) -> None:
     assert (again.nodes, again.min_nodes) == (4, 3)
     assert load_job(path, ["cluster.nodes=4"]).cluster.min_nodes is None
     assert "cluster.nodes = '8..2'" not in refusal(path, "cluster.nodes=many")
-    assert "nodes has the fewest machines first, as '2..8' (given: '8..2')" in refusal(
-        path, "cluster.nodes=8..2"
-    )
+    assert "nodes as a range must rise, as '2..8' (given: '8..2')" in refusal(path, "cluster.nodes=8..2")

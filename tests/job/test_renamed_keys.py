@@ -94,7 +94,7 @@ def test_old_names_stand_in_one_error_with_all_other_mistakes(tmp_path: Path) ->
         "  gpt.yaml:6: cluster.max_restarts = -1: must be a whole number >= 0 and <= 1,000,000.",
         "  override 1 on the command line: 'parallel.balance' is renamed to 'parallel.load_balancing'",
         "  `wanma job --upgrade gpt.yaml` rewrites the file",
-        "  `wanma job` lists every key with what it allows",
+        "  see all keys and their allowed values with `wanma job`",
     ]
 
 

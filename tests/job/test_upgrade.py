@@ -162,7 +162,7 @@ def test_a_key_under_both_names_is_refused_with_both_lines(tmp_path: Path) -> No
     path.write_text(text)
     with pytest.raises(JobError) as caught:
         upgrade_file(path)
-    assert f"{path}:4: 'cluster.retries' is renamed to 'cluster.max_restarts', and line 5 gives" in str(
+    assert f"{path}:4: 'cluster.retries' is renamed to 'cluster.max_restarts', and line 5 sets" in str(
         caught.value
     )
     assert path.read_text() == text

@@ -94,7 +94,7 @@ def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models
     ("keys", "message"),
     [
         ({"factory": "users_models:netwrok"}, "has no 'netwrok'. Did you mean 'network'"),
-        ({"factory": "users_modles:network"}, "there is no module 'users_modles'"),
+        ({"factory": "users_modles:network"}, "module 'users_modles' does not exist"),
         ({"factory": "users_models:not_callable"}, "is a int, not a function or class"),
         ({"factory": "users_models:network"}, "missing a required argument: 'width'"),
         (

@@ -63,7 +63,7 @@ def test_a_gpu_that_reports_nothing_ends_the_sampling_with_the_reason(
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(refuse))
     with GpuSampler("GPU-1", interval_seconds=0.002) as sampler:
         sampler._thread.join(5)
-        assert sampler.failure_reason == "GPU utilisation and power are no longer read: Not Supported"
+        assert sampler.failure_reason == "GPU utilization and power are no longer recorded: Not Supported"
         assert sampler.collect()["gpu_power_watts"] is None
 
 

@@ -247,19 +247,19 @@ def wrong(base: str, says: str, *overrides: str) -> Wrong:
 
 
 NAMES = [
-    wrong("text", "must be one folder's name", f"observe.name={name}")
+    wrong("text", "must be the name of one folder", f"observe.name={name}")
     for name in ("..", ".", "../../evil", "a/b", "/abs", "a/", "/")
 ] + [
-    wrong("text", "without control characters", "observe.name=a\tb"),
-    wrong("text", "without control characters", "observe.name=a\x7fb"),
+    wrong("text", "or contain control characters", "observe.name=a\tb"),
+    wrong("text", "or contain control characters", "observe.name=a\x7fb"),
     wrong("text", "NUL", "observe.runs=a\0b"),
     wrong("text", "NUL", 'data.text=["a\0b"]'),
-    wrong("text", "take for an option", "observe.name=-rf"),
+    wrong("text", "like an option of a command", "observe.name=-rf"),
     wrong("text", "at most 200 bytes", f"observe.name={'n' * 201}"),
     wrong("text", "at most 200 bytes", f"observe.name={'马' * 67}"),
-    wrong("text", "without blanks around it", "observe.name=' a'"),
-    wrong("text", "is no folder", "observe.runs=words.txt"),
-    wrong("text", "is no folder", "observe.runs=words.txt/runs"),
+    wrong("text", "must not begin or end with a blank", "observe.name=' a'"),
+    wrong("text", "is not a folder", "observe.runs=words.txt"),
+    wrong("text", "is not a folder", "observe.runs=words.txt/runs"),
 ]
 
 NUMBERS = [
@@ -366,11 +366,11 @@ KEYS = [
     wrong("text", "HOST:PORT", "cluster.rendezvous=here"),
     wrong("text", "HOST:PORT", "cluster.rendezvous=host:0"),
     wrong("text", "HOST:PORT", "cluster.rendezvous=host:70000"),
-    wrong("text", "node_rank counts from 0", "cluster.nodes=2", "cluster.node_rank=2"),
-    wrong("text", "fewest machines first", "cluster.nodes=8..2"),
+    wrong("text", "node_rank must be 0", "cluster.nodes=2", "cluster.node_rank=2"),
+    wrong("text", "nodes as a range must rise", "cluster.nodes=8..2"),
     wrong(
         "text",
-        "sources need names",
+        "names of sources must be unique",
         "data.text=",
         "data.sources=[{name='a',text='words.txt'},{name='a',text='b'}]",
     ),
@@ -445,8 +445,8 @@ DATA = [
     wrong("own", "data", "data.factory=own_code:endless"),
     wrong("own", "is empty", "data.factory=own_code:no_samples"),
     wrong("own", "has no 'zzz'", "data.factory=own_code:zzz"),
-    wrong("own", "there is no module 'zzz'", "data.factory=zzz:data"),
-    wrong("own", "is no import path", "data.factory=own_code"),
+    wrong("own", "module 'zzz' does not exist", "data.factory=zzz:data"),
+    wrong("own", "is not an import path", "data.factory=own_code"),
     wrong("own", "is int, not a function", "data.factory=own_code:value"),
     wrong("own", "no such file: /data/train.bin", "data.factory=own_code:fails_to_open"),
     wrong("own", "data.arguments", "data.factory=own_code:needs_an_argument"),
@@ -493,8 +493,8 @@ OWN_MODELS = [
         ("Frozen", "nothing to train"),
     )
 ] + [
-    wrong("own", "is no import path", "model.factory=own_code"),
-    wrong("own", "there is no module 'zzz'", "model.factory=zzz:net"),
+    wrong("own", "is not an import path", "model.factory=own_code"),
+    wrong("own", "module 'zzz' does not exist", "model.factory=zzz:net"),
     wrong("own", "unexpected keyword argument 'zz'", "model.arguments={zz=3}"),
     wrong("own", "own_code:net' failed", "model.arguments={width='a'}"),
     wrong("own", "the model failed on samples", "model.arguments={width=5}"),
@@ -556,7 +556,7 @@ LAYOUTS = [
 FIRST_WEEK = [
     wrong("own", says, *overrides)
     for says, *overrides in (
-        ("there is no module 'nowhere'", "train.metrics={near='nowhere:f'}"),
+        ("module 'nowhere' does not exist", "train.metrics={near='nowhere:f'}"),
         ("has no 'zzz'", "train.metrics={near='own_code:zzz'}"),
         ("is not a function", "train.metrics={near='own_code:value'}"),
         ("is not a valid metric name", "train.metrics={loss='own_code:net'}"),
@@ -576,7 +576,7 @@ FIRST_WEEK = [
         ("full tensors", "train.optimizer_factory=torch.optim:Adafactor", "parallel.dp_shard=2"),
         ("the schedule failed at step 0", "train.schedule_factory=math:log"),
         ("schedule is a", "train.schedule_factory=math:pi"),
-        ("no wanma.Callback", "observe.callbacks=['own_code:value']"),
+        ("is not a wanma.Callback", "observe.callbacks=['own_code:value']"),
         ("has no 'zzz'", "observe.callbacks=['own_code:zzz']"),
     )
 ]

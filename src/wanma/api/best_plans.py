@@ -67,7 +67,7 @@ def plan(
             says by how much, and what would help.
     """
     if keep < 1:
-        raise JobError(f"keep={keep}: wanma.plan returns at least one plan", "give keep=1 or more")
+        raise JobError(f"keep={keep}: must be at least 1", "give keep=1 or more")
     module = _module(model_or_job)
     job = _job_with_open_layout(model_or_job, module, overrides)
     if cluster is None:
@@ -112,8 +112,8 @@ def _workload(
     if module is not None:
         if example is None:
             raise JobError(
-                f"wanma.plan of a {type(module).__name__} needs to know what goes into its forward",
-                "give example=(tensor, ...), dim 0 the samples; only shapes and types count: "
+                f"wanma.plan of a {type(module).__name__} needs example inputs of its forward",
+                "give example=(tensor, ...) with samples in dim 0; only shapes and dtypes matter: "
                 "torch.empty(1, 3, 224, 224, device='meta')",
             )
         from wanma.models.structure.parameter_roles import is_frozen
@@ -128,7 +128,7 @@ def _workload(
             is_frozen=partial(is_frozen, groups=job.train.parameter_groups),
         )
     if example is not None:
-        raise JobError("example= describes the inputs of a module, and a job was given", "leave example= out")
+        raise JobError("example= applies to a module, not to a job", "remove example=")
     workload, reason = read_model(job)
     if workload is None:
         raise JobError(

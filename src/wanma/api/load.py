@@ -123,9 +123,9 @@ class Loaded:
     def _stream(self, prompt: str, tokens: int, rule: SamplingRule) -> Iterator[str]:
         if self.tokenizer is None:
             raise WanmaError(
-                f"{self.checkpoint.parent.parent} trained {type(self.model).__name__} on no text, so that "
-                "there is no tokenizer to write with",
-                "sample from a text model",
+                f"{self.checkpoint.parent.parent} trained {type(self.model).__name__} without text and "
+                "has no tokenizer",
+                "give a run that trained on text",
             )
         length = self.config.data.sequence_length
         return generate_continuation(self.model, self.tokenizer, length, prompt, tokens, rule)
@@ -219,7 +219,7 @@ def _custom_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.M
     factory = job.model.factory
     assert factory is not None
     was_object = bool(state.get("identity", {}).get("weights"))
-    way_out = f"give the module, whose weights are replaced: wanma.load('{run.path}', model=MyModel(...))"
+    way_out = f"give the module; its weights are replaced: wanma.load('{run.path}', model=MyModel(...))"
     assert factory is not None
     if was_object:
         try:
@@ -229,8 +229,8 @@ def _custom_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.M
         takes = _parameter_names(maker)
         if takes or takes is None:
             raise WanmaError(
-                f"the run's model was a Python object of {factory}, and with which arguments it was "
-                "made is not known",
+                f"the run's model was a Python object of {factory}, and the arguments that created it are "
+                "not recorded",
                 way_out,
             )
     made = build_user_model(job.model, job.train.seed)
@@ -318,9 +318,9 @@ class _CheckpointWeights:
         if differences:
             more = [f"and {len(differences) - _MAX_NAMED} more"] if len(differences) > _MAX_NAMED else []
             raise WanmaError(
-                f"{self._reader.name} is of another model than this one; first differences:\n    "
+                f"{self._reader.name} is not a checkpoint of this model; first differences:\n    "
                 + "\n    ".join([*differences[:_MAX_NAMED], *more]),
-                f"put back the {run.job} that the run was trained with, or give its module (model=)",
+                f"restore the {run.job} of the run, or give its module (model=)",
             )
         # A user's own module has no mapping to the names of published weights.
         start = self._start_from if hasattr(model, "tensor_mappings") else None

@@ -104,14 +104,14 @@ def session(
 
     if dist.is_initialized():
         raise WanmaError(
-            "this process is in a torch.distributed process group already",
-            "leave init_process_group to wanma.session, and open one session after the other",
+            "torch.distributed is already initialized in this process",
+            "remove the call of init_process_group, and close one session before the next",
         )
     callbacks = check_callbacks(callbacks)
     job = to_job(job, override_model_name(job, overrides, SCRIPT_MODEL))
     objects = check_user_optimizer(job, optimizer, schedule)
     input_kind(job.model)  # refuses a preset that does not exist
-    require_fixed_nodes(job, "a training loop of one's own")
+    require_fixed_nodes(job, "a loop in wanma.session")
     worker, given = current_worker_context.get(), launch_cluster_section.get()
     launched = ClusterSection(**given) if given is not None else None
     late: list[str] = []
@@ -240,10 +240,9 @@ def _torchrun_worker_context(
     if launcher_rank.rank == 0:
         store.set("generation", str(os.getpid()))
         text = (
-            f"another launcher has started these {launcher_rank.world_size} ranks: nobody watches them for "
-            "hangs, "
-            f"and a start after a failure takes the newest checkpoint; `{launcher_rank.wanma_command}` "
-            "watches and recovers"
+            f"{launcher_rank.world_size} ranks of another launcher: hangs are not detected, and a restart "
+            "resumes from the newest checkpoint on disk; for hang detection and recovery use "
+            f"`{launcher_rank.wanma_command}`"
         )
         supervisor_client.send_event({"kind": "message", "level": "info", "text": text})
     return WorkerContext(
@@ -279,14 +278,14 @@ def _ignored_setting_warnings(
     told = []
     if run_directory is not None and Path(run_directory).absolute() != worker.run_directory:
         told.append(
-            f"run_directory = '{run_directory}' is not used: this run goes to {worker.run_directory}, "
-            "which wanma launch --run-dir DIR chooses"
+            f"run_directory = '{run_directory}' is ignored: the run directory is {worker.run_directory}; "
+            "choose it with wanma launch --run-dir DIR"
         )
     for key in sorted(job.cluster.model_fields_set & set(LAUNCH_KEYS)) if launched is not None else ():
         if (wanted := getattr(job.cluster, key)) != getattr(launched, key):
             told.append(
-                f"cluster.{key} = {wanted!r} of the script comes too late, its ranks are running: "
-                f"give it to the command, wanma launch --set cluster.{key}={wanted}"
+                f"cluster.{key} = {wanted!r} in the script has no effect after launch; "
+                f"set it with wanma launch --set cluster.{key}={wanted}"
             )
     return told
 

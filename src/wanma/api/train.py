@@ -133,12 +133,12 @@ def _require_no_rank() -> None:
     worker, place = current_worker_context.get(), read_torchrun_variables()
     known = worker or place
     if known is not None:
-        starter = "`wanma launch`" if worker is not None else "torchrun, or a launcher like it,"
+        starter = "`wanma launch`" if worker is not None else "torchrun or a similar launcher"
         raise JobError(
-            f"wanma.train starts its ranks itself, but {starter} has started this process as rank "
+            f"wanma.train starts ranks itself, but {starter} started this process as rank "
             f"{known.rank} of {known.world_size}",
-            "run the script with plain `python`, the job's [parallel] says how many ranks; a loop around "
-            "wanma.session takes ranks that are there",
+            "run the script with `python`; the job's [parallel] sets the number of ranks. To use "
+            "the ranks of a launcher, write a loop with wanma.session",
         )
 
 

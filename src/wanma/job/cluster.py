@@ -92,7 +92,7 @@ class NodeGroup:
                 given = ", ".join(f"{level.name} {level.size or 'all'}" for level in levels)
                 raise JobError(
                     f"node '{self.name}': the sizes of the levels {where} must rise (given: {given})",
-                    "list the nearest level first, and give only the last one without a size",
+                    "list the nearest level first; omit the size of the last level only",
                 )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 CREDENTIALS_HINT = (
-    "leave credentials to the storage library: its environment variables (AWS_PROFILE, "
+    "give credentials to the storage library: by its environment variables (AWS_PROFILE, "
     "GOOGLE_APPLICATION_CREDENTIALS ...), its own files, or ~/.config/fsspec"
 )
 

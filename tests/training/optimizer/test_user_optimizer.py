@@ -208,7 +208,7 @@ def test_one_that_is_made_already_or_named_twice_is_refused() -> None:
     made = torch.optim.SGD(Plain().parameters())
     with pytest.raises(JobError, match="optimizer is a SGD instance, built before"):
         wanma.train({}, model=Plain(), data=Numbers(), optimizer=made)
-    with pytest.raises(JobError, match=r"optimizer= is given, and the job has train\.optimizer, too"):
+    with pytest.raises(JobError, match=r"optimizer= and train\.optimizer of the job are both set"):
         wanma.train({"train": {"optimizer": "sgd"}}, model=Plain(), data=Numbers(), optimizer=Signs)
     with pytest.raises(JobError, match="give only one of schedule and schedule_factory"):
         wanma.train(

@@ -68,8 +68,9 @@ def correct_calibration(run: RunDirectory, path: Path | None = None) -> Correcti
     seconds = median_step_seconds(report)
     if seconds is None:
         raise WanmaError(
-            f"{run.path} has {len(report.steps['step'])} steps, too few to learn from",
-            f"{WARM_UP_STEPS + MIN_MEASURED_STEPS} are needed; the first {WARM_UP_STEPS} do not count",
+            f"{run.path} has {len(report.steps['step'])} steps, too few for a correction",
+            f"give a run of at least {WARM_UP_STEPS + MIN_MEASURED_STEPS} steps; the first {WARM_UP_STEPS} "
+            "are not used",
             EXIT_USAGE,
         )
     calibration = load_calibration(path)
@@ -113,11 +114,11 @@ def corrections_table(result: CorrectionResult) -> RenderableType:
         Text(f"{result.run.name} beside its forecast, on {result.device}", style="bold"),
         table,
         Text(
-            f"\nA step took {duration_text(result.measured_seconds)}. It was forecast to take "
-            f"{duration_text(result.before_seconds)} ({apart[0]:+.0%}), and would be now to take "
+            f"\nStep time: measured {duration_text(result.measured_seconds)}, forecast "
+            f"{duration_text(result.before_seconds)} ({apart[0]:+.0%}), corrected forecast "
             f"{duration_text(result.after_seconds)} ({apart[1]:+.0%})."
         ),
-        Text(f"Kept in {result.path}", style="dim"),
+        Text(f"Saved to {result.path}", style="dim"),
     )
 
 
@@ -129,8 +130,8 @@ def _read_plan_and_cluster(report: Report) -> tuple[Plan, Cluster]:
         return Plan.from_json(report.plan), Cluster.from_json(told)
     except (ValueError, TypeError, KeyError) as error:
         raise WanmaError(
-            f"{report.run.plan} does not say how the run was planned: {error}",
-            "learn from a run of this version of wanma",
+            f"{report.run.plan} does not contain the plan and cluster of the run: {error}",
+            "give a run of this version of wanma",
             EXIT_USAGE,
         ) from error
 
@@ -140,8 +141,8 @@ def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Cali
     workload = job_workload(job)
     if workload is None:
         raise JobError(
-            f"{run.path} trained a module of its own, which cannot be forecast without its data",
-            "learn from a run whose [model] names a preset or dimensions",
+            f"{run.path} trained a custom module; its step time cannot be forecast without its data",
+            "give a run with a preset or dimensions in [model]",
         )
     ranks = max(plan.world_size // cluster.node_count, 1)
     problem = build_problem(job, cluster, workload, job_dimensions(job), calibration, ranks=ranks)
@@ -150,7 +151,7 @@ def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Cali
         why = problem.hardware.unknown or (found.reasons[-1] if found.reasons else "its rates are unknown")
         raise WanmaError(
             f"a step of {run.path} cannot be forecast: {why}",
-            "measure the machine with `wanma cluster --calibrate`",
+            "measure this node with `wanma cluster --calibrate`",
             EXIT_USAGE,
         )
     return found

@@ -108,8 +108,8 @@ def calibrate(
     each = seconds / len(counts)
     if each < MIN_SECONDS_PER_RANK_COUNT:
         raise JobError(
-            f"--seconds {seconds:g} leaves {each:.1f} s for each of {len(counts)} numbers of ranks",
-            f"give at least {MIN_SECONDS_PER_RANK_COUNT * len(counts):g}, or fewer --ranks",
+            f"--seconds {seconds:g} leaves {each:.1f} s for each of {len(counts)} rank counts",
+            f"give at least {MIN_SECONDS_PER_RANK_COUNT * len(counts):g} s, or fewer --ranks",
         )
     kept = load_calibration(output)  # before the work, so that a damaged file is reported at once
     passes = min(max(int(each / MIN_PASS_SECONDS), 1), MAX_PASSES) if len(counts) > 1 else 1
@@ -118,7 +118,7 @@ def calibrate(
     for turn in range(passes):
         for number, plan in enumerate(plans):
             each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
-            of_several = f", {turn + 1} of {passes}" if passes > 1 else ""
+            of_several = f", pass {turn + 1} of {passes}" if passes > 1 else ""
             what = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
             progress(f"measuring {what}{each_has}{of_several}")
             found[number].append(_run_pass(node, plan, each / passes))

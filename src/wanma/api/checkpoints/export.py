@@ -99,8 +99,8 @@ def export(
         model = spec.build_module()
     if not hasattr(model, "tensor_mappings"):
         raise WanmaError(
-            f"{run.path} trained {spec.name}, which has no published form",
-            "export works for decoders and for Hugging Face models; result.weights() gives the tensors",
+            f"{run.path} trained {spec.name}, which has no Hugging Face format",
+            "export decoders and Hugging Face models only; get the tensors of others with result.weights()",
         )
     saved = CheckpointReader(path)
     averaged = any(name.startswith("average.") for name in saved.tensors)
@@ -209,13 +209,13 @@ def _slices_by_tensor(model: nn.Module, reader: CheckpointReader) -> _SlicesByTe
             continue
         alternatives = cast("StateDictAdapter", model).tensor_mappings(name, tuple(parameter.shape))
         if not alternatives:
-            raise WanmaError(f"parameter {name} has no place in a published checkpoint")
+            raise WanmaError(f"parameter {name} has no counterpart in the Hugging Face format")
         own = _saved_name(reader, name)
         entry = reader.tensors.get(own)
         if entry is None or entry.shape != tuple(parameter.shape):
             raise WanmaError(
-                f"{reader.name} is of another model than its job.toml describes: {name}",
-                "put back the job.toml that the run was trained with",
+                f"{reader.name} is not a checkpoint of the model in job.toml: {name}",
+                "restore the job.toml of the run",
             )
         for piece in alternatives[0]:
             holders.setdefault(piece.tensor_name, []).append((own, piece))

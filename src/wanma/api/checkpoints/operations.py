@@ -89,7 +89,7 @@ def resolve_checkpoint(location: str, on_message: Callable[[str], None] = warnin
     """
     if is_url(location):
         raise WanmaError(
-            f"{location} is not on this machine", "copy the checkpoint's folder here first", EXIT_USAGE
+            f"{location} is not on this node", "copy the checkpoint folder to this node first", EXIT_USAGE
         )
     path = Path(location)
     if _is_checkpoint(path):
@@ -171,7 +171,7 @@ def _convert_to_safetensors(
         if name.startswith(prefix)
     }
     if not names:
-        raise WanmaError(f"{path} holds no weights", "only checkpoints of a training have some")
+        raise WanmaError(f"{path} contains no weights", "give a checkpoint of a training run")
     tensors = {short: (dtypes[name], reader.tensors[name].shape) for short, name in names.items()}
     write_huggingface_weights(
         folder,
@@ -189,8 +189,8 @@ def _convert_to_huggingface(path: Path, folder: Path, precision: str | None) -> 
     run = RunDirectory(path.absolute().parent.parent)
     if not run.job.is_file():
         raise WanmaError(
-            f"{path} lies in no run directory, whose job.toml says what its model is",
-            "give a checkpoint of a run, or take --format safetensors",
+            f"{path} is not in a run directory, and its model is unknown without job.toml",
+            "give a checkpoint in a run directory, or --format safetensors",
             EXIT_USAGE,
         )
     done = export(run, folder, checkpoint=path, precision=precision)  # type: ignore[arg-type]  # checked by the parser
@@ -219,5 +219,5 @@ def _committed(folder: Path) -> list[tuple[int, Path]]:
 
 def _no_checkpoint_error(location: str) -> WanmaError:
     return WanmaError(
-        f"there is no checkpoint in {location}", "name a run, a checkpoint's folder or a URL", EXIT_USAGE
+        f"there is no checkpoint in {location}", "give a run, a checkpoint folder or a URL", EXIT_USAGE
     )

@@ -122,7 +122,7 @@ def comparison_tables(
     if difference.ranks_with_different_state:
         parts.append(
             Text(
-                "what ranks keep for themselves, the generators of random numbers, differs: ranks "
+                "state of each rank (random number generators) differs: ranks "
                 + _names_text([str(rank) for rank in difference.ranks_with_different_state], limit)
             )
         )

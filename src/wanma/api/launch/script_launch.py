@@ -136,8 +136,9 @@ def parse_cluster_section(overrides: Sequence[str]) -> ClusterSection:
     for text in overrides:
         if (path := parse_override(text).path)[0] != "cluster":
             raise JobError(
-                f"wanma launch: {'.'.join(path)} is for the script to say, which makes the job",
-                "keys of [cluster] can be given here, e.g. cluster.hang_timeout_seconds=900",
+                f"wanma launch: {'.'.join(path)} is not a key of [cluster]",
+                "give keys of [cluster] only, e.g. cluster.hang_timeout_seconds=900; set other keys in the "
+                "script's job",
             )
     job = to_job({"model": {"factory": SCRIPT_MODEL}}, overrides)
     require_fixed_nodes(job, "wanma launch")

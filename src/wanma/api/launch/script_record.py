@@ -66,5 +66,5 @@ class ScriptRecord:
         try:
             write_json(self._run.script, self._content)
         except OSError as error:
-            text = f"the end was not recorded: {error.strerror or error}"
+            text = f"the end of the run was not recorded: {error.strerror or error}"
             write({"kind": "message", "level": "warning", "text": text})

@@ -49,7 +49,7 @@ def run_script_worker(worker: WorkerContext, payload: bytes) -> None:
         if leaving.code not in (None, 0) and not _is_requested_stop(worker, leaving):
             code = leaving.code if isinstance(leaving.code, int) else 1
             why = f"exit code {code}" if isinstance(leaving.code, int) else str(leaving.code)
-            raise ScriptExitError(f"{_script_name(order)} ended itself: {why}", code) from leaving
+            raise ScriptExitError(f"{_script_name(order)} exited: {why}", code) from leaving
     except BaseException as error:
         if not _is_requested_stop(worker, error):
             raise

@@ -52,7 +52,7 @@ def plan_job(
     if rank is not None and not 0 <= rank < plan.world_size:
         raise JobError(
             f"--rank {rank}: the plan has {count_text(plan.world_size, 'rank')}",
-            f"name one of 0 to {plan.world_size - 1}",
+            f"give 0 to {plan.world_size - 1}",
         )
     parts: list[RenderableType] = [render_analysis(answers)]
     if show_layout:
@@ -64,7 +64,7 @@ def plan_job(
 
 def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
     if input_kind(job.model) != "tokens":
-        raise JobError("--rank builds models that take tokens", "leave --rank out for others")
+        raise JobError("--rank is supported for models with token inputs only", "remove --rank")
     from wanma.models.model_spec import resolve_model_spec
     from wanma.training.loop.dry_run import dry_run
 
@@ -77,15 +77,15 @@ def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
     sizes = Table.grid(padding=(0, 2))
     sizes.add_column()
     sizes.add_column(justify="right")
-    sizes.add_row("parameters kept", f"{built.parameter_elements:,}")
-    sizes.add_row("their bytes", bytes_text(built.parameter_bytes))
+    sizes.add_row("parameters of the rank", f"{built.parameter_elements:,}")
+    sizes.add_row("bytes of parameters", bytes_text(built.parameter_bytes))
     sizes.add_row("gradients", bytes_text(built.gradient_bytes))
-    sizes.add_row("saved for backward, per micro-batch", bytes_text(built.activation_bytes))
+    sizes.add_row("activations per micro-batch", bytes_text(built.activation_bytes))
     moved = Table(
         "collective",
-        "over",
+        "mesh dimension",
         "ranks",
-        "times per step",
+        "calls per step",
         "tensor",
         box=None,
         pad_edge=False,
@@ -99,7 +99,7 @@ def _rank_dry_run(job: Job, plan: Plan, rank: int) -> RenderableType:
             f"{count:,}",
             bytes_text(collective.tensor_bytes),
         )
-    head = f"Rank {rank} as built in {built.seconds:.1f} s, for a step of {built.micro_batches} micro-batches"
+    head = f"Rank {rank}, built in {built.seconds:.1f} s; one step of {built.micro_batches} micro-batches"
     return Group(Text(head, style="bold"), sizes, Text(), moved)
 
 

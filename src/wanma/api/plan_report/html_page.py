@@ -107,8 +107,8 @@ def _key_figures(study: Study) -> str:
         if run.price is not None:
             found.append(KeyFigure("price", number_text(run.price)))
         if useful := goodput_text(forecast):
-            share, _, causes = useful.removeprefix("useful ").partition(": ")
-            found.append(KeyFigure("useful", share, causes))
+            share, _, causes = useful.partition(" ")[2].partition(": ")
+            found.append(KeyFigure("goodput", share, causes))
     return key_figure_tiles(found)
 
 

@@ -29,15 +29,15 @@ def write_trace(report: PlanAnalysis, path: Path) -> None:
     """
     if report.study.plan_result.plan.placement:
         raise WanmaError(
-            f"--trace {path}: steps of replicas that are unlike each other are not drawn",
-            "plan for one kind of machines",
+            f"--trace {path}: plans with unequal replicas are not supported",
+            "plan for nodes of one kind, or remove --trace",
             EXIT_USAGE,
         )
     if report.timeline is None:
         because = f": {report.study.time_unavailable_reason}" if report.study.time_unavailable_reason else ""
         raise WanmaError(
-            f"--trace {path}: there is no forecast of this plan's step{because}",
-            "plan for devices whose rates are known (`wanma cluster --devices`)",
+            f"--trace {path}: the plan has no step time forecast{because}",
+            "plan for devices of the catalogue (`wanma cluster --devices`)",
             EXIT_USAGE,
         )
     _write(path, json.dumps(chrome_trace(report.timeline), allow_nan=False))
@@ -49,5 +49,5 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise WanmaError(
-            f"cannot write {path}: {reason}", "name a file in a folder that is there", EXIT_USAGE
+            f"cannot write {path}: {reason}", "give a file in an existing folder", EXIT_USAGE
         ) from error

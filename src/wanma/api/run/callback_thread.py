@@ -119,16 +119,16 @@ def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callba
                 f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
             )
             raise JobError(
-                f"{source}: {said} is no wanma.Callback",
-                "give objects of classes that inherit from wanma.Callback",
+                f"{source}: {said} is not a wanma.Callback",
+                "give objects of subclasses of wanma.Callback",
             )
         known = [name for name in vars(Callback) if name.startswith("on_")]
         for name in dir(type(one)):
             if name.startswith("on_") and name not in known:
                 raise JobError(
-                    f"{source}: {type(one).__name__}.{name} would never be called."
+                    f"{source}: {type(one).__name__}.{name} is not a callback method."
                     f"{did_you_mean(name, known)}",
-                    f"methods of a wanma.Callback are {', '.join(known)}; names of others begin otherwise",
+                    f"use {', '.join(known)}, or a name that does not begin with on_",
                 )
     return given
 

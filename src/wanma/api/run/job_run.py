@@ -141,7 +141,9 @@ def _end_callbacks(outcome: RunOutcome, callbacks: CallbackThread) -> tuple[str 
     callbacks.end_run(outcome.exit_code, failure)
     exit_code = outcome.exit_code
     if failure is None and callbacks.failure:
-        failure = f"{callbacks.failure}\n  the run has stopped in order; the same call carries it on"
+        failure = (
+            f"{callbacks.failure}\n  the run stopped in order with a checkpoint; the same call resumes it"
+        )
         exit_code = EXIT_FAILED
     return failure, exit_code
 
@@ -241,7 +243,7 @@ def pickle_request(request: TrainRequest) -> bytes:
         except Exception as error:  # whatever the object's own pickling raises
             raise WanmaError(
                 f"{name} = {type(value).__name__} cannot be sent to the ranks: {error}",
-                f"open files and connections inside the ranks, or name it in the job file ({name}.factory)",
+                f"open files and connections in the ranks, or set {name}.factory in the job",
             ) from error
     return dumps_by_value(request)
 

@@ -18,6 +18,7 @@ from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
+from wanma.observe.units import count_text
 from wanma.planner.forecast.problem import build_problem, homogeneous_cluster
 from wanma.planner.hardware_model.calibration import load_calibration
 from wanma.planner.preparation.job_planning import PreparedJob, job_dimensions, peak_flops_per_second
@@ -38,9 +39,8 @@ def require_fixed_nodes(job: Job, feature: str) -> None:
     """
     if is_elastic(job):
         raise JobError(
-            f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}': {feature} runs on a fixed "
-            "number "
-            "of machines",
+            f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}': {feature} needs a fixed "
+            "number of nodes",
             f"set cluster.nodes = {job.cluster.nodes} without cluster.min_nodes, or use `wanma train`",
         )
 
@@ -67,17 +67,17 @@ class JobReplanner:
         running, used = request.current_plan or self.plan, request.current_nodes or most
         here = request.available_nodes
         if here == used or (here > used and request.step_seconds is None):
-            return ReplanDecision(running, used, "the plan is as it was")
+            return ReplanDecision(running, used, "the plan is unchanged")
         reasons = []
         for machines in range(here, self._min_nodes(here, used) - 1, -1):
             try:
                 found = self._replan_for(running, used, machines, request)
             except JobError as error:
-                reasons.append(f"{machines} machines: {error.message}")
+                reasons.append(f"{count_text(machines, 'node')}: {error.message}")
                 continue
             if found.is_change:
                 return ReplanDecision(found.plan, machines, found.reason, found.forecast.to_json())
-            reasons.append(f"{machines} machines: {found.reason}")
+            reasons.append(f"{count_text(machines, 'node')}: {found.reason}")
         why = "\n  ".join(reasons)
         return ReplanDecision(running, used, why) if here > used else ReplanDecision(None, 0, why)
 
@@ -148,8 +148,8 @@ def make_replanner(
     if prepared.workload is None:
         raise JobError(
             f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}' needs a plan for each number of "
-            "machines, and so a model that the planner can read: "
-            f"{prepared.workload_unavailable_reason or 'not this one'}",
+            "nodes, and the planner cannot analyze this model: "
+            f"{prepared.workload_unavailable_reason or 'reason unknown'}",
             f"set cluster.nodes = {job.cluster.nodes} without cluster.min_nodes",
             exit_code=EXIT_USAGE,
         )

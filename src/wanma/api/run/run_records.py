@@ -46,7 +46,7 @@ def lock_run(run: RunDirectory) -> Iterator[None]:
         except BlockingIOError:
             raise WanmaError(
                 f"another process is training in {run.path}",
-                "wait for it, stop it with Ctrl-C, or choose another directory: --run-dir DIR, in Python "
+                "wait for it, stop it with Ctrl-C, or choose another run directory: --run-dir DIR, in Python "
                 "run_directory=",
                 EXIT_USAGE,
             ) from None
@@ -77,7 +77,7 @@ def write_run_files(
     except OSError as error:
         raise WanmaError(
             f"cannot write to the run directory {run.path}: {error.strerror or error}",
-            "free some space, or choose another with --run-dir DIR",
+            "free space on its disk, or choose another with --run-dir DIR",
             EXIT_USAGE,
         ) from error
 
@@ -115,7 +115,7 @@ def update_plan_file(
             run.plan, {**prepared.to_json(), "plan": plan_event["plan"], "forecast": plan_event["forecast"]}
         )
     except OSError as error:
-        text = f"the plan was not written down: {error.strerror or error}"
+        text = f"the plan was not recorded: {error.strerror or error}"
         write({"kind": "message", "level": "warning", "text": text})
 
 
@@ -126,7 +126,7 @@ def job_change_notes(run: RunDirectory, job: Job) -> list[str]:
     try:
         before = load_recorded_job(run.job)
     except JobError as error:
-        return [f"the run directory's old job.toml cannot be read and is replaced: {error.message}"]
+        return [f"the old job.toml of the run directory cannot be read and is replaced: {error.message}"]
     return [
         f"changed since this run's last start: {key} = {old!r} → {new!r}"
         for key, old, new in job_differences(before, job)
@@ -163,11 +163,13 @@ def record_run_end(
         if failure is not None:
             _record_failure(run, failure, events_before_start)
     except (OSError, WanmaError) as error:
-        write({"kind": "message", "level": "warning", "text": f"the end was not recorded: {error}"})
+        write(
+            {"kind": "message", "level": "warning", "text": f"the end of the run was not recorded: {error}"}
+        )
     try:
         write_report(run)
     except (OSError, WanmaError) as error:
-        write({"kind": "message", "level": "warning", "text": f"no report was written: {error}"})
+        write({"kind": "message", "level": "warning", "text": f"the report was not written: {error}"})
 
 
 def _record_failure(run: RunDirectory, text: str, events_before_start: int) -> None:

@@ -36,7 +36,7 @@ class CallbackSupervisorClient:
             self.outcome = str(event["outcome"])
         if (reason := self._callbacks.on_event(event)) is not None and not self._is_stop_requested:
             self._is_stop_requested = True
-            text = f"{reason}: the run ends in order"
+            text = f"{reason}: the run stops after this step"
             self._supervisor_client.send_event({"kind": "message", "level": "info", "text": text})
 
     def is_drain_requested(self) -> bool:
@@ -65,4 +65,6 @@ def with_callbacks(callbacks: Sequence[Callback], job: Job, worker: WorkerContex
             raise
         called.end_run(0 if control.outcome == "finished" else 1, None)
     if called.failure:
-        raise WanmaError(f"{called.failure}\n  the run has stopped in order; the same call carries it on")
+        raise WanmaError(
+            f"{called.failure}\n  the run stopped in order with a checkpoint; the same call resumes it"
+        )

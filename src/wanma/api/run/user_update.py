@@ -19,9 +19,7 @@ def check_user_optimizer(job: Job, optimizer: Any, schedule: Any) -> dict[str, A
         ("schedule", schedule, ("schedule", "schedule_factory")),
     ):
         if given is not None and (named := job.train.model_fields_set.intersection(names)):
-            raise JobError(
-                f"{key}= is given, and the job has train.{named.pop()}, too", "leave one of them out"
-            )
+            raise JobError(f"{key}= and train.{named.pop()} of the job are both set", "remove one of them")
     objects = {"optimizer": optimizer, "schedule": schedule}
     objects = {name: value for name, value in objects.items() if value is not None}
     if objects:

@@ -89,7 +89,7 @@ def bench_collectives(
         WanmaError: a rank failed, or the nodes did not meet.
     """
     if seconds <= 0:
-        raise JobError(f"--seconds {seconds:g}: measuring takes time", "give at least 1")
+        raise JobError(f"--seconds {seconds:g}: must be above 0", "give at least 1")
     section = parse_cluster_section(overrides)
     check_interface(section.network_interface)
     (node,) = discover_node().nodes
@@ -105,8 +105,9 @@ def bench_collectives(
     if section.nodes > 1:
         if len(ranks) > 1:
             raise JobError(
-                f"--ranks {','.join(map(str, ranks))} on {section.nodes} machines: they measure in one go",
-                "give one number, and the same on every machine",
+                f"--ranks {','.join(map(str, ranks))} on {section.nodes} nodes: several nodes measure one "
+                "number of ranks per run",
+                "give one number, the same on every node",
             )
         counts = rank_counts(
             node, ranks or [len(node.devices) if device == "cuda" else 1], uses_gpus=uses_gpus
@@ -139,14 +140,14 @@ def parse_cluster_section(overrides: Sequence[str]) -> ClusterSection:
     for text in overrides:
         if (path := parse_override(text).path)[0] != "cluster":
             raise JobError(
-                f"wanma bench: {'.'.join(path)} says nothing about machines",
-                "keys of [cluster] can be given here, e.g. cluster.network_interface=eth1",
+                f"wanma bench: {'.'.join(path)} is not a key of [cluster]",
+                "give keys of [cluster] only, e.g. cluster.network_interface=eth1",
             )
     section = to_job({"model": {"preset": "gpt-1m"}}, overrides).cluster
     if section.min_nodes is not None and section.min_nodes < section.nodes:
         raise JobError(
-            f"wanma bench: it measures with all machines (given: '{section.min_nodes}..{section.nodes}')",
-            f"give their number: --nodes {section.nodes}",
+            f"wanma bench: the number of nodes must be fixed (given: '{section.min_nodes}..{section.nodes}')",
+            f"give --nodes {section.nodes}",
         )
     return section
 
@@ -157,8 +158,8 @@ def _check_memory(selection: BenchmarkSelection, ranks: int, device: str) -> Non
         raise JobError(
             f"{ranks} ranks with up to {MAX_BUFFERS_PER_RANK} buffers of {bytes_text(selection.sizes[-1])} "
             "need "
-            f"{bytes_text(needed)}, and this machine has {bytes_text(usable)}",
-            "measure smaller --sizes, or fewer --ranks",
+            f"{bytes_text(needed)}, and this node has {bytes_text(usable)}",
+            "give smaller --sizes, or fewer --ranks",
         )
 
 

@@ -26,8 +26,8 @@ def check_calibration_writable(node_count: int) -> None:
     """
     if node_count > 1:
         raise JobError(
-            f"--save with --nodes {node_count}: a calibration is of one machine's own links",
-            "leave --save out; the network between machines is described in a cluster file",
+            f"--save with --nodes {node_count}: a calibration holds the links of one node",
+            "remove --save; describe the network between nodes in a cluster file",
         )
     load_calibration()
 
@@ -55,17 +55,16 @@ def _merge_into_calibration(calibration: Calibration, results: CollectiveResults
     before = next((one for one in calibration.devices if one.key == key), None)
     if before is None:
         raise WanmaError(
-            f"nothing was kept: {results.device} with {results.ranks} ranks was not calibrated, and links "
-            "alone "
-            "make no forecast",
-            f"first `wanma cluster --calibrate --ranks {results.ranks}`, then measure again with --save",
+            f"not saved: {results.device} with {results.ranks} ranks has no calibration, and bandwidths "
+            "alone give no forecast",
+            f"run `wanma cluster --calibrate --ranks {results.ranks}`, then measure again with --save",
         )
     points = list(_calibration_points(results))
     if not any(point.operator == "all_reduce" for point in points):
         raise WanmaError(
-            "nothing was kept: forecasts compare all collectives with the backend's all-reduces in fp32, "
+            "not saved: forecasts compare all collectives with the backend's all-reduces in fp32, "
             "which were not measured",
-            "measure them too: leave --collectives, --algorithms and --dtypes out",
+            "measure them too: remove --collectives, --algorithms and --dtypes",
         )
     fitted = refit_links(before, points)
     return replace(fitted, date=results.date)

@@ -29,7 +29,7 @@ def write_results(results: Sequence[CollectiveResults], folder: Path) -> list[Pa
     except OSError as error:
         raise WanmaError(
             f"cannot write to {folder}: {error.strerror or error}",
-            "choose another folder with --out DIR",
+            "give another folder with --out DIR",
             EXIT_USAGE,
         ) from error
     return files
@@ -45,6 +45,6 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise WanmaError(
             f"cannot write to {folder}: {error.strerror or error}",
-            "choose another folder with --out DIR",
+            "give another folder with --out DIR",
             EXIT_USAGE,
         ) from error

@@ -43,7 +43,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         first, dots, last = part.partition("..")
         sizes = [_parse_size(first, text), _parse_size(last, text)] if dots else [_parse_size(first, text)]
         if sizes[0] > sizes[-1]:
-            raise JobError(f"--sizes {text}: {part} falls", f"write the smaller one first: {last}..{first}")
+            raise JobError(f"--sizes {text}: the range {part} must rise", f"write {last}..{first}")
         found.update(sizes)
         size = sizes[0]
         while (size := size * SIZE_STEP_FACTOR) < sizes[-1]:
@@ -55,11 +55,11 @@ def _parse_size(word: str, text: str) -> int:
     match = _SIZE.fullmatch(word.strip())
     if match is None:
         raise JobError(
-            f"--sizes {text}: '{word}' is no size", "write sizes as 1K, 4M, 1G, or a range as 1K..256M"
+            f"--sizes {text}: '{word}' is not a size", "write sizes as 1K, 4M, 1G, or a range as 1K..256M"
         )
     size = int(match[1]) * _UNITS[match[2].upper()]
     if not 1 <= size <= MAX_SIZE_BYTES:
-        raise JobError(f"--sizes {text}: a size is from 1 byte to {MAX_SIZE_BYTES >> 30}G")
+        raise JobError(f"--sizes {text}: sizes must be 1 byte to {MAX_SIZE_BYTES >> 30}G")
     return size
 
 
@@ -83,8 +83,8 @@ def select_algorithms(
     if not asked:
         has = [name for collective, name in known if collective in collectives]
         raise JobError(
-            f"{', '.join(collectives)}: by {', '.join(algorithms)} there is none",
-            f"algorithms: {', '.join(dict.fromkeys(has))}",
+            f"{', '.join(collectives)}: {', '.join(algorithms)} is not available",
+            f"choose from {', '.join(dict.fromkeys(has))}",
         )
     return asked
 
@@ -99,6 +99,6 @@ def _check_names(option: str, names: Iterable[str], known: Sequence[str]) -> Non
     for name in names:
         if name not in known:
             raise JobError(
-                f"{option}: there is no '{name}'.{did_you_mean(name, known)}",
-                f"there are: {', '.join(known)}",
+                f"{option}: unknown name '{name}'.{did_you_mean(name, known)}",
+                f"choose from {', '.join(known)}",
             )

@@ -31,8 +31,8 @@ def _result_tables(results: CollectiveResults) -> Iterator[RenderableType]:
         yield _timings_table(list(group))
     if results.disturbed:
         yield Text(
-            f"\nOther programs were busy during {results.disturbed} of the measurements: repeat it when the "
-            "machine is at rest."
+            f"\n{results.disturbed} of the measurements ran while other processes used the CPU; "
+            "repeat on an idle node."
         )
     yield Text()
 

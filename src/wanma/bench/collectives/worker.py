@@ -181,7 +181,7 @@ def _bandwidth_limit_cases(
             _CollectiveCase(partial(measure_memory_copy, size, group, device))
             for size in request.selection.sizes
         ]
-        return copies, "copying within memory, all ranks at once"
+        return copies, "copies within memory, all ranks at once"
     ranks = request.plan.world_size
     here = ranks // request.node_count if request.node_count > 1 else 1
     # Ranks with the same local rank form a ring; all ranks create all rings, in the same order.
@@ -197,8 +197,6 @@ def _bandwidth_limit_cases(
 
     streams = [_CollectiveCase(partial(measure, size)) for size in request.selection.sizes]
     what = (
-        "between two machines, all their ranks"
-        if request.node_count > 1
-        else "from each rank to the next, all"
+        "between two nodes, all their ranks" if request.node_count > 1 else "from each rank to the next, all"
     )
     return streams, f"messages {what} at once"

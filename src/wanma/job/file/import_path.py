@@ -27,7 +27,7 @@ def import_object(path: str, key: str) -> Any:
     """
     module_name, colon, attributes = path.partition(":")
     if not colon or not module_name or not attributes:
-        raise JobError(f"{key} = '{path}' is no import path", "write it as 'package.module:function'")
+        raise JobError(f"{key} = '{path}' is not an import path", "write it as 'package.module:function'")
     with _working_directory_first():
         found: Any = _import_module(module_name, path, key)
     walked = module_name
@@ -36,7 +36,7 @@ def import_object(path: str, key: str) -> Any:
             public = [name for name in dir(found) if not name.startswith("_")]
             raise JobError(
                 f"{key} = '{path}': {walked} has no '{attribute}'.{did_you_mean(attribute, public)}",
-                f"it was read from {getattr(found, '__file__', None) or walked}",
+                f"correct the name, or add it to {getattr(found, '__file__', None) or walked}",
             )
         found = getattr(found, attribute)
         walked = f"{walked}.{attribute}"
@@ -50,8 +50,8 @@ def _import_module(name: str, path: str, key: str) -> Any:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):
             raise JobError(
-                f"{key} = '{path}': there is no module '{missing}'",
-                f"looked in {Path.cwd()} and in Python's path; start wanma where it is, or install it",
+                f"{key} = '{path}': module '{missing}' does not exist",
+                f"start wanma in its folder, or install it (searched: {Path.cwd()} and Python's path)",
             ) from error
         raise JobError(
             f"{key} = '{path}': importing {name} failed because it needs '{missing}', which is not installed",
@@ -60,7 +60,7 @@ def _import_module(name: str, path: str, key: str) -> Any:
     except Exception as error:
         raise JobError(
             f"{key} = '{path}': importing {name} failed: {type(error).__name__}: {error}",
-            f"see it whole with: python -c 'import {name}'",
+            f"see the full traceback: python -c 'import {name}'",
         ) from error
 
 

@@ -68,8 +68,8 @@ def _named(job: Job, path: Path) -> Job:
     if job.observe.name is None:
         if (wrong := invalid_run_name_reason(path.stem)) is not None:
             raise JobError(
-                f"{path}: a run without observe.name takes the job file's name, which {wrong}",
-                "give it one: observe.name=NAME",
+                f"{path}: observe.name is not set, and the job file's name, the default, {wrong}",
+                "set observe.name=NAME",
             )
         return job.model_copy(update={"observe": job.observe.model_copy(update={"name": path.stem})})
     return job
@@ -123,7 +123,7 @@ def parse_override(text: str) -> Override:
     if match is None:
         raise JobError(
             f"'{text}' is not an override: expected KEY=VALUE, e.g. train.steps=500",
-            "`wanma job` lists every key",
+            "see all keys with `wanma job`",
         )
     path, raw = tuple(match[1].split(".")), match[2].strip()
     if not raw:
@@ -256,9 +256,7 @@ def to_json_value(value: Any, path: KeyPath, issues: list[ValidationIssue]) -> A
             return value
         case None:
             if len(path) > 2:
-                issues.append(
-                    ValidationIssue(path, f"{key_path_text(path)} is null: leave the key out instead")
-                )
+                issues.append(ValidationIssue(path, f"{key_path_text(path)} is null: remove the key instead"))
             return None
         case Path():
             return str(value)
@@ -277,7 +275,7 @@ def to_json_value(value: Any, path: KeyPath, issues: list[ValidationIssue]) -> A
 
 def _invalid_text_reason(text: str) -> str | None:
     if "\0" in text:
-        return "text with a NUL character, which no path and no name can have"
+        return "text with a NUL character"
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -13,7 +13,7 @@ from typing import Any
 from wanma.job.errors import JobError, missing_extra_error
 from wanma.job.file.key_lines import KeyPath, Token, toml_key_lines, toml_tokens, yaml_key_lines, yaml_tokens
 
-_TEMPLATE_HINT = "`wanma job --toml` prints one to start from"
+_TEMPLATE_HINT = "print one to start from with `wanma job --toml`"
 
 
 def parse_config_file(
@@ -126,9 +126,9 @@ def _toml_syntax_error(path: Path, text: str, message: str) -> JobError:
     written = lines[line - 1].strip() if line <= len(lines) else ""
     hint = ""
     if bare := re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'\[\]{}]*)", written):
-        hint = f'text goes in quotes: {bare[1]} = "{bare[2].strip()}"'
+        hint = f'put text in quotes: {bare[1]} = "{bare[2].strip()}"'
     elif text.lstrip().startswith("{"):
-        hint = "this looks like JSON, which YAML can read: name the file .yaml"
+        hint = "this looks like JSON: name the file .yaml, JSON is valid YAML"
     elif re.fullmatch(r"[\w.-]+\s*:.*", written):
         hint = "this looks like YAML: write `key = value`, or name the file .yaml"
     shown = f"\n  {written}" if written else ""

@@ -67,7 +67,7 @@ def toml_value(value: Any, key: str = "") -> str:
             return f"{{ {', '.join(pairs)} }}" if value else "{}"
     raise JobError(
         f"{key} = {value!r}: a job file cannot hold a value of type {type(value).__name__}",
-        "use text, numbers, true or false, lists and tables; leave a key out instead of writing null",
+        "use text, numbers, true or false, lists and tables; remove a key instead of setting it to null",
     )
 
 

@@ -75,7 +75,7 @@ def upgraded(text: str, path: Path = Path("job.toml")) -> tuple[str, list[Change
     replaced = [(token, _quoted(plain[token.start : token.stop], one)) for token, one in edits]
     if not _reads_as(path, _with(plain, replaced), renamed):
         listed = "\n  ".join(f"{path}:{change.line}: {change.text}" for change in changes)
-        raise JobError(f"{path} cannot be rewritten in place; change by hand:\n  {listed}")
+        raise JobError(f"{path} cannot be upgraded in place; change by hand:\n  {listed}")
     return _with(text, replaced), changes
 
 
@@ -84,8 +84,8 @@ def _refuse_both(path: Path, found: Iterable[Renaming], tokens: Iterable[Token])
     for one in found:
         if not one.is_value and one.new_path in lines:
             raise JobError(
-                f"{path}:{lines[one.path]}: {one}, and line {lines[one.new_path]} gives that, too",
-                f"remove one of the two, then `wanma job --upgrade {shlex.quote(str(path))}` again",
+                f"{path}:{lines[one.path]}: {one}, and line {lines[one.new_path]} sets that key, too",
+                f"remove one of the two lines, then run `wanma job --upgrade {shlex.quote(str(path))}` again",
             )
 
 

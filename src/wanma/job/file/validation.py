@@ -73,7 +73,7 @@ def validation_error(
     issues: Iterable[ValidationIssue],
     sources: KeySources,
     subject: str = "the job",
-    hint: str = "`wanma job` lists every key with what it allows",
+    hint: str = "see all keys and their allowed values with `wanma job`",
 ) -> JobError:
     """Return all mistakes as one error, in the order of the file and then of the command line."""
     # A wrong element of a list is reported once, for the whole list.
@@ -120,7 +120,7 @@ def _issue_from_pydantic(
         message = message.removeprefix("Value error, ")
         hint = ""
         if "exactly one" in message or "only one" in message:
-            hint = "an empty override unsets what the file gives, e.g. `model.preset=`"
+            hint = "unset a key of the file with an empty override, e.g. `model.preset=`"
         return ValidationIssue(_named_key(path, message, given), f"[{key_path_text(path)}] {message}", hint)
     names = tuple(part for part in path if isinstance(part, str))
     table = _find_table(".".join(names), root)

@@ -127,8 +127,8 @@ class Synchronization:
         sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
         if not self.has_local_weights:
             late = f"{self.staleness} step" + ("" if self.staleness == 1 else "s")
-            return f"gradients of {sites} {late} late"
+            return f"gradients of {sites} delayed by {late}"
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
-        beside = f", beside {self.overlap_steps} steps" if self.overlap_steps else ""
-        after = f", after {self.synchronous_steps} steps together" if self.synchronous_steps else ""
+        beside = f", overlapped with {self.overlap_steps} steps" if self.overlap_steps else ""
+        after = f", after {self.synchronous_steps} synchronous steps" if self.synchronous_steps else ""
         return f"{self.kind} between {sites} every {self.every} steps{parts}{beside}{after}"

@@ -63,7 +63,7 @@ def create_claim(run: Path, claim: Claim) -> bool:
     except OSError as error:
         raise WanmaError(
             f"cannot claim generation {claim.generation} of the run in {path}: {error.strerror or error}",
-            "free the place or its permissions, or choose another run directory with --run-dir DIR",
+            "free space on its disk, correct its permissions, or choose another with --run-dir DIR",
         ) from error
     return True
 
@@ -146,9 +146,9 @@ class GenerationFence:
         mine, theirs = read_claim(self.run, self.generation), newest_claim(self.run)
         if mine is not None and mine.followed and theirs is not None:
             raise WanmaError(
-                f"start {self.generation} of this run has been followed by start {theirs.generation}, which "
-                f"meets at {theirs.place}: nothing more of the older one is written",
-                "the run goes on there; this machine takes part again as soon as it reaches that address",
+                f"generation {self.generation} of this run was superseded by generation {theirs.generation} "
+                f"(coordinator {theirs.place}): this process stops writing to the run directory",
+                "wait: the run continues there, and this node rejoins when it reaches that address",
             )
 
 

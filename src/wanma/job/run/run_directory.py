@@ -104,14 +104,14 @@ class RunDirectory:
         """
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not there.is_dir():
-            raise self._unwritable(f"{there} is no folder")
+            raise self._unwritable(f"{there} is not a folder")
         if not os.access(there, os.W_OK | os.X_OK):
             raise self._unwritable(f"no permission to write to {there}")
 
     def _unwritable(self, cause: str) -> WanmaError:
         return WanmaError(
             f"cannot write to the run directory {self.path}: {cause}",
-            "choose another with --run-dir DIR, or free the place",
+            "choose another with --run-dir DIR, or make this one writable",
             EXIT_USAGE,
         )
 

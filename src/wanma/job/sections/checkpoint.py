@@ -21,16 +21,15 @@ class CheckpointSection(Section):
     keep_best: bool = Field(True, description="also keep the checkpoint with the best validation metric")
     best_metric: str = Field("loss", description="keep_best: name of the validation metric that decides")
     best_mode: Literal["min", "max"] = Field(
-        "min", description="keep_best: whether a lower or a higher metric is better"
+        "min", description="keep_best: direction in which the metric is better"
     )
     in_memory_every_steps: Literal["auto", "off"] | Annotated[int, Gt(0), Le(1_000_000_000_000)] = Field(
         "auto",
-        description="steps between in-memory checkpoints, for recovery; auto: they cost at most 1 % of "
-        "the time",
+        description="steps between in-memory checkpoints, for recovery; auto: at most 1 % of the time",
     )
     partner: Literal["auto"] | bool = Field(
         "auto",
-        description="copy in-memory checkpoints to a partner node, against loss of a node; auto: with "
+        description="send in-memory checkpoints to a partner node, against loss of a node; auto: with "
         "several nodes",
     )
     compare_replicas: bool = Field(
@@ -41,7 +40,7 @@ class CheckpointSection(Section):
         0,
         ge=0,
         le=1_000_000_000_000,
-        description="also keep the checkpoints at multiples of so many steps; 0: none",
+        description="also keep checkpoints at multiples of this number of steps; 0: none",
     )
     upload: str | None = Field(
         None,
@@ -52,11 +51,11 @@ class CheckpointSection(Section):
         0,
         ge=0,
         le=1_000_000,
-        description="newest uploaded checkpoints kept, beside those of the two rules above; 0: all",
+        description="newest uploaded checkpoints kept, beside keep_best and keep_every_steps; 0: all",
     )
     resume: Literal["changed"] | bool = Field(
         True,
-        description="continue from the newest complete checkpoint: the run directory's, else `upload`'s; "
+        description="resume from the newest complete checkpoint: the run directory's, else `upload`'s; "
         "changed: also if the code of the model, the data or the loss has changed",
     )
     start_from: str | None = Field(
@@ -67,6 +66,6 @@ class CheckpointSection(Section):
     def _check_no_credentials(self) -> CheckpointSection:
         if self.upload is not None and has_credentials(self.upload):  # not repeated in the message
             raise ValueError(
-                f"upload holds credentials or a query, which would be kept and shown; {CREDENTIALS_HINT}"
+                f"upload contains credentials or a query, which records would show; {CREDENTIALS_HINT}"
             )
         return self

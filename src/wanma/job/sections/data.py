@@ -23,7 +23,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """Training data: text, images, or one's own dataset."""
+    """Training data: text, images, or a custom dataset."""
 
     text: TextList = Field(
         default_factory=list,
@@ -40,10 +40,12 @@ class DataSection(Section):
     document_masks: bool = Field(
         False, description="mask attention between documents, and restart positions at each"
     )
-    validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents kept for validation")
+    validation_fraction: float = Field(
+        0.01, ge=0, lt=1, description="share of documents used for validation only"
+    )
     cache: str | None = Field(None, description="folder of token files; default: the user's cache folder")
     prefetch: int = Field(
-        4, ge=1, le=10_000, description="optimizer steps whose data are loaded ahead of the training loop"
+        4, ge=1, le=10_000, description="optimizer steps of data loaded ahead of the training loop"
     )
     workers: int = Field(1, ge=1, le=1_024, description="loader threads per rank")
 
@@ -54,5 +56,5 @@ class DataSection(Section):
             raise ValueError(f"give only one of text, sources, images, factory (given: {', '.join(given)})")
         names = [source.name for source in self.sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"sources need names of their own (given twice: {', '.join(twice)})")
+            raise ValueError(f"names of sources must be unique (given twice: {', '.join(twice)})")
         return self

@@ -22,7 +22,7 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 class ModelSection(Section):
-    """Model: a preset, a family with dimensions, a Hugging Face config, or one's own factory."""
+    """Model: a preset, a family with dimensions, a Hugging Face config, or a custom factory."""
 
     preset: str | None = Field(None, description="named model, e.g. 'gpt-10m', 'llama-3-8b', 'resnet-18'")
     family: Literal["decoder", "convnet", "resnet"] | None = Field(
@@ -141,7 +141,7 @@ class ModelSection(Section):
         32,
         gt=0,
         le=1_000_000_000,
-        description="samples that share one batch-normalization statistic, whatever the layout",
+        description="samples that share one batch-normalization statistic, in any layout",
     )
 
     @model_validator(mode="after")
@@ -232,8 +232,8 @@ class TrainSection(Section):
     )
     non_finite: Literal["stop", "skip", "retry"] = Field(
         "stop",
-        description="action on a NaN or infinite gradient; skip: leave the update of the step out; retry: "
-        "go back, repeat the step, and skip it if the gradient is bad again",
+        description="action on a NaN or infinite gradient; skip: no update in this step; retry: "
+        "restore the newest in-memory checkpoint and repeat the step, once; then as skip",
     )
     spike: Literal["ignore", "stop", "skip", "retry"] = Field(
         "ignore",
@@ -261,7 +261,7 @@ class TrainSection(Section):
     )
     stop_metric: str = Field("loss", description="stop_patience: name of the validation metric that decides")
     stop_mode: Literal["min", "max"] = Field(
-        "min", description="stop_patience: whether a lower or a higher metric is better"
+        "min", description="stop_patience: direction in which the metric is better"
     )
     stop_min_delta: float = Field(
         0.0,
@@ -290,7 +290,7 @@ class TrainSection(Section):
             raise ValueError(f"the steps of batch_ramp must rise (given: {starts})")
         if self.stop_patience > 0 and self.validate_every_steps == 0:
             raise ValueError(
-                f"stop_patience = {self.stop_patience} needs validations: set validate_every_steps, too"
+                f"stop_patience = {self.stop_patience} needs validations: set validate_every_steps"
             )
         if self.optimizer_factory is not None and "optimizer" in self.model_fields_set:
             raise ValueError("give only one of optimizer and optimizer_factory")
@@ -300,7 +300,7 @@ class TrainSection(Section):
 
 
 class ClusterSection(Section):
-    """Nodes, devices, rendezvous, deadlines and recovery of the run."""
+    """Nodes, devices, rendezvous, timeouts and recovery of the run."""
 
     engine: Literal["local"] = Field("local", description="launcher of the processes")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device type; auto: cuda when present")
@@ -318,13 +318,12 @@ class ClusterSection(Section):
         None,
         ge=1,
         le=1_000_000,
-        description="minimum number of nodes with which the run continues, as in nodes = '2..8'; default: "
-        "all",
+        description="minimum number of nodes to start or continue with, as in nodes = '2..8'; default: all",
     )
     node_rank: int | None = Field(
-        None, ge=0, le=1_000_000, description="rank of this node; default: by network position, then arrival"
+        None, ge=0, le=1_000_000, description="rank of this node; default: by topology address, then arrival"
     )
-    rendezvous: str | None = Field(None, description="HOST:PORT at which the nodes meet")
+    rendezvous: str | None = Field(None, description="rendezvous address HOST:PORT, on one of the nodes")
     network_interface: str | None = Field(
         None, description="network interface of collectives; default: by route"
     )
@@ -349,7 +348,7 @@ class ClusterSection(Section):
         30.0,
         ge=0,
         le=31_536_000,
-        description="min_nodes: seconds for which the start waits for more nodes than those",
+        description="min_nodes: seconds that the start waits for more nodes",
     )
     hang_timeout_seconds: float = Field(
         300.0, ge=0.1, le=31_536_000, description="timeout in seconds from one step to the next"
@@ -358,30 +357,30 @@ class ClusterSection(Section):
         3,
         ge=0,
         le=1_000_000,
-        description="maximum recoveries from failures without a new step between them; 0: never recover",
+        description="maximum restarts after failures without a new step between them; 0: no restart",
     )
     health_check: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="check of devices and links before ranks begin; auto: on several nodes, or after a "
+        description="check of devices and links before ranks start; auto: on several nodes, or after a "
         "failure",
     )
     straggler_factor: float = Field(
         1.5,
         gt=1,
         le=1_000_000,
-        description="ratio of a rank's own work time to its peers' above which it is reported as slow",
+        description="straggler threshold: ratio of a rank's work time to the median of its peers",
     )
     grace_seconds: float = Field(
         30.0,
         ge=0.1,
         le=31_536_000,
-        description="seconds from SIGTERM to SIGKILL, in which the run saves its state",
+        description="seconds from SIGTERM to SIGKILL; the final checkpoint must finish within them",
     )
     requeue_exit_code: int = Field(
         143,
         ge=1,
         le=255,
-        description="exit code after SIGTERM, SIGUSR1 or SIGHUP, by which the scheduler requeues the run",
+        description="exit code after SIGTERM, SIGUSR1 or SIGHUP, for schedulers that requeue by exit code",
     )
 
     @model_validator(mode="before")
@@ -400,17 +399,15 @@ class ClusterSection(Section):
     def _check_nodes_and_rendezvous(self) -> ClusterSection:
         if self.min_nodes is not None and self.min_nodes > self.nodes:
             raise ValueError(
-                f"nodes has the fewest machines first, as '2..8' (given: '{self.min_nodes}..{self.nodes}')"
+                f"nodes as a range must rise, as '2..8' (given: '{self.min_nodes}..{self.nodes}')"
             )
         if self.node_rank is not None and self.node_rank >= self.nodes:
-            raise ValueError(
-                f"node_rank counts from 0 to nodes - 1 = {self.nodes - 1} (given: {self.node_rank})"
-            )
+            raise ValueError(f"node_rank must be 0 to nodes - 1 = {self.nodes - 1} (given: {self.node_rank})")
         if self.rendezvous is not None:
             host, _, port = self.rendezvous.rpartition(":")
             if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
                 raise ValueError(
-                    f"rendezvous is HOST:PORT, e.g. '10.0.0.1:29500' (given: '{self.rendezvous}')"
+                    f"rendezvous must be HOST:PORT, e.g. '10.0.0.1:29500' (given: '{self.rendezvous}')"
                 )
         return self
 

@@ -48,11 +48,11 @@ def invalid_run_name_reason(name: str) -> str | None:
     A name is one folder in `runs`, and an argument of commands.
     """
     if not name.strip() or name != name.strip() or not name.isprintable():
-        return f"must be text without blanks around it and without control characters (given: {name!r})"
+        return f"must not begin or end with a blank, or contain control characters (given: {name!r})"
     if name in (".", "..") or "/" in name:
-        return f"must be one folder's name; another place is observe.runs (given: {name!r})"
+        return f"must be the name of one folder; set the parent folder with observe.runs (given: {name!r})"
     if name.startswith("-"):
-        return f"must not begin with '-', which commands take for an option (given: {name!r})"
+        return f"must not begin with '-', like an option of a command (given: {name!r})"
     if len(name.encode()) > MAX_RUN_NAME_BYTES:
         return f"must be at most {MAX_RUN_NAME_BYTES} bytes long (given: {len(name.encode())})"
     return None

@@ -76,7 +76,8 @@ class ParallelSection(Section):
     )
     sequence_parallel: bool = Field(
         True,
-        description="tp: shard activations along the sequence between split matrices (sequence parallelism)",
+        description="tp: shard activations along the sequence between sharded matrices (sequence "
+        "parallelism)",
     )
     cp_method: ContextParallelMethod = Field(
         "ring", description="cp: method by which attention sees the complete sequence"
@@ -140,7 +141,7 @@ class ParallelSection(Section):
         0,
         ge=0,
         le=1_000_000_000_000,
-        description="first optimizer steps, whose gradients are reduced uncompressed",
+        description="first optimizer steps without compression",
     )
     compression_groups: list[CompressionGroupSection] = Field(
         default_factory=list,
@@ -149,8 +150,8 @@ class ParallelSection(Section):
     synchronize: Literal["every_step", "local_sgd", "diloco", "delayed"] = Field(
         "every_step",
         description="synchronization between sites, groups of replicas with slow links between them: "
-        "local_sgd and diloco exchange weights every so many steps, delayed applies gradients "
-        "some steps late; these change the numbers",
+        "local_sgd and diloco exchange weights every synchronize_every steps, delayed applies gradients "
+        "staleness steps late; these change the numbers",
     )
     sites: int | None = Field(
         None,
@@ -168,7 +169,7 @@ class ParallelSection(Section):
         0,
         ge=0,
         le=1_000_000_000_000,
-        description="local_sgd, diloco: first steps of the run, which all sites take together",
+        description="local_sgd, diloco: first steps of the run, synchronized at every step",
     )
     outer_learning_rate: float | None = Field(
         None, gt=0, le=1_000, description="diloco: learning rate of the outer optimizer; default: 0.7"
@@ -201,5 +202,5 @@ class ParallelSection(Section):
         description="local_sgd, diloco: memory that holds outer weights and momentum: device (none), host",
     )
     staleness: int | None = Field(
-        None, ge=0, le=1_000, description="delayed: steps by which gradients are delayed; default: 1"
+        None, ge=0, le=1_000, description="delayed: delay of gradients between sites, in steps; default: 1"
     )
