@@ -142,7 +142,7 @@ def _write(
         path, _ = commit_checkpoint(partial, written[0], step, None, state)
         return path
     except (OSError, WanmaError) as error:
-        if len(memory_files) == world_size:  # nobody else writes
+        if len(memory_files) == world_size:  # no other node writes
             shutil.rmtree(partial, ignore_errors=True)
             raise
         for rank in memory_files:  # their space may be what other nodes lack

@@ -1,15 +1,15 @@
-"""Checkpoints in memory that outlives the ranks, copied while they compute.
+"""In-memory checkpoints: copies of the training state that outlive the ranks, written beside computation.
 
-    snapshots = Snapshots(worker.images, rank, world_size, generation, ...)
-    snapshots.begin(step, tensors, state)       # returns at once; a thread copies
+    checkpointer = InMemoryCheckpointer(memory_files, rank, world_size, generation, ...)
+    checkpointer.start(step, tensors, state)    # returns at once; a thread copies
     ...                                         # forward and backward of the next step
-    snapshots.settle()                          # before any of the given tensors changes
-    found, problems = look(images, step, ...)   # in the ranks' next generation: every rank a share
-    load(found.source(), tensors)               # if no rank has found a problem
+    checkpointer.wait_for_copy()                # before any of the given tensors changes
+    found, problems = find_local_checkpoint(memory_files, step, ...)  # next generation: every rank a share
+    source = found.open_source()                # if no rank has found a problem
 
-A rank's part is the content of its file in a checkpoint (`file_buffer`), in a memory file (`memory_file`).
-Two are written in turn. If no rank changes its state before all have settled, which a collective between
-`settle` and the change ensures, there is always one step of which every rank has a complete one.
+A rank's shard has the content of its file in a checkpoint (`file_buffer`), and lies in a memory file
+(`memory_file`). Two memory files are written in turn. No rank may change its state before all ranks have
+returned from `wait_for_copy`, which a collective ensures; then all ranks have one step in common.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class InMemoryCheckpointer:
         Raises:
             WanmaError: this state cannot be stored.
         """
-        assert self._is_copied, "settle the previous in-memory checkpoint"
+        assert self._is_copied, "wait for the copy of the previous in-memory checkpoint"
         assert not self.is_replicating(), "wait until the previous in-memory checkpoint is sent"
         began = time.perf_counter()
         image = self._memory_files[0]
@@ -154,13 +154,15 @@ class InMemoryCheckpointer:
                 places[name] = view, local.clone()
         devices = {local.device for _, local in places.values() if local.is_cuda}
         events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        self._start_thread(partial(self._copy_state, image, step, places, table, events), f"snapshot-{step}")
+        self._start_thread(
+            partial(self._copy_state, image, step, places, table, events), f"in-memory-checkpoint-{step}"
+        )
         self._start_seconds = time.perf_counter() - began
 
     def skip(self) -> None:
         """Skip a step on a rank that cannot `begin`: other nodes learn that they need not wait for it."""
         if self.replicator is not None:
-            self._start_thread(lambda: None, "no-snapshot")
+            self._start_thread(lambda: None, "no-in-memory-checkpoint")
             self._is_copied = True
 
     def wait_for_copy(self) -> InMemoryCheckpointResult | None:

@@ -211,7 +211,7 @@ class MemoryFileReader:
         return bool(xxhash.xxh3_128_digest(self.body) == self.header.digest)
 
     def rank_manifest(self) -> dict[str, Any]:
-        """Return the rank manifest; only trustworthy after `is_whole`.
+        """Return the rank manifest; only trustworthy after `is_valid`.
 
         Raises:
             ValueError: it is malformed.

@@ -279,7 +279,7 @@ def _check_hostname_address(routes: Sequence[NetworkRoute]) -> list[CheckResult]
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return []  # a name without an address misleads nobody
+        return []  # a name without an address is not used
     if not ipaddress.ip_address(address).is_loopback:
         return []
     if not routes:
