@@ -58,7 +58,7 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     wait_for(lambda: list((tmp_path / "marks").iterdir()))
     first.process.kill()
     began = time.monotonic()
-    while "now runs the coordinator" not in second.until("message")["text"]:
+    while "this node now runs the coordinator" not in second.until("message")["text"]:
         pass
     assert time.monotonic() - began < 3, "its death is proved at once"
     third = start_node("c", node_rank=0)
@@ -87,8 +87,8 @@ def test_of_three_nodes_the_two_that_are_left_meet_at_the_next_in_order(
         pass
     fourth = start_node("d", node_rank=0, nodes=3)
     assert [node.end() for node in (second, third, fourth)] == [0, 0, 0], (second.lines, third.lines)
-    assert any("now runs the coordinator" in text for text in second.texts)
-    assert not any("now runs the coordinator" in text for text in third.texts)
+    assert any("this node now runs the coordinator" in text for text in second.texts)
+    assert not any("this node now runs the coordinator" in text for text in third.texts)
     assert steps(fourth) == STEPS[3:]
 
 
@@ -165,7 +165,7 @@ def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
     paused = [machine, *machine.children(recursive=True)]
     for process in paused:
         process.suspend()
-    while "now runs the coordinator" not in second.until("message")["text"]:
+    while "this node now runs the coordinator" not in second.until("message")["text"]:
         pass
     third = start("c", "write_lines", node_rank=0, **common)
     wait_for(lambda: lines(tmp_path).count(2) > 5)
