@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 1 << 16
 """Most bytes of a line; a longer one is split."""
 _START_LINE = re.compile(r"--- \d{4}-\d\d-\d\d [\d:]+ rank \d+ of .* ---$")
 _WANMA_LINE = re.compile(
-    r"step \d+/\d+  loss .*  peak memory \d+ bytes$|collectives of \d+ ranks go over shared memory$"
+    r"step \d+/\d+  loss .*  peak memory \d+ bytes$|collectives of \d+ ranks use shared memory$"
 )
 """Lines that wanma itself adds to a rank's log: the console has them in its own words."""
 
