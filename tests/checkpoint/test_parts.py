@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from support.images import Held
-from wanma.checkpoint.in_memory import partial_checkpoints as module
+from wanma.checkpoint.in_memory import flushed_parts as module
 from wanma.checkpoint.in_memory.flush import flush_to_disk
-from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer
-from wanma.checkpoint.in_memory.partial_checkpoints import (
+from wanma.checkpoint.in_memory.flushed_parts import (
     InMemoryCheckpointKey,
     list_flushed_parts,
     remove_flushed_parts,
     write_flushed_part,
 )
+from wanma.checkpoint.in_memory.in_memory_checkpointer import InMemoryCheckpointer
 from wanma.checkpoint.load.reader import load_full_tensors
 from wanma.job.errors import WanmaError
 

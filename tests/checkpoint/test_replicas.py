@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.inspection.replica_check import (
+from wanma.checkpoint.inspection.replica_hashes import (
     ReplicaHasher,
     ReplicaHashes,
     ReplicaMismatch,
@@ -15,7 +15,7 @@ from wanma.checkpoint.inspection.replica_check import (
     find_mismatches,
     hash_tensors,
 )
-from wanma.checkpoint.inspection.replica_check import _hash_device_tensor as sum_of_words
+from wanma.checkpoint.inspection.replica_hashes import _hash_device_tensor as sum_of_words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
@@ -45,7 +45,7 @@ def test_a_gpus_hash_does_not_depend_on_its_chunks_and_sees_exchanged_words(
 ) -> None:
     tensor = torch.randn(1000)
     whole = int(sum_of_words(tensor))
-    monkeypatch.setattr("wanma.checkpoint.inspection.replica_check.CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("wanma.checkpoint.inspection.replica_hashes.CHUNK_ELEMENTS", 7)
     assert int(sum_of_words(tensor)) == whole
     tensor[[3, 900]] = tensor[[900, 3]]
     assert int(sum_of_words(tensor)) != whole

@@ -161,7 +161,7 @@ def install() -> None:
 
 
 def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
-    from wanma.checkpoint.in_memory import flush, partial_checkpoints
+    from wanma.checkpoint.in_memory import flush
 
     write_file = flush.write_file
 

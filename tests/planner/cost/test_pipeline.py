@@ -17,7 +17,7 @@ from wanma.planner.pipeline.simulation import (
     simulate_pipeline,
     simulate_pipeline_intervals,
 )
-from wanma.planner.pipeline.static_schedule import PipelineShape, operation_orders
+from wanma.planner.pipeline.static_simulation import PipelineShape, operation_orders
 
 WHOLE = StageCost(1.0, 2.0)
 SPLIT = StageCost(1.0, 1.0, 1.0)

@@ -10,7 +10,7 @@ import torch
 from support.images import Held, workers
 from support.ranks import Outcome, run_job
 from support.recovering import equal, job, messages, recover
-from wanma.checkpoint.inspection.replica_check import ReplicaMismatch
+from wanma.checkpoint.inspection.replica_hashes import ReplicaMismatch
 from wanma.job.plan.plan import Plan
 from wanma.training.checkpointing.replica_check import replica_mismatch_error
 
@@ -140,7 +140,7 @@ def test_buffers_of_modules_are_left_out(tmp_path: Path) -> None:
 
 def test_the_hashes_are_of_bits() -> None:
     assert not torch.equal(torch.tensor(float("nan")), torch.tensor(float("nan")))
-    from wanma.checkpoint.inspection.replica_check import hash_tensors
+    from wanma.checkpoint.inspection.replica_hashes import hash_tensors
 
     assert len(set(hash_tensors([torch.tensor(0.0), torch.tensor(-0.0)]))) == 2
     assert len(set(hash_tensors([torch.tensor(float("nan"))] * 2))) == 1

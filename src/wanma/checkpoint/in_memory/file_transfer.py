@@ -1,6 +1,6 @@
 """Transfer of memory files from rank to rank: conversations of a sender and a receiver that run concurrently.
 
-    problems = converse([send_memory_file(path, 0, 2, group), receive_memory_file(file, 2, 2, group)])
+    problems = run_transfers([send_memory_file(path, 0, 2, group), receive_memory_file(file, 2, 2, group)])
 
 The messages are: the header with the size of the chunks; the receiver's answer whether it has memory; content
 and rank manifest in chunks. The receiver hashes the data, and writes the header last. A conversation yields

@@ -41,7 +41,7 @@ class PartnerReplicator:
     is always one step of which every rank's memory file is complete on its own node and on its partner.
 
     Args:
-        memory_files: paths of the memory files; this rank stores those of its `guests`.
+        memory_files: paths of the memory files; this rank stores those at its `backup_paths`.
         rank: this rank.
         local_world_sizes: number of ranks of each node.
         group: Gloo process group of all ranks, used by nothing else, because this runs beside the training.
@@ -95,7 +95,7 @@ class PartnerReplicator:
         ]
         try:
             problems = self._run_transfers(talks)
-        except Exception as error:  # the thread has no caller: the waiting one reads `problem`
+        except Exception as error:  # the thread has no caller: the waiting one reads `failure_reason`
             problems = [f"the exchange with the partner node failed: {error}"]
         if problems:
             self.failure_reason = self.failure_reason or "; ".join(problems)

@@ -25,11 +25,11 @@ def shuffle_indices(stream_positions: IndexArray, epoch_size: int, *key: int | s
 
     Args:
         stream_positions: positions in the stream, 0 or more, in any order and number.
-        epoch_size: samples of one epoch; positions [e * samples, (e + 1) * samples) visit each once.
+        epoch_size: samples of one epoch; positions [e * epoch_size, (e + 1) * epoch_size) visit each once.
         key: key of the order besides the epoch: the seed first, then names that distinguish streams.
 
     Returns:
-        Indices in [0, samples), same shape as `stream_positions`.
+        Indices in [0, epoch_size), same shape as `stream_positions`.
     """
     epochs, positions = np.divmod(stream_positions, epoch_size)
     indices = np.empty_like(positions)

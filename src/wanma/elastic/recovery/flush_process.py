@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wanma.checkpoint.in_memory.flush import flush_with_fallback, remove_failed_flush
-from wanma.checkpoint.in_memory.partial_checkpoints import ranks_text, write_flushed_part
+from wanma.checkpoint.in_memory.flushed_parts import ranks_text, write_flushed_part
 from wanma.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
 from wanma.checkpoint.remote.remote_storage import RemoteStorage
 from wanma.checkpoint.store.checkpoint_folder import list_committed, read_manifest

@@ -1,6 +1,6 @@
 """Worker context of one rank, and its interface to the supervisor.
 
-The training room takes a `WorkerContext`; the elastic room makes one for a supervised process, and
+`wanma.training` takes a `WorkerContext`; `wanma.elastic` makes one for a supervised process, and
 `WorkerContext.single_process` makes one for a plain Python process. So training never imports its supervisor.
 """
 

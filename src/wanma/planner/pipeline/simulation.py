@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from wanma.job.sections.parallel import Schedule
-from wanma.planner.pipeline.greedy_schedule import simulate_greedy_schedule
+from wanma.planner.pipeline.greedy_simulation import simulate_greedy_schedule
 from wanma.planner.pipeline.operation import Interval, Operation, StageCost
 from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
-from wanma.planner.pipeline.static_schedule import PipelineShape, operation_orders, simulate_static_schedule
+from wanma.planner.pipeline.static_simulation import PipelineShape, operation_orders, simulate_static_schedule
 
 __all__ = [
     "Interval",

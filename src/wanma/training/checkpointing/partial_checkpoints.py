@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from wanma.checkpoint.format.manifest import step_folder_name
 from wanma.checkpoint.in_memory.flush import flush_to_disk
-from wanma.checkpoint.in_memory.partial_checkpoints import (
+from wanma.checkpoint.in_memory.flushed_parts import (
     InMemoryCheckpointKey,
     list_flushed_parts,
     ranks_text,

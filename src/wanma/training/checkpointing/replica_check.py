@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from wanma.checkpoint.inspection.replica_check import (
+from wanma.checkpoint.inspection.replica_hashes import (
     ReplicaHasher,
     ReplicaHashes,
     ReplicaMismatch,

@@ -1,10 +1,10 @@
 """Parts of one in-memory checkpoint, each on the disk of the node that held it.
 
-    write_flushed_part(folder, images)     on each node, where `folder` takes no checkpoint
-    parts(folder)                  on each node, at the next start
+    write_flushed_part(folder, files)  on each node, where `folder` takes no checkpoint
+    list_flushed_parts(folder)         on each node, at the next start
 
 A part is a folder in a fallback folder (`checkpoint.store.fallback_folder`) with some ranks' memory files.
-From the parts of all ranks `rescue` writes a checkpoint as soon as `folder` has room.
+From the parts of all ranks `flush_to_disk` writes a checkpoint as soon as `folder` has room.
 """
 
 from __future__ import annotations
