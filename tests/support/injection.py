@@ -173,7 +173,7 @@ def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
                 time.sleep(60)
         return write_file(path, *content)
 
-    flush.write_file = partial_checkpoints.write_file = write  # type: ignore[attr-defined]  # in this process
+    flush.write_file = flushed_parts.write_file = write  # type: ignore[attr-defined]  # in this process
 
 
 def _mark(folder: Path, number: int) -> bool:
