@@ -161,7 +161,7 @@ def install() -> None:
 
 
 def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
-    from wanma.checkpoint.in_memory import flush
+    from wanma.checkpoint.in_memory import flush, flushed_parts
 
     write_file = flush.write_file
 
