@@ -48,7 +48,7 @@ def first_of_two(start_node: Any, meet: Any, tmp_path: Path) -> Any:
         while not list((tmp_path / "marks").iterdir()):
             time.sleep(0.01)
         second.process.kill()
-        while "is missing" not in first.until("message")["text"]:
+        while "1 node missing" not in first.until("message")["text"]:
             pass
         return first
 

@@ -87,7 +87,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
     with cable() as between:
         first, second = pair(between, heartbeat_timeout_seconds=2)
         between.pull()
-        while "is missing" not in first.until("message")["text"]:
+        while "1 node missing" not in first.until("message")["text"]:
             pass
         while "terminating the ranks on this node" not in second.until("message")["text"]:
             pass
