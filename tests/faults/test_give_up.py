@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         assert still_full.code == 0, "there is nothing left to do"
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         home = again(desk, "full", NO_CHECKPOINT)
-        assert "checkpoint step-00000012 flushed to the fallback folder " in home.out
+        assert "checkpoint step-00000012, flushed to the fallback folder " in home.out
         check_whole(home, training, whole)
         assert list(rescued.glob("*")) == []
         assert training.checkpoints() == ["step-00000012"]
