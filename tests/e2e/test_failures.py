@@ -91,7 +91,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
         line.startswith("  rank 1 has been in forward and backward of step 2") and line.endswith("<- outlier")
         for line in lines
     ), ran.text
-    assert any(line.startswith("  rank 0 is ") and "waits in all_reduce" in line for line in lines)
+    assert any(line.startswith("  rank 0 has been ") and "waits in all_reduce" in line for line in lines)
     assert "cluster.hang_timeout_seconds = 2" in ran.text
     assert "faulty.py" in (training.path / "logs" / "hang-report.txt").read_text()
 

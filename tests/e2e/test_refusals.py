@@ -88,7 +88,7 @@ REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "model.factory = 'faulty:with_width' failed: TypeError: ",
             " in with_width: net.layers[0] = nn.Linear(4, width)",
-            "see the full traceback: python -c ",
+            "for the full traceback run: python -c ",
         ),
     ),
     "data that cannot be asked by number": (
