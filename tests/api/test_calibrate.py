@@ -155,5 +155,5 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch, t
     (node,) = discover_node().nodes
     with_gpus = Cluster((replace(node, devices=(require_device_kind("H100 SXM").to_device(),) * 2),))
     monkeypatch.setattr("wanma.api.calibration.machine_calibration.discover_node", lambda: with_gpus)
-    with pytest.raises(JobError, match="--ranks 4: this machine has 2 GPUs"):
+    with pytest.raises(JobError, match="--ranks 4: this node has 2 GPUs"):
         calibrate(ranks=[4], output=tmp_path / "kept.json")

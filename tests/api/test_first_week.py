@@ -45,11 +45,16 @@ def example(
     """Runs an example; its jobs have one rank, in this process."""
 
     def train_job(
-        job: Job, *, run_directory: Path, objects: dict[str, Any], callbacks: list[wanma.Callback], **_: Any
+        job: Job,
+        *,
+        run_directory: Path,
+        user_objects: dict[str, Any],
+        callbacks: list[wanma.Callback],
+        **_: Any,
     ) -> int:
         run = RunDirectory(run_directory)
         run.create()
-        given = cloudpickle.loads(cloudpickle.dumps(objects))
+        given = cloudpickle.loads(cloudpickle.dumps(user_objects))
         with CallbackThread(callbacks, run) as called:
             worker = WorkerContext.single_process(run.path, _Control(called))
             outcome = train(

@@ -38,7 +38,7 @@ def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path
 def test_an_interface_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(WanmaError, match="this node has no interface 'ib7'") as refused:
         train_job(job(network_interface="ib7"), run_directory=tmp_path / "run")
-    assert "there are: " in refused.value.hint
+    assert "choose from: " in refused.value.hint
     script = tmp_path / "script.py"
     script.write_text("")
     with pytest.raises(WanmaError, match="no interface 'ib7'"):

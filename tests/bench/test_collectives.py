@@ -92,7 +92,7 @@ def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path
     ("arguments", "message"),
     [
         (["--sizes", "1Q"], "'1Q' is not a size"),
-        (["--ranks", "1"], "takes at least 2 ranks"),
+        (["--ranks", "1"], "needs at least 2 ranks"),
         (["--ranks", "two"], "'two' is not a list of numbers"),
         (["--seconds", "0"], "--seconds 0: must be above 0"),
         (["--algorithms", "butterfly"], "unknown name 'butterfly'"),

@@ -123,7 +123,7 @@ def test_a_flipped_bit_of_content_or_table_is_found(offset: int, memory: int) ->
 def test_an_image_that_was_cut_is_refused(memory: int) -> None:
     written(memory)
     os.ftruncate(memory, HEADER_BYTES + len(CONTENT))
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         MemoryFileReader(path(memory))
 
 

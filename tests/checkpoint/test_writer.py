@@ -475,5 +475,5 @@ def test_ranks_whose_run_others_carry_on_commit_nothing_more(tmp_path: Path) -> 
         assert saved(checkpointer, 10).error is None
         generation_claims.create_claim(tmp_path, replace(claim, generation=2, coordinator="other"))
         failed = saved(checkpointer, 20)
-    assert "followed by start 2" in str(failed.error)
+    assert "superseded by generation 2" in str(failed.error)
     assert names(folder) == ["step-00000010"]

@@ -137,7 +137,7 @@ def test_files_are_written_and_named(
     ("arguments", "said"),
     [
         (["--what-if", "gpu=8"], "Did you mean 'gpus'"),
-        (["--what-if", "device=H300"], "'H300' is not in the catalogue"),
+        (["--what-if", "device=H300"], "'H300' is not in the device catalogue"),
         (["--scale", "8-64"], "is not a range"),
         (["--why", "tp"], "is not KEY=VALUE"),
         (["--why", "tpp=4"], "--why tpp=4: unknown key 'parallel.tpp'. Did you mean"),
