@@ -166,7 +166,8 @@ def test_a_link_to_nothing_is_no_job_file_nearby(tmp_path: Path, monkeypatch: py
     link = tmp_path / "gpt.toml"
     link.symlink_to("moved.toml")
     with pytest.raises(
-        JobError, match=r"there is no job file .*gpt\.toml\.\n  `wanma job --toml` prints one"
+        JobError,
+        match=r"there is no job file .*gpt\.toml\.\n  print one to start from with `wanma job --toml`",
     ):
         load_job(link)
 

@@ -55,7 +55,7 @@ def test_a_second_process_finds_the_plans_that_this_one_finds(monkeypatch: pytes
     here = plans_found()
     monkeypatch.setattr(search_process, "LEAST_GRIDS", 0)
     monkeypatch.setattr(search_process, "_taken", lambda _: iter(()))  # leaves all to the second process
-    for search in ("search", "search_mixed", "search_grids"):
+    for search in ("search", "search_placements", "search_mesh_plans"):
         monkeypatch.setattr(plan_search, search, refuse)
     there = plans_found()
     assert replace(there, seconds=0.0) == replace(here, seconds=0.0)
@@ -141,7 +141,7 @@ fifo = Path({fifo!r})
 least = search_process.LEAST_GRIDS
 meetings = [SearchTask(partial(meet, fifo), least) for meet in (meet_reader, meet_writer)]
 found = run_searches(meetings)
-Path({result!r}).write_text(str([one.considered == os.getpid() for one in found]))
+Path({result!r}).write_text(str([one.plan_count == os.getpid() for one in found]))
 """
 
 

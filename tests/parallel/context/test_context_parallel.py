@@ -167,7 +167,7 @@ def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
 def test_a_model_without_declared_attention_is_refused(tmp_path: Path) -> None:
     text = own_data({"sequence": 8})
     text["model"] = {"factory": "support.own:Tagger"}
-    with pytest.raises(AssertionError, match=r"parallel.cp: support.own:Tagger does not declare"):
+    with pytest.raises(AssertionError, match=r"parallel.cp: support.own:Tagger has no parallel spec"):
         spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
 
 

@@ -139,7 +139,7 @@ def stepping(worker: WorkerContext, folder: Path) -> str:
 
 def test_a_hook_that_updates_the_parameter_is_refused_by_name(tmp_path: Path) -> None:
     (message,) = run_ranks(stepping, 1, (tmp_path / "run",))
-    assert message.startswith("a hook on last.weight changes the parameter itself")
+    assert message.startswith("a gradient hook on last.weight changes the parameter itself")
 
 
 class HooksAsItComputes(Plain):
