@@ -219,6 +219,21 @@ def _tensor_parallel_seconds(hardware: HardwareModel, plan: Plan, moved_bytes: f
     return all_reduce_seconds(hardware, group, moved_bytes)
 
 
+def _rotary_traffic(add: CostAccumulator, framework: FrameworkTraits) -> tuple[float, float, int]:
+    """Return the bytes of rotary positions per element, forward and backward, and their kernels.
+
+    They are computed in 32 bits, with casts from and to 16; GPT only splits queries, keys and values into
+    separate tensors.
+    """
+    if framework.architecture == "gpt":
+        return 2.0, 2.0, 1
+    if framework.fuses_pointwise:
+        return 4.0, 4.0, 2
+    if add.precision_scale >= 2.0:
+        return (*CPU_ROTARY, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
+    return 20.0, 24.0, 5
+
+
 def _attention(
     add: CostAccumulator,
     dimensions: DecoderConfig,
@@ -250,16 +265,8 @@ def _attention(
         width = value = dimensions.head_dim
         add.add_matmul(tokens, (heads + 2 * kv_heads) * width, hidden, precision, is_recomputed=second)
         add.add_matmul(tokens, hidden, heads * width, precision, is_recomputed=second)
-        # Rotary positions, in 32 bits, with casts from and to 16; GPT only splits queries, keys and values
-        # into separate tensors.
-        turns = (20.0, 24.0, 5)
-        if framework.architecture == "gpt":
-            turns = (2.0, 2.0, 1)
-        elif framework.fuses_pointwise:
-            turns = (4.0, 4.0, 2)
-        elif add.precision_scale >= 2.0:
-            turns = (*CPU_ROTARY, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
-        add.add_memory_bound(tokens * (heads + kv_heads) * width, *turns, is_recomputed=second)
+        rotary = _rotary_traffic(add, framework)
+        add.add_memory_bound(tokens * (heads + kv_heads) * width, *rotary, is_recomputed=second)
     chip = hardware.chip
     if framework.attention == "scores":
         scores = plan.micro_batch * heads * sequence_length * sequence_length / plan.cp
@@ -302,15 +309,26 @@ def _attention(
         return 0.0
     element = ELEMENT_BYTES[plan.precision]
     keys_and_values = tokens * kv_heads * (width + value) * element
+    queries_and_output = tokens * heads * (width + value) * element
+    return _exposed_context_seconds(plan, hardware, keys_and_values, queries_and_output, forward)
+
+
+def _exposed_context_seconds(
+    plan: Plan,
+    hardware: HardwareModel,
+    key_value_bytes: float,
+    query_output_bytes: float,
+    forward_seconds: float,
+) -> float:
+    """Return the exposed `cp` communication of attention's forward, in seconds."""
     if plan.cp_method == "all_to_all":
         # Queries, keys and values on the way there, the output on the way back.
-        moved = keys_and_values + tokens * heads * (width + value) * element
-        return all_to_all_seconds(hardware, RankGroup(plan.cp, tp), moved)
-    step = send_seconds(hardware, tp, keys_and_values)
+        return all_to_all_seconds(hardware, RankGroup(plan.cp, plan.tp), key_value_bytes + query_output_bytes)
+    step = send_seconds(hardware, plan.tp, key_value_bytes)
     if plan.device == "cpu":  # the cores that compute also send
         return (plan.cp - 1) * step
     # Each step's keys are sent while earlier ones are used; the first are local.
-    return max(0.0, (plan.cp - 1) * (step - forward / plan.cp))
+    return max(0.0, (plan.cp - 1) * (step - forward_seconds / plan.cp))
 
 
 def _feed_forward(
