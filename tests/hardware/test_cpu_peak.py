@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_a_slower_measurement_does_not_lower_the_peak(
     path = tmp_path / "peak.json"
     measure_cpu_peak(1, path)
     assert measure_cpu_peak(1, path) == {"fp64": 5e9, "fp32": 9e9, "bf16": 5e9, "fp16": 5e9}
+
+
+def test_a_thread_that_waits_for_its_core_does_not_lower_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the wall clock 50 times as fast as CPU time, as on a busy node."""
+    monkeypatch.setattr(cpu_peak, "PRECISIONS", ("fp32",))
+    idle = measure_cpu_peak(1, tmp_path / "idle.json")["fp32"]
+    clock = time.perf_counter
+    monkeypatch.setattr(cpu_peak.time, "perf_counter", lambda: 50 * clock())
+    assert measure_cpu_peak(1, tmp_path / "busy.json")["fp32"] > idle / 10
 
 
 def test_a_damaged_file_holds_nothing_and_is_replaced(tmp_path: Path) -> None:
