@@ -20,7 +20,7 @@ from benchmarks.train.contenders import (
 from benchmarks.turns import blocks, take_turns
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 from wanma.models.config.presets import DECODER_PRESETS
 
 BLOCK_SECONDS = 10.0

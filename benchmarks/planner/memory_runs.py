@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import RESULTS, machine, run_command
 from benchmarks.planner.memory import RUNS_HEADING
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.memory.peak import CPU_RUNTIME_BYTES, pipeline_rank_memory

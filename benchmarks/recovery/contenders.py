@@ -17,7 +17,7 @@ from benchmarks.recovery.watch import ProcessorTime, Watch, cost, read_lines
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 TIMEOUT_SECONDS = 300.0
 LEAST_COPY_SECONDS = 1e-3

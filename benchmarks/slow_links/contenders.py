@@ -12,7 +12,7 @@ from benchmarks.train.contenders import Command, train_once, with_speed
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE as SECRET
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 NODES, RANKS_EACH = 2, 2
 RANKS = NODES * RANKS_EACH

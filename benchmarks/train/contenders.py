@@ -13,7 +13,7 @@ from benchmarks.common import BenchmarkError, clean_environment, cores, run_comm
 from benchmarks.turns import Start
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 TIMEOUT_SECONDS = 900.0
 

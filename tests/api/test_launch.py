@@ -14,7 +14,7 @@ from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import load_job
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 SCRIPT = """\
 import json, os, sys, time

@@ -12,7 +12,8 @@ from wanma.api.run.job_run import _launch_fingerprint, train_job
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection, Job
+from wanma.job.sections.cluster import ClusterSection
+from wanma.job.sections.job import Job
 
 
 def job(**cluster: object) -> Job:

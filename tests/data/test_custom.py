@@ -15,7 +15,7 @@ from wanma.data.datasets.map_dataset import Sample, wrap_user_dataset
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 class Squares(Dataset[Any]):

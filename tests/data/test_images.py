@@ -11,7 +11,7 @@ from wanma.data.datasets.image_files import find_image_files, read_image_files
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 RANDOM = np.random.default_rng(0)
 

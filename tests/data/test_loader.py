@@ -14,7 +14,7 @@ from wanma.data.step_loader import StepLoader
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 class Numbers:

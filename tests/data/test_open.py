@@ -20,7 +20,7 @@ from wanma.data.text.corpus import token_cache_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.data import DataSection, SourceSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before, step_of_sample
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 ramps = st.builds(
     lambda batch, steps, batches: TrainSection(

@@ -14,7 +14,7 @@ from wanma.data.datasets.stream_reader import StreamReader
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 class Counting(IterableDataset[Any]):

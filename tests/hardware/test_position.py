@@ -12,7 +12,7 @@ from wanma.hardware.cluster_file.reader import load_cluster_file
 from wanma.hardware.discovery.topology_address import TopologyAddress, resolve_topology_address
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 SLURM = {"SLURM_TOPOLOGY_ADDR": "s0.s4.node7"}
 FILE = """

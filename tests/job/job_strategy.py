@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from wanma.job.sections.base import Section
+from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import ClusterSection, Job, ModelSection, TrainSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 from wanma.job.sections.observe import ObserveSection, invalid_run_name_reason
 from wanma.job.sections.parallel import ParallelSection
+from wanma.job.sections.train import TrainSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
 plain = st.recursive(

@@ -9,7 +9,8 @@ from pathlib import Path
 from wanma.job.file.loading import to_job
 from wanma.job.file.reference import reference_markdown, template_toml
 from wanma.job.file.schema import schema_keys, schema_tables
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 
 REPOSITORY = Path(__file__).parents[2]
 

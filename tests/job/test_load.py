@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.file.loading import load_job, to_job
 from wanma.job.file.schema import schema_keys
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 
 MODEL = '[model]\npreset = "gpt-10m"\n'
 

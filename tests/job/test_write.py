@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from wanma.job.errors import JobError
 from wanma.job.file.loading import load_job, to_job
 from wanma.job.file.serialization import job_differences, job_hash, job_to_toml, toml_value
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 
 sys.path.insert(0, str(Path(__file__).parent))  # a helper beside the tests, which are no package
 from job_strategy import jobs, plain

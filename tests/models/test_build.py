@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wanma.job.errors import JobError
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.layers.batch_norm import GroupedBatchNorm, find_sample_coupling_modules
 from wanma.models.model_spec import ModelSpec, build_model, resolve_model_spec, wrap_module
 from wanma.models.structure.parameter_initialization import draw_initial_value

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.rms_norm import RMSNorm

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.huggingface import FAMILIES, write_config
 from support.tiny_config import tiny_config
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.huggingface.causal_model import CausalTransformersModel
 from wanma.models.keyed_random.dropout import bind_samples, replace_dropout
 from wanma.models.model_spec import ModelSpec, build_model, resolve_model_spec

@@ -11,7 +11,7 @@ import torch
 
 from support.architectures import Verdict, mend, tiny_config
 from wanma.job.errors import JobError
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import resolve_model_spec
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.layers.lora import apply_lora, is_lora_parameter, merge_lora
 from wanma.models.model_spec import apply_lora_to_spec, build_model, resolve_model_spec, wrap_module
 from wanma.models.structure.parameter_initialization import draw_initial_shard, draw_initial_value

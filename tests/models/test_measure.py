@@ -21,7 +21,7 @@ from support.modules import ImageTransformer, Recommender, Translator
 from wanma.job.errors import WanmaError
 from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.forecast.operators import Matmul, Operator
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.architectures.image_classifiers import build_image_classifier
 from wanma.models.config.dimensions import DecoderConfig

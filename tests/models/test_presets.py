@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.job.errors import JobError
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.config.presets import DECODER_PRESETS, OWN_PRESETS, VISION_PRESETS
 from wanma.models.config.resolution import input_kind, resolve_decoder_config, resolve_vision_config
 from wanma.models.workload.model_workload import compute_decoder_workload

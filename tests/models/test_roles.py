@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from support.huggingface import FAMILIES
 from support.own import Tagger
 from wanma.job.errors import JobError
-from wanma.job.sections.job import ModelSection, TrainSection
+from wanma.job.sections.model import ModelSection
+from wanma.job.sections.train import TrainSection
 from wanma.models.model_spec import build_model, resolve_model_spec
 from wanma.models.structure.parameter_roles import find_output_layers, find_parameter_roles
 from wanma.training.optimizer.named_optimizer import parameter_rules

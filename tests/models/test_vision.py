@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.layers.batch_norm import find_step_statistics_modules
 from wanma.models.model_spec import build_model, resolve_model_spec
 

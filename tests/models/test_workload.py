@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.flops import attention_on_cpu
 from wanma.job.errors import WanmaError
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.architectures.decoder import Decoder, decoder_parallel_spec
 from wanma.models.architectures.image_classifiers import build_image_classifier
 from wanma.models.config.dimensions import DecoderConfig

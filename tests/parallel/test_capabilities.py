@@ -15,7 +15,8 @@ from support.compare import one_process, spread_over
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import resolve_model_spec
 from wanma.parallel.context.context_parallel import apply_context_parallel
 from wanma.parallel.expert.expert_parallel import apply_expert_parallel

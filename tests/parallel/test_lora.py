@@ -92,7 +92,7 @@ def test_every_plan_follows_one_process(name: str, tmp_path: Path, before: Outco
 
 
 def test_merged_the_model_begins_where_the_adapted_one_ended(tmp_path: Path, one: Outcome) -> None:
-    from wanma.job.sections.job import ModelSection
+    from wanma.job.sections.model import ModelSection
     from wanma.models.model_spec import build_model, resolve_model_spec
 
     weights = {n.removeprefix("model."): t for n, t in one.tensors().items() if n.startswith("model.")}

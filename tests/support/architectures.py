@@ -37,7 +37,8 @@ from wanma.job.file.serialization import job_to_toml
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import resolve_model_spec
 
 KINDS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -13,8 +13,9 @@ from typing import Any
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job, Precision
+from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
+from wanma.job.sections.train import Precision
 from wanma.planner.rules.mesh import check_mesh, check_micro_batches
 
 GLOBAL_BATCH, LENGTH = 7, 32

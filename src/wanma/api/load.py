@@ -17,7 +17,8 @@ from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.file.loading import load_recorded_job
 from wanma.job.run.run_directory import RunDirectory
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 from wanma.models.config.resolution import input_kind
 
 if TYPE_CHECKING:

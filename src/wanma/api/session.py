@@ -40,7 +40,8 @@ from wanma.job.run.worker import (
     in_session,
     launch_cluster_section,
 )
-from wanma.job.sections.job import ClusterSection, Job
+from wanma.job.sections.cluster import ClusterSection
+from wanma.job.sections.job import Job
 from wanma.models.config.resolution import input_kind
 from wanma.observe.console.opening import open_console
 from wanma.planner.preparation.job_planning import (

@@ -22,7 +22,7 @@ from wanma.data.text.preparation_process import prepare_in_subprocess
 from wanma.data.text.token_file import open_or_build_token_file
 from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 if TYPE_CHECKING:
     from wanma.data.datasets.dataset import BatchedDataset

@@ -18,7 +18,7 @@ from wanma.data.batch import Batch
 from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.sampling.batch_size_schedule import global_batch_size, samples_consumed_before
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from wanma.elastic.workers.environment import OPENMP_SPIN_ENVIRONMENT, make_worker_environment
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 
 def test_several_threads_of_a_rank_do_not_spin_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.compare import one_process, same_tensors, spread_over
 from support.ranks import Outcome
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import build_model, resolve_model_spec
 
 STEPS = 3

@@ -20,7 +20,8 @@ from support.text import REAL_TEXT
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import ModelSpec, resolve_model_spec, wrap_module
 from wanma.parallel.gradients.gradient_reducer import GradientReducer
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh, open_mesh

@@ -15,8 +15,8 @@ from support.compare import one_process, same_bits, spread_over
 from support.measure import held_after
 from support.ranks import Outcome, run_job
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
 from wanma.job.sections.parallel import Recompute
+from wanma.job.sections.train import TrainSection
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import compute_decoder_workload

@@ -18,7 +18,7 @@ from torch import nn
 from support.ranks import run_job
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.layers.lora import apply_lora

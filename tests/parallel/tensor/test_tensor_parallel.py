@@ -26,7 +26,7 @@ from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import resolve_model_spec
 from wanma.models.structure.parallel_spec import ParallelSpec
 from wanma.parallel.mesh.parallel_mesh import open_mesh

@@ -12,7 +12,8 @@ from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.forecast.forecast import LayerWorkload, RunCost, StepTime, Workload
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job, TrainSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.train import TrainSection
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.decoder import decoder_step_time
 from wanma.planner.cost.decoder_layers import FrameworkTraits

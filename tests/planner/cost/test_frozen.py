@@ -14,7 +14,9 @@ from wanma.hardware.cluster_file.node_builder import build_node_group
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job, ModelSection, ParameterGroupSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
+from wanma.job.sections.train import ParameterGroupSection
 from wanma.models.model_spec import resolve_model_spec
 from wanma.models.structure.parameter_roles import is_frozen
 from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config

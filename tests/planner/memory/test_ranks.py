@@ -15,8 +15,9 @@ from support.measure import kept_activations, kept_by_rank, measure_rank
 from support.ranks import run_ranks
 from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
-from wanma.job.sections.job import ModelSection, ParameterGroupSection, Precision
+from wanma.job.sections.model import ModelSection
 from wanma.job.sections.parallel import Recompute, Schedule, Shard
+from wanma.job.sections.train import ParameterGroupSection, Precision
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.workload.model_workload import build_section_workload, resolve_section_decoder_config
 from wanma.planner.cost.decoder_layers import FrameworkTraits

@@ -14,7 +14,8 @@ from support.ranks import run_ranks
 from wanma.data.batch import Batch
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job, ModelSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import ModelSpec, resolve_model_spec
 from wanma.parallel.mesh.parallel_mesh import open_mesh
 from wanma.parallel.parallelize import parallelize

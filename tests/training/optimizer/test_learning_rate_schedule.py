@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.training.optimizer.learning_rate_schedule import learning_rate_at
 
 

@@ -4,7 +4,7 @@ from torch import nn
 
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ParameterGroupSection, TrainSection
+from wanma.job.sections.train import ParameterGroupSection, TrainSection
 from wanma.models.structure.parameter_roles import find_parameter_roles
 from wanma.training.optimizer.named_optimizer import (
     NamedOptimizer,

@@ -19,7 +19,7 @@ from support.own_loop import session_job
 from support.ranks import run_here, run_job
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.training.optimizer.user_optimizer import UserOptimizer, check_schedule, update_scope_of
 from wanma.training.optimizer.user_optimizer_trial import try_user_optimizer
 
@@ -100,7 +100,7 @@ PLAN = Plan(micro_batch=7, precision="fp64")
 @pytest.mark.parametrize("optimizer", [torch.optim.RAdam, torch.optim.NAdam, Signs])
 def test_the_weights_are_those_of_a_plain_loop(optimizer: Any, tmp_path: Path) -> None:
     from wanma.data.datasets.map_dataset import wrap_user_dataset
-    from wanma.job.sections.job import DataSection
+    from wanma.job.sections.data import DataSection
 
     run = run_here(tmp_path, job(), PLAN, objects(optimizer))
     model = seeded(sequential).double()

@@ -20,7 +20,7 @@ from support.ranks import Outcome, run_here, run_job
 from wanma.checkpoint.inspection.inventory import list_in_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.training.step.early_stopping import EarlyStopping
 from wanma.training.step.layer_gradient_norms import layer_of
 

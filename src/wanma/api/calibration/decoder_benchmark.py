@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.model_spec import resolve_model_spec
 from wanma.parallel.mesh.parallel_mesh import build_mesh
 from wanma.parallel.parallelize import parallelize

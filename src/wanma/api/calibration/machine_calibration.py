@@ -20,7 +20,7 @@ from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 from wanma.planner.calibration.curve_fitting import fit_hardware_model
 from wanma.planner.calibration.local_node import (
     baseline_plan,

@@ -30,7 +30,7 @@ from wanma.job.file.loading import parse_override, to_job
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 from wanma.job.sections.observe import ObserveSection
 from wanma.observe.console.console import Console
 from wanma.observe.console.opening import open_console

@@ -41,7 +41,7 @@ from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import parse_override, to_job
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 from wanma.observe.units import bytes_text
 from wanma.planner.calibration.local_node import (
     baseline_plan,

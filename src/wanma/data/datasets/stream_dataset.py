@@ -12,7 +12,7 @@ from wanma.data.datasets.stream_reader import StreamReader
 from wanma.data.sampling.permutation import IndexArray
 from wanma.job.errors import JobError
 from wanma.job.sections.data import DataSection
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 _MIN_CACHED_SAMPLES = 64
 """Minimum number of samples that are kept for repeated reads."""

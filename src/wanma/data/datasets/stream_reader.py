@@ -23,7 +23,7 @@ from wanma.data.datasets.fingerprint import dataset_fingerprint
 from wanma.data.datasets.seeded_draws import SeededDraws, SeedGenerators
 from wanma.data.sampling.batch_size_schedule import samples_consumed_before, step_of_sample
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 _FINGERPRINT_SAMPLES = 4
 """Number of samples from the beginning that identify a stream."""

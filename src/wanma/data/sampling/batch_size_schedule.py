@@ -7,7 +7,7 @@ validator guarantees that the ramp's steps rise.
 
 from __future__ import annotations
 
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 def global_batch_size(train: TrainSection, step: int) -> int:

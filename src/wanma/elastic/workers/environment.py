@@ -6,7 +6,7 @@ import os
 
 from wanma.elastic.workers.malloc_reserve import DISABLE_SMALL_CACHES_TUNABLES
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 TUNED_MALLOC_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 
 SLURM_TOPOLOGY_VARIABLE = "SLURM_TOPOLOGY_ADDR"
 """Slurm's variable: 's0.s4.node1', switches from the root to the node's own, and the node's name.

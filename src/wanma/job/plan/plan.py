@@ -16,7 +16,6 @@ from typing import Any
 from wanma.job.file.renamed_keys import VALUES, with_new_names
 from wanma.job.plan.placement import ReplicaPlacement
 from wanma.job.plan.synchronization import Synchronization
-from wanma.job.sections.job import Precision
 from wanma.job.sections.parallel import (
     Compression,
     ContextParallelMethod,
@@ -25,6 +24,7 @@ from wanma.job.sections.parallel import (
     Schedule,
     Shard,
 )
+from wanma.job.sections.train import Precision
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh dimensions, outermost first: the one that communicates most stays on the fastest links."""

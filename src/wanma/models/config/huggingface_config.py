@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import JobError, missing_extra_error
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.config.resolution import reject_architecture_keys
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from wanma.job.errors import JobError, did_you_mean
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 from wanma.models.config.dimensions import DecoderConfig, VisionConfig
 from wanma.models.config.presets import DECODER_PRESETS, PRETRAINED_PRESETS, VISION_PRESETS
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from wanma.job.errors import JobError, WanmaError, did_you_mean
-from wanma.job.sections.job import ModelSection
+from wanma.job.sections.model import ModelSection
 
 _A, _B = "lora_a", "lora_b"
 

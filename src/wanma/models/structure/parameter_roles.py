@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from wanma.job.sections.job import ParameterGroupSection
+from wanma.job.sections.train import ParameterGroupSection
 from wanma.models.structure.repeated_blocks import find_repeated_blocks
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast.forecast import LayerWorkload, Workload
-from wanma.job.sections.job import ModelSection, ParameterGroupSection, Precision
+from wanma.job.sections.model import ModelSection
+from wanma.job.sections.train import ParameterGroupSection, Precision
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.models.config.huggingface_config import decoder_config_from_huggingface, read_section_config
 from wanma.models.config.resolution import input_kind, resolve_decoder_config

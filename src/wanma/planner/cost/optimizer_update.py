@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from wanma.job.forecast.forecast import Workload
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.models.config.dimensions import DecoderConfig
 
 COMMON_UPDATE_BYTES = 14

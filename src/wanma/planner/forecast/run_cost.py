@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from wanma.job.cluster import NodeGroup
 from wanma.job.forecast.forecast import RunCost, StepTime
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.planner.cost.decoder_layers import matmul_precision
 from wanma.planner.forecast.goodput import forecast_goodput, nodes_used
 from wanma.planner.forecast.problem import PlanningProblem

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.cost.gradient_collectives import error_feedback_bytes
 from wanma.planner.memory.activations import ELEMENT_BYTES

@@ -25,7 +25,8 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import Job, TrainSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.train import TrainSection
 from wanma.models.architectures.decoder import Decoder
 from wanma.models.layers.lora import is_lora_parameter
 from wanma.observe.sinks.jsonl import last_record

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wanma.data.datasets.stream_reader import StreamReader
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.models.structure.parameter_initialization import stable_hash
 from wanma.parallel.parallelize import ParallelModel
 from wanma.training.optimizer.loss_scale import LossScale

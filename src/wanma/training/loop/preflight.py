@@ -23,7 +23,8 @@ from wanma.data.datasets.dataset import BatchedDataset
 from wanma.data.opening import open_dataset
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import Job, TrainSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.train import TrainSection
 from wanma.models.model_spec import ModelSpec, apply_freezing_to_spec
 from wanma.models.structure.parameter_roles import find_parameter_roles, is_frozen
 from wanma.models.user_modules.forward_error import forward_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 
 def learning_rate_function(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 
 GROWTH_INTERVAL = 2000
 """Steps without overflow after which the scale doubles."""

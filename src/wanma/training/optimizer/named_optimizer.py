@@ -22,7 +22,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
-from wanma.job.sections.job import ParameterGroupSection, TrainSection
+from wanma.job.sections.train import ParameterGroupSection, TrainSection
 from wanma.models.structure.parameter_roles import ParameterRole, find_parameter_group, is_frozen
 from wanma.planner.rules.capabilities import factored_optimizer_error
 from wanma.training.optimizer.muon import Muon

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.import_path import import_object
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.job.user_frames import user_frame_text
 
 UpdateScope = Literal["elements", "tensors", "model"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.training.optimizer.named_optimizer import NamedOptimizer, ParameterRule
 from wanma.training.optimizer.user_optimizer import (
     UpdateScope,

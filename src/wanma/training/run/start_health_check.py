@@ -20,7 +20,7 @@ from wanma.hardware.checks.device_check import DeviceHealth, check_device
 from wanma.job.errors import HealthCheckError
 from wanma.job.plan.plan import Plan
 from wanma.job.run.worker import WorkerContext
-from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.cluster import ClusterSection
 from wanma.observe.units import duration_text
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanma.job.errors import JobError
-from wanma.job.sections.job import Job, TrainSection
+from wanma.job.sections.job import Job
+from wanma.job.sections.train import TrainSection
 from wanma.observe.units import count_text
 from wanma.training.loss.best_metric import check_best_metric, check_metric
 

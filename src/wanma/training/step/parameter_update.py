@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wanma.checkpoint.format.local_shards import local_tensor
 from wanma.job.errors import WanmaError
-from wanma.job.sections.job import TrainSection
+from wanma.job.sections.train import TrainSection
 from wanma.parallel.gradients.gradient_hooks import GradientHooks
 from wanma.parallel.gradients.gradient_norm import local_squared_norm
 from wanma.parallel.mesh.parallel_mesh import ParallelMesh

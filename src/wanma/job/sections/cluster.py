@@ -1,0 +1,123 @@
+"""Section `[cluster]` of a job file: nodes, devices, rendezvous, timeouts and recovery."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from wanma.job.sections.base import Section
+
+
+class ClusterSection(Section):
+    """Nodes, devices, rendezvous, timeouts and recovery of the run."""
+
+    engine: Literal["local"] = Field("local", description="launcher of the processes")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device type; auto: cuda when present")
+    file: str | None = Field(
+        None,
+        description="cluster file, or a line such as '8x8 H100 SXM, 4x100G'; default: the detected hardware",
+    )
+    nodes: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="number of nodes; each runs the same command; '2..8': at least 2, at most 8",
+    )
+    min_nodes: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="minimum number of nodes to start or continue with, as in nodes = '2..8'; default: all",
+    )
+    node_rank: int | None = Field(
+        None, ge=0, le=1_000_000, description="rank of this node; default: by topology address, then arrival"
+    )
+    rendezvous: str | None = Field(None, description="rendezvous address HOST:PORT, on one of the nodes")
+    network_interface: str | None = Field(
+        None, description="network interface of collectives; default: by route"
+    )
+    topology_address: str | None = Field(
+        None,
+        description="network position of this node, outermost first: 'rack-3/switch-1'; near nodes get "
+        "adjacent ranks; default: the cluster file's hosts, or Slurm's topology",
+    )
+    threads_per_rank: int | None = Field(
+        None, gt=0, le=4_096, description="CPU threads per rank; default: cores / ranks"
+    )
+    scratch: str | None = Field(
+        None, description="folder on each node for tensors offloaded to disk; default: the run directory's"
+    )
+    host_allocator: Literal["tuned", "system"] = Field(
+        "tuned", description="settings of the host memory allocator in the workers"
+    )
+    start_timeout_seconds: float = Field(
+        300.0, ge=0.1, le=31_536_000, description="timeout in seconds from launch to the first step"
+    )
+    last_call_timeout_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=31_536_000,
+        description="min_nodes: seconds that the start waits for more nodes",
+    )
+    hang_timeout_seconds: float = Field(
+        300.0, ge=0.1, le=31_536_000, description="timeout in seconds from one step to the next"
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        le=1_000_000,
+        description="maximum restarts after failures without a new step between them; 0: no restart",
+    )
+    health_check: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="check of devices and links before ranks start; auto: on several nodes, or after a "
+        "failure",
+    )
+    straggler_factor: float = Field(
+        1.5,
+        gt=1,
+        le=1_000_000,
+        description="straggler threshold: ratio of a rank's work time to the median of its peers",
+    )
+    grace_seconds: float = Field(
+        30.0,
+        ge=0.1,
+        le=31_536_000,
+        description="seconds from SIGTERM to SIGKILL; the final checkpoint must finish within them",
+    )
+    requeue_exit_code: int = Field(
+        143,
+        ge=1,
+        le=255,
+        description="exit code after SIGTERM, SIGUSR1 or SIGHUP, for schedulers that requeue by exit code",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_node_range(cls, value: Any) -> Any:
+        """Replace nodes = '2..8' by nodes = 8 and min_nodes = 2."""
+        nodes = value.get("nodes") if isinstance(value, dict) else None
+        if (
+            not isinstance(nodes, str)
+            or (found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", nodes)) is None
+        ):
+            return value
+        return {**value, "min_nodes": int(found[1]), "nodes": int(found[2])}
+
+    @model_validator(mode="after")
+    def _check_nodes_and_rendezvous(self) -> ClusterSection:
+        if self.min_nodes is not None and self.min_nodes > self.nodes:
+            raise ValueError(
+                f"nodes as a range must rise, as '2..8' (given: '{self.min_nodes}..{self.nodes}')"
+            )
+        if self.node_rank is not None and self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank must be 0 to nodes - 1 = {self.nodes - 1} (given: {self.node_rank})")
+        if self.rendezvous is not None:
+            host, _, port = self.rendezvous.rpartition(":")
+            if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(
+                    f"rendezvous must be HOST:PORT, e.g. '10.0.0.1:29500' (given: '{self.rendezvous}')"
+                )
+        return self
