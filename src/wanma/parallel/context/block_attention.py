@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,9 +53,7 @@ def compute_block_attention(
     query, key, value = (_pad_width(x, width) for x in (query, key, value))
     outputs, log_sums = [], []
     for tile in _tiles(query, key, visibility, kernel):
-        output, log_sum = kernel.forward(
-            query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys], tile, scale
-        )
+        output, log_sum = kernel.forward(_select_inputs(query, key, value, tile, scale))
         outputs.append(output)
         log_sums.append(log_sum)
     return _concatenate_queries(outputs)[..., :value_width], _concatenate_queries(log_sums)
@@ -87,14 +86,9 @@ def compute_block_attention_backward(
     of_key = of_value = None
     for tile in _tiles(query, key, visibility, kernel):
         share = kernel.backward(
+            _select_inputs(query, key, value, tile, scale),
+            _ForwardResult(output[:, :, tile.queries], log_sum_exp[:, :, tile.queries]),
             gradient[:, :, tile.queries],
-            query[:, :, tile.queries],
-            key[:, :, tile.keys],
-            value[:, :, tile.keys],
-            output[:, :, tile.queries],
-            log_sum_exp[:, :, tile.queries],
-            tile,
-            scale,
         )
         of_query.append(share[0])
         if tile.covers_all_queries:
@@ -129,11 +123,32 @@ class _Tile:
 
 
 @dataclass(frozen=True)
+class _KernelInputs:
+    """Queries of a tile and the keys and values that they can see, and how their scores are made."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool
+    """Causal mask without a mask tensor, as in `_Tile`."""
+    mask: Tensor | None
+    """Boolean mask, as in `_Tile`."""
+    scale: float
+    """Scale of the scores."""
+
+
+class _ForwardResult(NamedTuple):
+    """Result of forward for the queries of a tile; backward gets that over all blocks."""
+
+    output: Tensor
+    log_sum_exp: Tensor
+
+
+@dataclass(frozen=True)
 class _Kernel:
-    forward: Callable[[Tensor, Tensor, Tensor, _Tile, float], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, _Tile, float], tuple[Tensor, Tensor, Tensor]
-    ]
+    forward: Callable[[_KernelInputs], _ForwardResult]
+    backward: Callable[[_KernelInputs, _ForwardResult, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """Gradients of query, key and value, from that of the output, which is last."""
     is_flash: bool
     """Flash kernel: scores are never in memory, and all tensors have one width."""
     width_multiple: int = 1
@@ -143,6 +158,13 @@ class _Kernel:
         """Return the width to which zeros extend all tensors; None leaves them. Zeros change no score."""
         widest = max(query.shape[-1], value.shape[-1])
         return -(-widest // self.width_multiple) * self.width_multiple if self.is_flash else None
+
+
+def _select_inputs(query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float) -> _KernelInputs:
+    """Return the part of a block's tensors that one tile needs."""
+    return _KernelInputs(
+        query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys], tile.causal, tile.mask, scale
+    )
 
 
 def _kernel(query: Tensor, value: Tensor, visibility: BlockVisibility) -> _Kernel:
@@ -200,40 +222,36 @@ def _concatenate_queries(parts: list[Tensor]) -> Tensor:
 # ---------------------------------------------------------------- torch's flash operator on CPU
 
 
-def _cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cpu_forward(inputs: _KernelInputs) -> _ForwardResult:
     output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, tile.causal, attn_mask=_additive(tile.mask, query.dtype), scale=scale
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        0.0,
+        inputs.causal,
+        attn_mask=_additive(inputs.mask, inputs.query.dtype),
+        scale=inputs.scale,
     )
-    if tile.mask is not None:
+    if inputs.mask is not None:
         # Its output is zero where a query sees no key, but its log-sum-exp is zero there too.
-        log_sum = log_sum.masked_fill(~tile.mask.any(dim=-1), -torch.inf)
-    return output, log_sum
+        log_sum = log_sum.masked_fill(~inputs.mask.any(dim=-1), -torch.inf)
+    return _ForwardResult(output, log_sum)
 
 
 def _cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    tile: _Tile,
-    scale: float,
+    inputs: _KernelInputs, result: _ForwardResult, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient,
-        query,
-        key,
-        value,
-        output,
-        log_sum_exp,
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        *result,
         0.0,
-        tile.causal,
-        attn_mask=_additive(tile.mask, query.dtype),
-        scale=scale,
+        inputs.causal,
+        attn_mask=_additive(inputs.mask, inputs.query.dtype),
+        scale=inputs.scale,
     )
     return gradients
 
@@ -249,43 +267,35 @@ _FLASH_ON_CPU = _Kernel(_cpu_forward, _cpu_backward, is_flash=True)
 # ---------------------------------------------------------------- torch's flash operator on CUDA
 
 
-def _cuda_forward(
-    query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cuda_forward(inputs: _KernelInputs) -> _ForwardResult:
     output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, tile.causal, False, scale=scale
+        inputs.query, inputs.key, inputs.value, 0.0, inputs.causal, False, scale=inputs.scale
     )
-    return output, log_sum
+    return _ForwardResult(output, log_sum)
 
 
 def _cuda_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    tile: _Tile,
-    scale: float,
+    inputs: _KernelInputs, result: _ForwardResult, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    undrawn = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout that is off
+    query, key = inputs.query, inputs.key
+    no_dropout_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     gradients: tuple[Tensor, Tensor, Tensor]
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         gradient,
         query,
         key,
-        value,
-        output,
-        log_sum_exp.contiguous(),  # it reads no strides
+        inputs.value,
+        result.output,
+        result.log_sum_exp.contiguous(),  # it reads no strides
         None,
         None,
         query.shape[2],
         key.shape[2],
         0.0,
-        tile.causal,
-        undrawn,
-        undrawn[0],
-        scale=scale,
+        inputs.causal,
+        no_dropout_state,
+        no_dropout_state[0],
+        scale=inputs.scale,
     )
     return gradients
 
@@ -295,47 +305,42 @@ _FLASH_ON_CUDA = _Kernel(_cuda_forward, _cuda_backward, is_flash=True, width_mul
 # ---------------------------------------------------------------- plain torch, in at least fp32
 
 
-def _plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, tile, scale)
+def _plain_forward(inputs: _KernelInputs) -> _ForwardResult:
+    query = inputs.query
+    scores = _scores(inputs)
     log_sum = scores.logsumexp(dim=-1, keepdim=True)
     # −infinity less −infinity is no number; any finite sum gives the zeros that an empty row should have.
     weights = scores.sub_(log_sum.masked_fill(log_sum == -torch.inf, 0.0)).exp_()
-    output = weights @ value.to(weights.dtype)
-    return _unfold(output, query).to(query.dtype), _unfold(log_sum, query).squeeze(-1)
+    output = weights @ inputs.value.to(weights.dtype)
+    return _ForwardResult(_unfold(output, query).to(query.dtype), _unfold(log_sum, query).squeeze(-1))
 
 
 def _plain_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    tile: _Tile,
-    scale: float,
+    inputs: _KernelInputs, result: _ForwardResult, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scores = _scores(query, key, tile, scale)
+    query, key = inputs.query, inputs.key
+    scores = _scores(inputs)
     precise, heads = scores.dtype, key.shape[1]
-    weights = scores.sub_(_fold(log_sum_exp.unsqueeze(-1), heads)).exp_()
+    weights = scores.sub_(_fold(result.log_sum_exp.unsqueeze(-1), heads)).exp_()
     of_output = _fold(gradient.to(precise), heads)
     of_value = weights.transpose(-1, -2) @ of_output
-    along = (of_output * _fold(output.to(precise), heads)).sum(dim=-1, keepdim=True)
-    of_scores = (of_output @ value.to(precise).transpose(-1, -2)).sub_(along).mul_(weights).mul_(scale)
+    row_sums = (of_output * _fold(result.output.to(precise), heads)).sum(dim=-1, keepdim=True)
+    of_scores = of_output @ inputs.value.to(precise).transpose(-1, -2)
+    of_scores = of_scores.sub_(row_sums).mul_(weights).mul_(inputs.scale)
     of_query = of_scores @ key.to(precise)
     of_key = of_scores.transpose(-1, -2) @ _fold(query.to(precise), heads)
     return _unfold(of_query, query), of_key, of_value
 
 
-def _scores(query: Tensor, key: Tensor, tile: _Tile, scale: float) -> Tensor:
+def _scores(inputs: _KernelInputs) -> Tensor:
     """Return masked scores (rows, key/value heads, heads of each × queries, keys), in at least fp32."""
+    query, key = inputs.query, inputs.key
     heads, queries = key.shape[1], query.shape[2]
     precise = torch.promote_types(query.dtype, torch.float32)
-    scores = (_fold(query.to(precise), heads) @ key.to(precise).transpose(-1, -2)).mul_(scale)
-    if tile.mask is not None:
+    scores = (_fold(query.to(precise), heads) @ key.to(precise).transpose(-1, -2)).mul_(inputs.scale)
+    if inputs.mask is not None:
         by_head = scores.unflatten(2, (-1, queries))
-        by_head.masked_fill_(~tile.mask.unsqueeze(2), -torch.inf)
+        by_head.masked_fill_(~inputs.mask.unsqueeze(2), -torch.inf)
     return scores
 
 
