@@ -4,8 +4,8 @@
     checkpointer.start(step, tensors, state)    # returns at once; a thread copies
     ...                                         # forward and backward of the next step
     checkpointer.wait_for_copy()                # before any of the given tensors changes
-    found, problems = find_local_checkpoint(memory_files, step, ...)  # next generation: every rank a share
-    source = found.open_source()                # if no rank has found a problem
+    checkpoint, problems = find_local_checkpoint(memory_files, step, ...)  # next generation: a share each
+    source = checkpoint.open_source()           # if no rank has found a problem
 
 A rank's shard has the content of its file in a checkpoint (`file_buffer`), and lies in a memory file
 (`memory_file`). Two memory files are written in turn. No rank may change its state before all ranks have
@@ -32,6 +32,7 @@ from wanma.checkpoint.in_memory.memory_file import (
     MemoryFileHeader,
     MemoryFileReader,
     MemoryFileWriter,
+    open_memory_files,
 )
 from wanma.checkpoint.in_memory.partner_replication import PartnerReplicator
 from wanma.checkpoint.load.reader import CheckpointSource
@@ -134,7 +135,7 @@ class InMemoryCheckpointer:
         assert self._is_copied, "wait for the copy of the previous in-memory checkpoint"
         assert not self.is_replicating(), "wait until the previous in-memory checkpoint is sent"
         began = time.perf_counter()
-        image = self._memory_files[0]
+        memory_file = self._memory_files[0]
         self._memory_files.reverse()
         table: dict[str, Any] = {
             "rank": self._header.rank,
@@ -144,18 +145,19 @@ class InMemoryCheckpointer:
             "state": dict(state),
         }
         try:
-            image.writer.mark_incomplete(replace(self._header, step=step))
-            places = image.buffer.copy_targets(tensors)
+            memory_file.writer.mark_incomplete(replace(self._header, step=step))
+            targets = memory_file.buffer.copy_targets(tensors)
         except OSError as error:
             raise self._out_of_memory_error(error) from error
         with torch.no_grad():
-            for name in places.keys() & set(mutable_names):
-                view, local = places[name]
-                places[name] = view, local.clone()
-        devices = {local.device for _, local in places.values() if local.is_cuda}
+            for name in targets.keys() & set(mutable_names):
+                view, local = targets[name]
+                targets[name] = view, local.clone()
+        devices = {local.device for _, local in targets.values() if local.is_cuda}
         events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         self._start_thread(
-            partial(self._copy_state, image, step, places, table, events), f"in-memory-checkpoint-{step}"
+            partial(self._copy_state, memory_file, step, targets, table, events),
+            f"in-memory-checkpoint-{step}",
         )
         self._start_seconds = time.perf_counter() - began
 
@@ -202,7 +204,7 @@ class InMemoryCheckpointer:
     def required_bytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Estimate the additional bytes for in-memory checkpoints of these tensors and of backed-up ranks."""
         size = self._memory_files[0].buffer.shard_bytes(tensors)
-        own = sum(max(size - image.writer.allocated_bytes, 0) for image in self._memory_files)
+        own = sum(max(size - memory_file.writer.allocated_bytes, 0) for memory_file in self._memory_files)
         # Equal nodes receive as much as they send; on unequal ones the receiver checks its own memory.
         guests = max(2 * size - self.replicator.allocated_bytes, 0) if self.replicator is not None else 0
         return own + guests
@@ -220,8 +222,8 @@ class InMemoryCheckpointer:
             if self._thread.is_alive():
                 return  # it goes on until the process ends
             self._thread = None
-        for image in self._memory_files:
-            image.close()
+        for memory_file in self._memory_files:
+            memory_file.close()
         self._memory_files = []
         if self.replicator is not None:
             self.replicator.close()
@@ -255,10 +257,10 @@ class InMemoryCheckpointer:
     ) -> str:
         """Copy the state into the memory file; return its path."""
         began, began_processor = time.perf_counter(), time.thread_time()
-        head = self._write_memory_file(memory_file, targets, rank_manifest, events)
+        header = self._write_memory_file(memory_file, targets, rank_manifest, events)
         self._result = InMemoryCheckpointResult(
             step,
-            head.content_bytes + head.rank_manifest_bytes,
+            header.content_bytes + header.rank_manifest_bytes,
             0.0,
             0.0,
             time.perf_counter() - began,
@@ -408,7 +410,7 @@ class LocalCheckpoint:
         """
         first = next(iter(self._memory_files.values())).header
         try:
-            tables = {rank: image.rank_manifest() for rank, image in sorted(self._memory_files.items())}
+            tables = {rank: reader.rank_manifest() for rank, reader in sorted(self._memory_files.items())}
             state = next(iter(tables.values()))["state"]
             world_size = None if len(tables) == first.world_size else first.world_size
             manifest = merge_rank_manifests(list(tables.values()), first.step, None, state, world_size)
@@ -416,7 +418,7 @@ class LocalCheckpoint:
             raise WanmaError(
                 f"the in-memory checkpoint of step {first.step} cannot be read: {error}"
             ) from error
-        files = {data_file_name(rank): image for rank, image in self._memory_files.items()}
+        files = {data_file_name(rank): reader for rank, reader in self._memory_files.items()}
         return CheckpointSource(
             f"the in-memory checkpoint of step {first.step}", manifest, lambda file: files[file].content
         )
@@ -443,38 +445,30 @@ def find_local_checkpoint(
     Returns:
         The memory files found, usable if no rank has a problem; and this rank's problems, a sentence each.
     """
-    found: dict[int, MemoryFileReader] = {}
-    for owner, paths in memory_files.restore_paths.items():
-        for path in paths:
-            try:
-                image = MemoryFileReader(path)
-            except (OSError, ValueError):
-                continue  # one of the two may always be unfinished
-            if (image.header.step, image.header.rank) == (step, owner):
-                found[owner] = image
-    if not found:
-        return LocalCheckpoint(found), [f"there is no in-memory checkpoint of step {step} on this node"]
-    heads = [image.header for image in found.values()]
-    if len({(head.generation, head.world_size, head.layout_hash) for head in heads}) > 1:
-        return LocalCheckpoint(found), [
+    readers = open_memory_files(memory_files.restore_paths, step)
+    if not readers:
+        return LocalCheckpoint(readers), [f"there is no in-memory checkpoint of step {step} on this node"]
+    headers = [reader.header for reader in readers.values()]
+    if len({(header.generation, header.world_size, header.layout_hash) for header in headers}) > 1:
+        return LocalCheckpoint(readers), [
             f"the in-memory checkpoints of step {step} come from different generations"
         ]
-    expected: Sequence[int] = range(heads[0].world_size)
-    if not found.keys() >= set(expected) and (world_size, hash_layout(layout)) == (
-        heads[0].world_size,
-        heads[0].layout_hash,
+    expected: Sequence[int] = range(headers[0].world_size)
+    if not readers.keys() >= set(expected) and (world_size, hash_layout(layout)) == (
+        headers[0].world_size,
+        headers[0].layout_hash,
     ):
         expected = node_ranks  # shards of other nodes' earlier ranks are needed by other nodes' present ranks
-    missing = sorted(set(expected) - found.keys())
+    missing = sorted(set(expected) - readers.keys())
     problems = [f"rank {owner} has no complete in-memory checkpoint of step {step}" for owner in missing]
-    mine = sorted(found)[list(node_ranks).index(rank) :: len(node_ranks)]
+    rank_share = sorted(readers)[list(node_ranks).index(rank) :: len(node_ranks)]
     problems += [
         f"the in-memory checkpoint of step {step}, rank {owner}, is damaged: its content differs from its "
         "hash"
-        for owner in mine
-        if not found[owner].is_valid()
+        for owner in rank_share
+        if not readers[owner].is_valid()
     ]
-    return LocalCheckpoint(found), problems
+    return LocalCheckpoint(readers), problems
 
 
 def hash_layout(layout: str) -> int:

@@ -6,7 +6,7 @@
 
 The header is marked incomplete before anything behind it changes and complete after everything has. A rank
 has two memory files and overwrites the older one, so that one of them is complete whenever it dies. The
-header is protected by a checksum of its own; the content by `digest`, which `is_whole` compares.
+header is protected by a checksum of its own; the content by `digest`, which `is_valid` compares.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,3 +221,22 @@ class MemoryFileReader:
         if not isinstance(table, dict):
             raise ValueError("its rank manifest is malformed")
         return table
+
+
+def open_memory_files(paths_by_rank: Mapping[int, Iterable[str]], step: int) -> dict[int, MemoryFileReader]:
+    """Open the complete memory files of `step`, by the rank that wrote them.
+
+    Args:
+        paths_by_rank: by rank, its memory files on this node; one of the two may always be incomplete.
+        step: the step to look for.
+    """
+    readers: dict[int, MemoryFileReader] = {}
+    for rank, paths in paths_by_rank.items():
+        for path in paths:
+            try:
+                reader = MemoryFileReader(path)
+            except (OSError, ValueError):
+                continue
+            if (reader.header.step, reader.header.rank) == (step, rank):
+                readers[rank] = reader
+    return readers

@@ -1,8 +1,8 @@
 """Resharding of an in-memory checkpoint: each node gets the memory files that its ranks need parts of.
 
-    if needs_reshard(images, step, worker, layout):      # every rank calls both
-        source, problems, count = gather(images, step, worker, tensors_for)
-        load(source, tensors)                                 # as from a checkpoint of any layout
+    if needs_reshard(memory_files, step, worker, layout):  # every rank calls both
+        source, problems, count = gather_for_reshard(memory_files, step, worker, select_tensors)
+        load(source, tensors)                              # as from a checkpoint of any layout
 
 A node uses the memory files that it has; each other one that some of its ranks need is sent to it once, in
 full. That takes memory for these files until the state is loaded, and no more of the network than a node has
@@ -27,6 +27,7 @@ from wanma.checkpoint.in_memory.memory_file import (
     MemoryFileHeader,
     MemoryFileReader,
     MemoryFileWriter,
+    open_memory_files,
     read_header,
 )
 from wanma.checkpoint.in_memory.partner_ring import node_rank_ranges
@@ -48,9 +49,9 @@ def needs_reshard(memory_files: MemoryFilePaths, step: int, worker: WorkerContex
         worker: this rank's context.
         layout: text that determines which rank now holds which shard.
     """
-    mine = {(head.world_size, head.layout_hash) for head in _read_headers(memory_files, step)}
-    everyones = _all_gather_objects(mine, worker)
-    return bool(set().union(*everyones) - {(worker.world_size, hash_layout(layout))})
+    layouts = {(header.world_size, header.layout_hash) for header in _read_headers(memory_files, step)}
+    layouts_by_rank = _all_gather_objects(layouts, worker)
+    return bool(set().union(*layouts_by_rank) - {(worker.world_size, hash_layout(layout))})
 
 
 def gather_for_reshard(
@@ -65,39 +66,39 @@ def gather_for_reshard(
     Raises:
         WanmaError: another rank is gone.
     """
-    found, damaged = _open_and_verify(memory_files, step, worker)
-    mine = {
-        owner: {**image.rank_manifest(), "world_size": image.header.world_size}
-        for owner, image in _rank_share(found, worker)
+    readers, damaged = _open_and_verify(memory_files, step, worker)
+    rank_manifests = {
+        owner: {**reader.rank_manifest(), "world_size": reader.header.world_size}
+        for owner, reader in _rank_share(readers, worker)
     }
-    told = _all_gather_objects((mine, damaged), worker)
+    gathered = _all_gather_objects((rank_manifests, damaged), worker)
     spans = node_rank_ranges(worker.local_world_sizes)
-    held = [sorted({owner for rank in span for owner in told[rank][0]}) for span in spans]
-    here = {owner: found[owner] for owner in held[worker.node_rank]}
-    tables = {owner: table for of_rank, _ in told for owner, table in of_rank.items()}
-    manifest, problems = _merge_rank_manifests(tables, here, step)
+    held = [sorted({owner for rank in span for owner in gathered[rank][0]}) for span in spans]
+    local_files = {owner: readers[owner] for owner in held[worker.node_rank]}
+    tables = {owner: table for of_rank, _ in gathered for owner, table in of_rank.items()}
+    manifest, problems = _merge_rank_manifests(tables, local_files, step)
     if manifest is None:
-        return None, [*(text for _, texts in told for text in texts), *problems], 0
+        return None, [*(text for _, texts in gathered for text in texts), *problems], 0
 
     needed = _all_gather_objects(_required_owners(manifest, select_tensors(manifest.tensors)), worker)
     wanted = [{owner for rank in span for owner in needed[rank]} for span in spans]
-    fetches = plan_reshard(held, wanted, spans)
+    transfers = plan_reshard(held, wanted, spans)
     with _ReceiveBuffers() as received:
-        problems = _run_transfers(fetches, here, received, worker)
+        problems = _run_transfers(transfers, local_files, received, worker)
         paths = _all_gather_objects(received.paths, worker)
         for rank in worker.node_ranks:
             for owner, path in paths[rank].items():
                 try:
-                    here[owner] = MemoryFileReader(path)
+                    local_files[owner] = MemoryFileReader(path)
                 except (OSError, ValueError) as error:
                     problems.append(f"the in-memory checkpoint of rank {owner} was not received: {error}")
-        everyones = _all_gather_objects(problems, worker)  # all ranks have opened the received files
-    problems = list(dict.fromkeys(text for texts in everyones for text in texts))
+        problems_by_rank = _all_gather_objects(problems, worker)  # all ranks have opened the received files
+    problems = list(dict.fromkeys(text for texts in problems_by_rank for text in texts))
     if problems:
         return None, problems, 0
-    files = {data_file_name(owner): image for owner, image in here.items()}
+    files = {data_file_name(owner): reader for owner, reader in local_files.items()}
     name = f"the in-memory checkpoint of step {step}"
-    return CheckpointSource(name, manifest, lambda file: files[file].content), [], len(fetches)
+    return CheckpointSource(name, manifest, lambda file: files[file].content), [], len(transfers)
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,15 @@ def _run_transfers(
     buffers: _ReceiveBuffers,
     worker: WorkerContext,
 ) -> list[str]:
-    files, talks = [], []
+    files, exchanges = [], []
     try:
         for one in transfers:
             if one.source == worker.rank:
-                talks.append(send_memory_file(local_files[one.owner].path, one.owner, one.target))
+                exchanges.append(send_memory_file(local_files[one.owner].path, one.owner, one.target))
             if one.target == worker.rank:
                 files.append(buffers.allocate(one.owner))
-                talks.append(receive_memory_file(files[-1], one.owner, one.source))
-        return run_transfers(talks)
+                exchanges.append(receive_memory_file(files[-1], one.owner, one.source))
+        return run_transfers(exchanges)
     except (OSError, RuntimeError) as error:
         raise WanmaError(
             f"an in-memory checkpoint could not be received from another node: {error}"
@@ -184,40 +185,32 @@ def _run_transfers(
 
 
 def _read_headers(memory_files: MemoryFilePaths, step: int) -> list[MemoryFileHeader]:
-    heads = []
+    headers = []
     for owner, paths in memory_files.restore_paths.items():
         for path in paths:
             try:
-                head = read_header(path)
+                header = read_header(path)
             except OSError:
                 continue
-            if head is not None and head.is_complete and (head.rank, head.step) == (owner, step):
-                heads.append(head)
-    return heads
+            if header is not None and header.is_complete and (header.rank, header.step) == (owner, step):
+                headers.append(header)
+    return headers
 
 
 def _open_and_verify(
     memory_files: MemoryFilePaths, step: int, worker: WorkerContext
 ) -> tuple[dict[int, MemoryFileReader], list[str]]:
     """Open the memory files of `step` on this node and verify this rank's share; return problems too."""
-    found: dict[int, MemoryFileReader] = {}
-    for owner, paths in memory_files.restore_paths.items():
-        for path in paths:
-            try:
-                image = MemoryFileReader(path)
-            except (OSError, ValueError):
-                continue  # one of the two may always be unfinished
-            if (image.header.step, image.header.rank) == (step, owner):
-                found[owner] = image
+    readers = open_memory_files(memory_files.restore_paths, step)
     problems = []
-    for owner, image in _rank_share(found, worker):
-        if not image.is_valid():
-            del found[owner]  # another node may have a valid one
+    for owner, reader in _rank_share(readers, worker):
+        if not reader.is_valid():
+            del readers[owner]  # another node may have a valid one
             problems.append(
                 f"the in-memory checkpoint of step {step}, rank {owner}, is damaged on node "
                 f"{worker.node_rank}"
             )
-    return found, problems
+    return readers, problems
 
 
 def _rank_share(
@@ -262,7 +255,7 @@ def _required_owners(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _all_gather_objects(own: Any, worker: WorkerContext) -> list[Any]:
-    everyones = [own] * worker.world_size
+    objects_by_rank = [own] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(everyones, own)
-    return everyones
+        dist.all_gather_object(objects_by_rank, own)
+    return objects_by_rank
