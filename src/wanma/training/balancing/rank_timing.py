@@ -22,8 +22,8 @@ class RankTimingReporter:
     def __init__(self, plan: Plan, parallel_mesh: ParallelMesh, control: SupervisorClient) -> None:
         self._plan, self._data_rank, self._tell = plan, parallel_mesh.data_rank, control.report_work_time
         self._pipeline_rank = parallel_mesh.coordinate("pp")
-        alone = plan.tp == plan.cp == 1 and rank_timing_obstacle(plan) is None
-        self._reports_compute = plan.device == "cpu" or alone
+        splits_no_sample = plan.tp == plan.cp == 1 and rank_timing_obstacle(plan) is None
+        self._reports_compute = plan.device == "cpu" or splits_no_sample
         self._global_batch, self._share = 0, 1.0
 
     def report_step(
@@ -52,5 +52,5 @@ class RankTimingReporter:
         plan = self._plan
         if plan.batch_shares or plan.placement:
             return 1.0
-        mine = len(plan.batch_rows(global_batch, self._data_rank))
-        return mine * plan.data_parallel_size / global_batch if mine else float("inf")
+        local_rows = len(plan.batch_rows(global_batch, self._data_rank))
+        return local_rows * plan.data_parallel_size / global_batch if local_rows else float("inf")

@@ -72,17 +72,17 @@ def minimax_shares(
     Returns:
         None where the batch is too small, or no multiple of the unit.
     """
-    least = math.ceil(max(granularity.min_rows, 1) / granularity.row_multiple) * granularity.row_multiple
-    rest, odd = divmod(batch_rows - least * len(speeds), granularity.row_multiple)
-    if rest < 0 or odd:
+    min_share = math.ceil(max(granularity.min_rows, 1) / granularity.row_multiple) * granularity.row_multiple
+    steps, remainder = divmod(batch_rows - min_share * len(speeds), granularity.row_multiple)
+    if steps < 0 or remainder:
         return None
-    rows = [least] * len(speeds)
+    rows = [min_share] * len(speeds)
     queue = [
-        (_seconds(pace, least + granularity.row_multiple, granularity), rank)
+        (_seconds(pace, min_share + granularity.row_multiple, granularity), rank)
         for rank, pace in enumerate(speeds)
     ]
     heapq.heapify(queue)
-    for _ in range(rest):
+    for _ in range(steps):
         _, rank = queue[0]
         rows[rank] += granularity.row_multiple
         heapq.heapreplace(
@@ -95,7 +95,7 @@ def slowest_rank_seconds(
     speeds: Sequence[RankSpeed], rows: Sequence[int], granularity: ShareGranularity
 ) -> float:
     """Return the seconds of the rank that finishes last."""
-    return max(_seconds(pace, mine, granularity) for pace, mine in zip(speeds, rows, strict=True))
+    return max(_seconds(pace, rank_rows, granularity) for pace, rank_rows in zip(speeds, rows, strict=True))
 
 
 def recent_step_seconds(seconds: Sequence[float]) -> float:
@@ -130,15 +130,15 @@ class LoadBalancer:
             slowest_rank_seconds(speeds, rows, granularity),
             slowest_rank_seconds(speeds, shares, granularity),
         )
-        found = Rebalance(shares, before, after)
-        if before <= 0 or found.gain < MIN_GAIN:
+        rebalance = Rebalance(shares, before, after)
+        if before <= 0 or rebalance.gain < MIN_GAIN:
             self._confirmed_windows = 0
             return None
         self._confirmed_windows += 1
-        if self._confirmed_windows < CONFIRMATION_WINDOWS and found.gain < IMMEDIATE_GAIN:
+        if self._confirmed_windows < CONFIRMATION_WINDOWS and rebalance.gain < IMMEDIATE_GAIN:
             return None
         self._confirmed_windows = 0
-        return found
+        return rebalance
 
 
 def padded_rows(rows: int, granularity: ShareGranularity) -> int:

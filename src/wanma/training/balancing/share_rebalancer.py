@@ -93,7 +93,9 @@ class ShareRebalancer:
         self._is_enabled = is_load_balancing(job, plan)
         self._granularity = share_granularity(job, plan, parallel_model)
         if self._moves:
-            self._set_shares(next((tuple(to) for at, to in reversed(self._moves) if at <= state.step), None))
+            self._set_shares(
+                next((tuple(shares) for step, shares in reversed(self._moves) if step <= state.step), None)
+            )
         elif state.share_changes:
             self._set_shares(self._restored_shares())
         self._refusal_reported = False
@@ -120,10 +122,13 @@ class ShareRebalancer:
         if not self._is_enabled or len(self._work) < self._window:
             return ()
         world, rank = self.plan.world_size, self._parallel_mesh.rank
-        told = [0.0] * (2 * world + 1)
-        told[rank], told[world + rank] = recent_step_seconds(self._work), recent_step_seconds(self._fixed)
-        told[-1] = recent_step_seconds(self._wall) / world
-        return tuple(told)
+        timings = [0.0] * (2 * world + 1)
+        timings[rank], timings[world + rank] = (
+            recent_step_seconds(self._work),
+            recent_step_seconds(self._fixed),
+        )
+        timings[-1] = recent_step_seconds(self._wall) / world
+        return tuple(timings)
 
     def decide(self, sums: Sequence[float]) -> Rebalance | None:
         """Judge the window by the sums over all ranks; return the decision, alike on each, or None."""
@@ -147,14 +152,14 @@ class ShareRebalancer:
             return ShareChange(step, listed, before, "parallel.batch_share_schedule")
         if rebalance is None:
             return None
-        wrong = invalid_shares_reason(
+        obstacle = invalid_shares_reason(
             self._job, self.plan, rebalance.shares, self._granularity.row_multiple, step
         )
-        if wrong is not None:
+        if obstacle is not None:
             if not self._refusal_reported:
                 self._refusal_reported = True
                 self.messages.append(
-                    f"batch shares not changed to {_format_shares(rebalance.shares)}: {wrong}"
+                    f"batch shares not changed to {_format_shares(rebalance.shares)}: {obstacle}"
                 )
             return None
         reason = (
@@ -172,32 +177,32 @@ class ShareRebalancer:
         world = self.plan.world_size
         work, fixed = [0.0] * len(rows), [0.0] * len(rows)
         for rank in range(world):
-            mine = self.plan.data_parallel_rank(rank)
-            work[mine] = max(work[mine], sums[rank])
-            fixed[mine] = max(fixed[mine], sums[world + rank])
+            data_rank = self.plan.data_parallel_rank(rank)
+            work[data_rank] = max(work[data_rank], sums[rank])
+            fixed[data_rank] = max(fixed[data_rank], sums[world + rank])
         return [
-            RankSpeed(seconds / max(padded_rows(own, self._granularity), 1), rest)
-            for seconds, rest, own in zip(work, fixed, rows, strict=True)
+            RankSpeed(seconds / max(padded_rows(rank_rows, self._granularity), 1), fixed_seconds)
+            for seconds, fixed_seconds, rank_rows in zip(work, fixed, rows, strict=True)
         ]
 
     def _restored_shares(self) -> tuple[int, ...] | None:
         """Return the shares that the run had when it was saved; None where it does not keep them."""
         step, shares = self._state.share_changes[-1]
-        told = f"the batch shares {_format_shares(shares)} of step {step}"
-        why: str | None
+        subject = f"the batch shares {_format_shares(shares)} of step {step}"
+        obstacle: str | None
         if not self._is_enabled:
-            why = "load balancing is off (parallel.load_balancing)"
+            obstacle = "load balancing is off (parallel.load_balancing)"
         elif len(shares) != self.plan.data_parallel_size:
-            why = f"the run now has {self.plan.data_parallel_size} data ranks"
+            obstacle = f"the run now has {self.plan.data_parallel_size} data ranks"
         else:
-            why = invalid_shares_reason(
+            obstacle = invalid_shares_reason(
                 self._job, self.plan, shares, self._granularity.row_multiple, self._state.step
             )
-        if why is not None:
+        if obstacle is not None:
             self._state.share_changes.clear()
-            self.messages.append(f"{told} are not restored: {why}")
+            self.messages.append(f"{subject} are not restored: {obstacle}")
             return None
-        self.messages.append(f"restored {told}")
+        self.messages.append(f"restored {subject}")
         return shares
 
     def _set_shares(self, shares: tuple[int, ...] | None) -> None:
@@ -217,10 +222,10 @@ def is_load_balancing(job: Job, plan: Plan) -> bool:
     By default they do only where the planner gave unlike devices unlike shares: elsewhere a slow rank is a
     fault that is reported, and runs of one layout are equal bit for bit.
     """
-    asked = job.parallel.load_balancing
-    if plan.data_parallel_size == 1 or asked == "off" or job.parallel.batch_share_schedule:
+    setting = job.parallel.load_balancing
+    if plan.data_parallel_size == 1 or setting == "off" or job.parallel.batch_share_schedule:
         return False
-    if asked == "on":
+    if setting == "on":
         return True
     is_planned = bool(plan.batch_shares) and not job.parallel.batch_shares
     return is_planned and not job.train.deterministic and rank_timing_obstacle(plan) is None
@@ -236,10 +241,10 @@ def share_granularity(job: Job, plan: Plan, parallel_model: ParallelModel) -> Sh
             groups.append(module.group_size)
     if plan.pp == 1:
         return ShareGranularity(row_multiple=math.lcm(*groups))
-    most = plan.max_rows_per_data_rank(job.train.global_batch)
-    counts = range(1, max(most, plan.pp * 2) + 1)
-    fewest = next(count for count in counts if accepts_micro_batches(plan.schedule, plan.pp, count))
-    return ShareGranularity(math.lcm(*groups), (fewest - 1) * plan.micro_batch + 1, plan.micro_batch)
+    max_rows = plan.max_rows_per_data_rank(job.train.global_batch)
+    counts = range(1, max(max_rows, plan.pp * 2) + 1)
+    min_count = next(count for count in counts if accepts_micro_batches(plan.schedule, plan.pp, count))
+    return ShareGranularity(math.lcm(*groups), (min_count - 1) * plan.micro_batch + 1, plan.micro_batch)
 
 
 def _format_shares(shares: Sequence[int]) -> str:

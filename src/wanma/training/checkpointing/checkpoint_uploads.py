@@ -72,16 +72,16 @@ class CheckpointUploads:
         limit = FINAL_UPLOAD_TIMEOUT_SECONDS[outcome]
         if (killed_at := self._worker.supervisor_client.kill_deadline()) is not None:
             limit = max(killed_at - EXIT_MARGIN_SECONDS - time.monotonic(), 0.0)
-        until = time.monotonic() + limit
-        while not self._uploader.wait(_tick(until)) and time.monotonic() < until:
+        deadline = time.monotonic() + limit
+        while not self._uploader.wait(_tick(deadline)) and time.monotonic() < deadline:
             self._worker.supervisor_client.report_progress(step, "uploading a checkpoint")
         self.report_results(report, "the next start of the same command")
         if not self._uploader.close():
-            told = (
+            warning = (
                 f"the last upload did not finish within {duration_text(limit)}; the next start of the "
                 "same command retries it"
             )
-            report(told, "warning")
+            report(warning, "warning")
 
     def close(self) -> None:
         if self._uploader is not None:
@@ -96,21 +96,21 @@ def fetch_newest(folder: Path, url: str, worker: WorkerContext, messages: list[s
     """
 
     def fetch() -> tuple[Path | None, list[str]]:
-        told: list[str] = []
+        notes: list[str] = []
         return RemoteCheckpoints(RemoteStorage(url, key=UPLOAD_KEY)).download_newest_valid(
-            folder, told.append
-        ), told
+            folder, notes.append
+        ), notes
 
     began = time.monotonic()
     try:
-        path, told = _run_on_rank_zero(fetch, worker, f"fetching a checkpoint from {url}")
+        path, notes = _run_on_rank_zero(fetch, worker, f"fetching a checkpoint from {url}")
     except WanmaError as error:
         raise WanmaError(
             f"the run directory has no checkpoint, and none can be fetched from {UPLOAD_KEY}: "
             f"{error.message}",
             f"{error.hint}; or start a new run: --fresh with another {UPLOAD_KEY}".lstrip("; "),
         ) from error
-    messages += told
+    messages += notes
     if path is not None:
         messages.append(f"{path.name} fetched from {url} in {duration_text(time.monotonic() - began)}")
     return path
@@ -134,7 +134,7 @@ def require_unused_url(url: str, worker: WorkerContext) -> None:
         )
 
 
-def _run_on_rank_zero(function: Callable[[], Result], worker: WorkerContext, what: str) -> Result:
+def _run_on_rank_zero(function: Callable[[], Result], worker: WorkerContext, activity: str) -> Result:
     """Return the result of `function`, which rank 0 does, on all ranks; raise its error on all of them too.
 
     It may take longer than a collective or the supervisor waits: the ranks tell each other that it continues.
@@ -151,29 +151,29 @@ def _run_on_rank_zero(function: Callable[[], Result], worker: WorkerContext, wha
     if worker.rank == 0:
         thread.start()
     while True:
-        worker.supervisor_client.report_progress(0, what)
-        said: list[tuple[Result | None, Exception | None] | None] = [None]
+        worker.supervisor_client.report_progress(0, activity)
+        outcomes: list[tuple[Result | None, Exception | None] | None] = [None]
         if worker.rank == 0:
             thread.join(PROGRESS_INTERVAL_SECONDS)
-            said = [outcome[0] if outcome else None]
+            outcomes = [outcome[0] if outcome else None]
         if worker.world_size > 1:
-            dist.broadcast_object_list(said, src=0)
-        if said[0] is not None:
-            result, error = said[0]
+            dist.broadcast_object_list(outcomes, src=0)
+        if outcomes[0] is not None:
+            result, error = outcomes[0]
             if error is not None:
                 raise error
             return result  # type: ignore[return-value]  # without an error it is there
 
 
-def _tick(until: float) -> float:
-    return min(PROGRESS_INTERVAL_SECONDS, max(until - time.monotonic(), 0.0))
+def _tick(deadline: float) -> float:
+    return min(PROGRESS_INTERVAL_SECONDS, max(deadline - time.monotonic(), 0.0))
 
 
 def _text(upload: UploadResult, next_try: str) -> tuple[str, str]:
     if upload.error is not None:
-        told = WanmaError(f"{upload.error.message}; retried with {next_try}", upload.error.hint)
-        return str(told), "warning"
+        warning = WanmaError(f"{upload.error.message}; retried with {next_try}", upload.error.hint)
+        return str(warning), "warning"
     if not upload.bytes:
         return f"the checkpoint of step {upload.step} is already at {upload.url}", "info"
-    took = f"{bytes_text(upload.bytes)} in {duration_text(upload.seconds)}"
-    return f"checkpoint of step {upload.step} uploaded to {upload.url}, {took}", "info"
+    amount = f"{bytes_text(upload.bytes)} in {duration_text(upload.seconds)}"
+    return f"checkpoint of step {upload.step} uploaded to {upload.url}, {amount}", "info"

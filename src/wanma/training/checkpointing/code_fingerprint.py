@@ -74,78 +74,78 @@ def _recorded_name(kind: type) -> str:
     return _RECORDED_NAMES.get(name, name) if kind.__module__.startswith("wanma.") else name
 
 
-def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
-    if thing is None or isinstance(thing, bool | int | float | complex | str | bytes):
-        yield repr(thing)
+def _texts(value: Any, visited: set[int]) -> Iterator[str]:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield repr(value)
         return
-    if isinstance(thing, Tensor):
-        yield describe_tensor(thing)
+    if isinstance(value, Tensor):
+        yield describe_tensor(value)
         return
-    if id(thing) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(thing))
-    if isinstance(thing, functools.partial):
-        yield from _texts([thing.func, list(thing.args), thing.keywords], seen)
-    elif isinstance(thing, MethodType):
-        yield from _texts([thing.__func__, thing.__self__], seen)
-    elif isinstance(thing, FunctionType):
-        yield from _function_texts(thing, seen)
-    elif isinstance(thing, type):
-        yield _recorded_name(thing)
-        if not _is_library_class(thing):
-            yield from _class_texts(thing, seen)
-    elif isinstance(thing, nn.Module):
-        yield from module_texts(thing, seen)
-        for name, value in thing.state_dict().items():
-            yield f"{name} {describe_tensor(value) if isinstance(value, Tensor) else type(value).__name__}"
-        yield from _settings(thing, seen)
-    elif isinstance(thing, Mapping):
-        for key in list(thing)[:_MAX_ITEMS]:
+    visited.add(id(value))
+    if isinstance(value, functools.partial):
+        yield from _texts([value.func, list(value.args), value.keywords], visited)
+    elif isinstance(value, MethodType):
+        yield from _texts([value.__func__, value.__self__], visited)
+    elif isinstance(value, FunctionType):
+        yield from _function_texts(value, visited)
+    elif isinstance(value, type):
+        yield _recorded_name(value)
+        if not _is_library_class(value):
+            yield from _class_texts(value, visited)
+    elif isinstance(value, nn.Module):
+        yield from module_texts(value, visited)
+        for name, item in value.state_dict().items():
+            yield f"{name} {describe_tensor(item) if isinstance(item, Tensor) else type(item).__name__}"
+        yield from _settings(value, visited)
+    elif isinstance(value, Mapping):
+        for key in list(value)[:_MAX_ITEMS]:
             yield str(key)
-            yield from _texts(thing[key], seen)
-    elif isinstance(thing, list | tuple):
-        for part in thing[:_MAX_ITEMS]:
-            yield from _texts(part, seen)
+            yield from _texts(value[key], visited)
+    elif isinstance(value, list | tuple):
+        for part in value[:_MAX_ITEMS]:
+            yield from _texts(part, visited)
     else:
-        yield getattr(thing, "__qualname__", _recorded_name(type(thing)))
-        if not isinstance(thing, type(sys)) and not _is_library_class(type(thing)):
-            yield from _class_texts(type(thing), seen)
-            yield from _settings(thing, seen)
+        yield getattr(value, "__qualname__", _recorded_name(type(value)))
+        if not isinstance(value, type(sys)) and not _is_library_class(type(value)):
+            yield from _class_texts(type(value), visited)
+            yield from _settings(value, visited)
 
 
-def _function_texts(function: FunctionType, seen: set[int]) -> Iterator[str]:
+def _function_texts(function: FunctionType, visited: set[int]) -> Iterator[str]:
     yield function.__qualname__
     code = function.__code__
     if _is_library_file(code.co_filename) or function.__module__.startswith("wanma."):
         return
     yield from _code_texts(code, function.__doc__)
-    yield from _texts(list(function.__defaults__ or ()), seen)
-    yield from _texts(function.__kwdefaults__ or {}, seen)
+    yield from _texts(list(function.__defaults__ or ()), visited)
+    yield from _texts(function.__kwdefaults__ or {}, visited)
     for cell in function.__closure__ or ():
         try:
-            yield from _texts(cell.cell_contents, seen)
+            yield from _texts(cell.cell_contents, visited)
         except ValueError:  # not yet filled
             yield "empty"
     for name in sorted(_names(code)):
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType | functools.partial | bool | int | float | str):
             yield name
-            yield from _texts(value, seen)
+            yield from _texts(value, visited)
 
 
-def _class_texts(kind: type, seen: set[int]) -> Iterator[str]:
+def _class_texts(kind: type, visited: set[int]) -> Iterator[str]:
     """Yield the methods and plain attributes of a class and of those of its bases that are the user's."""
     for one in kind.__mro__:
-        if _is_library_class(one) or id(one) in seen:
+        if _is_library_class(one) or id(one) in visited:
             continue
-        seen.add(id(one))
+        visited.add(id(one))
         for name, value in sorted(vars(one).items()):
             plain: Any = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             plain = plain.fget if isinstance(plain, property) else plain
             is_plain = isinstance(plain, bool | int | float | str) and not name.startswith("__")
             if isinstance(plain, FunctionType) or is_plain:
                 yield name
-                yield from _texts(plain, seen)
+                yield from _texts(plain, visited)
 
 
 def _code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
@@ -166,13 +166,13 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _settings(thing: Any, seen: set[int]) -> Iterator[str]:
+def _settings(instance: Any, visited: set[int]) -> Iterator[str]:
     """Yield the plain attributes of an object, and the functions that it holds."""
-    for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+    for name, value in sorted(getattr(instance, "__dict__", {}).items()):
         is_plain = isinstance(value, bool | int | float | str | FunctionType | functools.partial)
         if is_plain and not name.startswith("_") and name != "training":
             yield name
-            yield from _texts(value, seen)
+            yield from _texts(value, visited)
 
 
 def _is_library_class(kind: type) -> bool:

@@ -59,14 +59,14 @@ def split_compression_state(
         the tensors to load; saved names that are none of these; and messages for the user.
     """
     saved = source.manifest.tensors
-    alike = {
+    loadable = {
         name: tensor
         for name, tensor in tensors.items()
         if not name.startswith(COMPRESSION_PREFIX)
         or (name in saved and saved[name].shape == tuple(tensor.shape))
     }
-    others = [name for name in saved if name.startswith(COMPRESSION_PREFIX) and name not in alike]
-    errors = [name for name in others if name.startswith(_ERRORS) and name not in names_on_other_ranks]
+    unloadable = [name for name in saved if name.startswith(COMPRESSION_PREFIX) and name not in loadable]
+    errors = [name for name in unloadable if name.startswith(_ERRORS) and name not in names_on_other_ranks]
     shared = [
         name for name in errors if name in tensors and _is_of_same_parameter(saved[name], tensors[name])
     ]
@@ -76,16 +76,16 @@ def split_compression_state(
         before, now = saved[shared[0]].shape[0], tensors[shared[0]].shape[0]
         notes.append(f"gradient compression: error feedback of {before} ranks redistributed to {now} ranks")
     if dropped:
-        more = (
+        rest = (
             f" and {len(dropped) - _MAX_NAMES_IN_MESSAGE} more"
             if len(dropped) > _MAX_NAMES_IN_MESSAGE
             else ""
         )
         notes.append(
-            f"gradient compression: error feedback of {', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{more} "
+            f"gradient compression: error feedback of {', '.join(dropped[:_MAX_NAMES_IN_MESSAGE])}{rest} "
             "is dropped: the compression of these parameters no longer keeps any"
         )
-    return alike, others, notes
+    return loadable, unloadable, notes
 
 
 def redistribute_error_feedback(tensors: Mapping[str, Tensor], source: CheckpointSource) -> None:

@@ -104,18 +104,18 @@ class InMemoryCheckpoints:
         self._checkpointer = self._open(job)
 
     def _open(self, job: Job) -> InMemoryCheckpointer | None:
-        images, wanted = self._worker.memory_files, job.checkpoint.in_memory_every_steps
-        if wanted == "off":
+        memory_files, setting = self._worker.memory_files, job.checkpoint.in_memory_every_steps
+        if setting == "off":
             if self._requires_partner:
                 raise JobError(
                     "checkpoint.partner = true, but checkpoint.in_memory_every_steps = 'off'",
                     "set checkpoint.in_memory_every_steps = 'auto', or checkpoint.partner = 'auto'",
                 )
             return None
-        if images is None:
+        if memory_files is None:
             if self._fixed_interval is not None:
                 self.messages.append(
-                    f"checkpoint.in_memory_every_steps = {wanted} has no effect: a run without a "
+                    f"checkpoint.in_memory_every_steps = {setting} has no effect: a run without a "
                     "supervisor keeps no in-memory checkpoints"
                 )
             return None
@@ -123,7 +123,7 @@ class InMemoryCheckpoints:
             reason = "the plan offloads state to disk, because it does not fit in memory"
             if self._fixed_interval is not None:
                 raise JobError(
-                    f"checkpoint.in_memory_every_steps = {wanted}, but {reason}",
+                    f"checkpoint.in_memory_every_steps = {setting}, but {reason}",
                     "set checkpoint.in_memory_every_steps = 'off'",
                 )
             self.messages.append(
@@ -133,8 +133,8 @@ class InMemoryCheckpoints:
             return None
         worker = self._worker
         return InMemoryCheckpointer(
-            replicator=self._open_partner(job, images),
-            memory_files=images,
+            replicator=self._open_partner(job, memory_files),
+            memory_files=memory_files,
             rank=worker.rank,
             world_size=worker.world_size,
             generation=worker.generation,
@@ -174,12 +174,12 @@ class InMemoryCheckpoints:
         if self._checkpointer is None:
             return
         try:
-            taken = self._checkpointer.wait_for_copy()
+            copied = self._checkpointer.wait_for_copy()
         except WanmaError as error:
             self._record_failure(error)
             return
-        if taken is not None:
-            self._record_cost(taken)
+        if copied is not None:
+            self._record_cost(copied)
         self._is_replication_pending = self._checkpointer.is_replicating(self._partner_wait_seconds())
 
     def local_status(self) -> tuple[float, ...]:
@@ -227,10 +227,10 @@ class InMemoryCheckpoints:
             return []
         if not self._interval.update(cost, step, self._replication_cost.min_interval_steps):
             return []
-        every = self._interval.steps or 1
+        interval = self._interval.steps or 1
         return [
-            f"in-memory checkpoint every {f'{every} steps' if every > 1 else 'step'}: "
-            f"{duration_text(cost)} each, step {duration_text(step)}, overhead {cost / (every * step):.2%}"
+            f"in-memory checkpoint every {f'{interval} steps' if interval > 1 else 'step'}: "
+            f"{duration_text(cost)} each, step {duration_text(step)}, overhead {cost / (interval * step):.2%}"
         ]
 
     def start_if_due(self, seconds: float, is_last: bool) -> None:
@@ -245,9 +245,9 @@ class InMemoryCheckpoints:
         """
         if self._checkpointer is None:
             return
-        alone = max(seconds - self._background_seconds, 0.0)
-        if not self._replication_cost.record_step(alone, self._is_replication_pending):
-            self._step_seconds.append(alone)
+        undisturbed_seconds = max(seconds - self._background_seconds, 0.0)
+        if not self._replication_cost.record_step(undisturbed_seconds, self._is_replication_pending):
+            self._step_seconds.append(undisturbed_seconds)
         step = self._state.step
         if is_last or step < self._last_step + self._interval_steps:
             return
@@ -385,11 +385,11 @@ class InMemoryCheckpoints:
     def _stop_replication(self) -> str:
         """Stop the exchange with partner nodes, after that of some broke off; all ranks call it together."""
         assert self._checkpointer is not None
-        mine = (
+        local_reason = (
             self._checkpointer.replicator.failure_reason if self._checkpointer.replicator is not None else ""
         )
         self._checkpointer.stop_replication()
-        reason = next(filter(None, self._gather_reasons(mine or None)))
+        reason = next(filter(None, self._gather_reasons(local_reason or None)))
         text = f"partner copies of in-memory checkpoints are disabled: {reason}"
         if self._requires_partner:
             raise WanmaError(
@@ -397,10 +397,10 @@ class InMemoryCheckpoints:
             )
         return f"{text}; recovery from a node failure uses the newest checkpoint on disk"
 
-    def _gather_reasons(self, mine: str | None) -> list[str | None]:
-        reasons: list[str | None] = [mine] * self._worker.world_size
+    def _gather_reasons(self, local_reason: str | None) -> list[str | None]:
+        reasons: list[str | None] = [local_reason] * self._worker.world_size
         if self._worker.world_size > 1:
-            dist.all_gather_object(reasons, mine)
+            dist.all_gather_object(reasons, local_reason)
         return reasons
 
     def _disable(self) -> str:
@@ -417,5 +417,5 @@ def _without(text: str) -> str:
 
 def layout_key(plan: Plan, worker: WorkerContext) -> str:
     """Return the layout key: text that decides which rank holds which part, and which of equals keeps it."""
-    everywhere = plan.with_changes(threads_per_rank=0, compile=False)  # each node has its own
-    return f"{everywhere!r} on nodes of {worker.local_world_sizes} ranks"
+    common_plan = plan.with_changes(threads_per_rank=0, compile=False)  # each node has its own
+    return f"{common_plan!r} on nodes of {worker.local_world_sizes} ranks"

@@ -48,81 +48,81 @@ def assemble_flushed_parts(folder: Path, worker: WorkerContext, min_step: int) -
         WanmaError: the parts exist, and cannot be brought together: the run does not go back unasked.
     """
     leads = worker.rank == worker.node_ranks[0]
-    images: dict[InMemoryCheckpointKey, dict[int, str]] = {}
+    memory_files: dict[InMemoryCheckpointKey, dict[int, str]] = {}
     for part in list_flushed_parts(folder) if leads else []:
         files = {rank: str(path) for rank, path in part.memory_files.items()}
-        images.setdefault(part.checkpoint_key, {}).update(files)
+        memory_files.setdefault(part.checkpoint_key, {}).update(files)
     saved = max((step for step, _ in [*list_committed(folder), *list_flushed(folder)]), default=-1)
-    mine: RanksByCheckpoint = {moment: sorted(files) for moment, files in images.items()}
-    everyones = _all_gather_objects((saved, mine), worker)
-    if not any(found for _, found in everyones):
+    local_ranks: RanksByCheckpoint = {key: sorted(files) for key, files in memory_files.items()}
+    gathered = _all_gather_objects((saved, local_ranks), worker)
+    if not any(ranks for _, ranks in gathered):
         return []
-    saved = max(min_step, everyones[0][0])
-    messages, home = [], saved
-    for moment in sorted({one for _, found in everyones for one in found}, key=_newest_first):
-        if moment.step <= saved:
+    saved = max(min_step, gathered[0][0])
+    messages, assembled_step = [], saved
+    for key in sorted(
+        {key for _, ranks_by_checkpoint in gathered for key in ranks_by_checkpoint}, key=_newest_first
+    ):
+        if key.step <= saved:
             break
-        writers = _writers(moment, [found for _, found in everyones])
-        missing = [rank for rank in range(moment.world_size) if rank not in writers]
+        writers = _writers(key, [ranks_by_checkpoint for _, ranks_by_checkpoint in gathered])
+        missing = [rank for rank in range(key.world_size) if rank not in writers]
         if missing:
             messages.append(
-                f"the in-memory checkpoint of step {moment.step:,} was written to disk in parts, but no "
+                f"the in-memory checkpoint of step {key.step:,} was written to disk in parts, but no "
                 f"node has the parts of {ranks_text(missing)}: it is not used, and the run resumes from "
                 "an older checkpoint"
             )
             continue
         worker.supervisor_client.report_progress(0, "merging the parts of a checkpoint")
-        share = {rank: images[moment][rank] for rank, writer in writers.items() if writer == worker.rank}
-        _assemble(folder, moment, share, worker)
-        home = moment.step
+        share = {rank: memory_files[key][rank] for rank, writer in writers.items() if writer == worker.rank}
+        _assemble(folder, key, share, worker)
+        assembled_step = key.step
         messages.append(
-            f"the parts of the in-memory checkpoint of step {moment.step:,} are merged into "
-            f"{folder / step_folder_name(home)}"
+            f"the parts of the in-memory checkpoint of step {key.step:,} are merged into "
+            f"{folder / step_folder_name(assembled_step)}"
         )
         break
     if leads:
-        remove_flushed_parts(folder, home)
+        remove_flushed_parts(folder, assembled_step)
     return messages
 
 
-def _assemble(
-    folder: Path, moment: InMemoryCheckpointKey, share: dict[int, str], worker: WorkerContext
-) -> None:
+def _assemble(folder: Path, key: InMemoryCheckpointKey, share: dict[int, str], worker: WorkerContext) -> None:
     problem = None
     try:
         if share:
             deadline = time.monotonic() + ASSEMBLY_TIMEOUT_SECONDS
-            flush_to_disk(folder, share, moment.world_size, f"{worker.generation}-parts", deadline)
+            flush_to_disk(folder, share, key.world_size, f"{worker.generation}-parts", deadline)
         if worker.rank == 0:
             with contextlib.suppress(OSError):  # the checkpoint is there, whatever becomes of the record
-                restore_steps(RunDirectory(worker.run_directory), moment.step)
+                restore_steps(RunDirectory(worker.run_directory), key.step)
     except WanmaError as error:
         problem = error.message
     problems = [one for one in _all_gather_objects(problem, worker) if one is not None]
     if problems:
         raise WanmaError(
-            f"the in-memory checkpoint of step {moment.step:,} was written to disk in parts on the nodes, "
+            f"the in-memory checkpoint of step {key.step:,} was written to disk in parts on the nodes, "
             f"and the parts cannot be merged: {'; '.join(dict.fromkeys(problems))}",
             f"free space on {folder} and run the same command again, or start a new run with --fresh, "
             "which keeps the parts",
         )
 
 
-def _writers(moment: InMemoryCheckpointKey, founds: Sequence[RanksByCheckpoint]) -> dict[int, int]:
+def _writers(key: InMemoryCheckpointKey, gathered: Sequence[RanksByCheckpoint]) -> dict[int, int]:
     """Return the writer of each saved rank's part: saved rank -> rank of this run on its node."""
     writers: dict[int, int] = {}
-    for rank, found in enumerate(founds):
-        for one in found.get(moment, []):
-            writers.setdefault(one, rank)
+    for rank, ranks_by_checkpoint in enumerate(gathered):
+        for saved_rank in ranks_by_checkpoint.get(key, []):
+            writers.setdefault(saved_rank, rank)
     return writers
 
 
-def _newest_first(moment: InMemoryCheckpointKey) -> tuple[int, int, int]:
-    return -moment.step, -moment.generation, moment.world_size
+def _newest_first(key: InMemoryCheckpointKey) -> tuple[int, int, int]:
+    return -key.step, -key.generation, key.world_size
 
 
-def _all_gather_objects(local: Value, worker: WorkerContext) -> list[Value]:
-    everyones: list[Value] = [local] * worker.world_size
+def _all_gather_objects(value: Value, worker: WorkerContext) -> list[Value]:
+    gathered: list[Value] = [value] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(everyones, local)
-    return everyones
+        dist.all_gather_object(gathered, value)
+    return gathered

@@ -45,12 +45,12 @@ def load_huggingface_weights(parallel_model: ParallelModel, folder: Path, worker
         WanmaError: names, shapes or settings differ; one message, the same on every rank, names them.
     """
     with HuggingFaceWeights(folder) as weights:
-        found = [_map_weights(part, weights) for part in parallel_model.model_parts]
-        _require_matching_weights(found, weights, parallel_model, worker)
+        mappings = [_map_weights(part, weights) for part in parallel_model.model_parts]
+        _require_matching_weights(mappings, weights, parallel_model, worker)
         with torch.no_grad():
-            for part, comparison in zip(parallel_model.model_parts, found, strict=True):
+            for part, mapping in zip(parallel_model.model_parts, mappings, strict=True):
                 for name, parameter in part.named_parameters():
-                    if pieces := comparison.pieces.get(name):
+                    if pieces := mapping.pieces.get(name):
                         box = local_box(name, parameter)
                         assert box is not None  # parameters lie on this rank's own mesh
                         load_shard(local_tensor(parameter), box, pieces, weights)
@@ -86,36 +86,36 @@ class _WeightMapping:
 
 def _map_weights(part: nn.Module, weights: HuggingFaceWeights) -> _WeightMapping:
     model = get_state_dict_adapter(part)
-    found = _WeightMapping()
+    mapping = _WeightMapping()
     if (weights.folder / CONFIG_FILE_NAME).is_file():
         config = read_config_file(weights.folder, "checkpoint.start_from")
-        found.differences += model.config_mismatches(config)
+        mapping.differences += model.config_mismatches(config)
     for name, parameter in part.named_parameters():
         alternatives = model.tensor_mappings(name, tuple(parameter.shape))
         pieces = select_mapping(alternatives, weights.files)
         if pieces is not None:
-            found.pieces[name] = pieces
+            mapping.pieces[name] = pieces
         elif alternatives:
             tensor = next(p.tensor_name for p in alternatives[0] if p.tensor_name not in weights.files)
-            found.differences.append(f"{tensor}: missing.{did_you_mean(tensor, weights.files)}")
-    for tensor, shape in tensor_shapes(found.pieces.values()).items():
+            mapping.differences.append(f"{tensor}: missing.{did_you_mean(tensor, weights.files)}")
+    for tensor, shape in tensor_shapes(mapping.pieces.values()).items():
         if weights.shape(tensor) != shape:
-            found.differences.append(f"{tensor}: shape {shape} here, {weights.shape(tensor)} in the files")
+            mapping.differences.append(f"{tensor}: shape {shape} here, {weights.shape(tensor)} in the files")
         elif weights.dtype(tensor) not in _FLOATS:
-            found.differences.append(
+            mapping.differences.append(
                 f"{tensor}: dtype {weights.dtype(tensor)}; quantized weights are not supported"
             )
-    found.ignored = {tensor for tensor in weights.files if model.is_ignored_tensor(tensor)}
+    mapping.ignored = {tensor for tensor in weights.files if model.is_ignored_tensor(tensor)}
     for name, buffer in _user_buffers(part):
         if name not in weights.files:
-            found.differences.append(f"{name}: missing.{did_you_mean(name, weights.files)}")
+            mapping.differences.append(f"{name}: missing.{did_you_mean(name, weights.files)}")
         elif weights.shape(name) != tuple(buffer.shape):
-            found.differences.append(
+            mapping.differences.append(
                 f"{name}: shape {tuple(buffer.shape)} here, {weights.shape(name)} in the files"
             )
-    if not found.differences:
-        found.differences += _tie_conflicts(found, model, weights)
-    return found
+    if not mapping.differences:
+        mapping.differences += _tie_conflicts(mapping, model, weights)
+    return mapping
 
 
 def _user_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
@@ -127,36 +127,36 @@ def _user_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _tie_conflicts(
-    found: _WeightMapping, model: StateDictAdapter, weights: HuggingFaceWeights
+    mapping: _WeightMapping, model: StateDictAdapter, weights: HuggingFaceWeights
 ) -> Iterator[str]:
     """Yield tensors that this model holds once, but the files hold twice and unequal."""
-    for kept, other in model.tied_tensors:
-        used = {piece.tensor_name for pieces in found.pieces.values() for piece in pieces}
-        if not {kept, other} <= weights.files.keys() or not used & {kept, other}:
+    for tensor, copy in model.tied_tensors:
+        used = {piece.tensor_name for pieces in mapping.pieces.values() for piece in pieces}
+        if not {tensor, copy} <= weights.files.keys() or not used & {tensor, copy}:
             continue
-        shape = weights.shape(kept)
+        shape = weights.shape(tensor)
         rows = max(READ_CHUNK_BYTES // (4 * max(shape[1], 1)), 1)
         boxes = [((at, 0), (min(rows, shape[0] - at), shape[1])) for at in range(0, shape[0], rows)]
-        if weights.shape(other) != shape or not all(
-            torch.equal(weights.read(kept, *box), weights.read(other, *box)) for box in boxes
+        if weights.shape(copy) != shape or not all(
+            torch.equal(weights.read(tensor, *box), weights.read(copy, *box)) for box in boxes
         ):
-            yield f"{other}: differs from {kept}, but the model ties them (tie_word_embeddings)"
+            yield f"{copy}: differs from {tensor}, but the model ties them (tie_word_embeddings)"
 
 
 def _require_matching_weights(
-    found: list[_WeightMapping],
+    mappings: list[_WeightMapping],
     weights: HuggingFaceWeights,
     parallel_model: ParallelModel,
     worker: WorkerContext,
 ) -> None:
-    differences = [difference for comparison in found for difference in comparison.differences]
-    known = {tensor for comparison in found for tensor in comparison.matched_tensors}
-    mine = (differences, known)
-    everyones = [mine] * worker.world_size
+    differences = [difference for mapping in mappings for difference in mapping.differences]
+    known = {tensor for mapping in mappings for tensor in mapping.matched_tensors}
+    local_result = (differences, known)
+    gathered = [local_result] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(everyones, mine)
-    differences = list(dict.fromkeys(text for texts, _ in everyones for text in texts))
-    known = {tensor for _, tensors in everyones for tensor in tensors}
+        dist.all_gather_object(gathered, local_result)
+    differences = list(dict.fromkeys(text for texts, _ in gathered for text in texts))
+    known = {tensor for _, tensors in gathered for tensor in tensors}
     _require_no_differences(
         differences,
         known,
@@ -173,10 +173,10 @@ def check_huggingface_weights(model: nn.Module, folder: Path) -> None:
         WanmaError: names, shapes or settings differ.
     """
     with HuggingFaceWeights(folder) as weights:
-        found = _map_weights(model, weights)
+        mapping = _map_weights(model, weights)
         names = [name for name, _ in model.named_parameters()]
         _require_no_differences(
-            found.differences, found.matched_tensors, weights, type(model).__name__, names
+            mapping.differences, mapping.matched_tensors, weights, type(model).__name__, names
         )
 
 
@@ -200,7 +200,7 @@ def _require_no_differences(
     extra = sorted(weights.files.keys() - set(matched_tensors))
     differences = [*differences, *(f"{tensor}: not in this model" for tensor in extra)]
     if differences:
-        more = (
+        rest = (
             [f"and {len(differences) - _MAX_DIFFERENCES_IN_MESSAGE} more"]
             if len(differences) > _MAX_DIFFERENCES_IN_MESSAGE
             else []
@@ -214,7 +214,7 @@ def _require_no_differences(
             )
         raise WanmaError(
             f"checkpoint.start_from = '{folder}' does not match the model {model} of the job:\n    "
-            + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + more),
+            + "\n    ".join(differences[:_MAX_DIFFERENCES_IN_MESSAGE] + rest),
             way_out,
             EXIT_USAGE,
         )
@@ -230,12 +230,12 @@ def load_shard(local: Tensor, box: Box, alternative: TensorMapping, weights: Hug
         common = intersect_boxes(box, Box(begin, piece.shape))
         if common is None:
             continue
-        into, inside = common
-        for rows in _row_chunks(inside[0], piece):
-            offset = (rows.start, *(cut.start for cut in inside[1:]))
-            shape = (len(rows), *(cut.stop - cut.start for cut in inside[1:]))
-            start = into[0].start + rows.start - inside[0].start
-            target = local[(slice(start, start + len(rows)), *into[1:])]
+        local_slices, piece_slices = common
+        for rows in _row_chunks(piece_slices[0], piece):
+            offset = (rows.start, *(cut.start for cut in piece_slices[1:]))
+            shape = (len(rows), *(cut.stop - cut.start for cut in piece_slices[1:]))
+            start = local_slices[0].start + rows.start - piece_slices[0].start
+            target = local[(slice(start, start + len(rows)), *local_slices[1:])]
             # Not kept under a name, which would hold it while the next is read.
             target.copy_(
                 piece.from_huggingface(

@@ -72,37 +72,39 @@ class ReplicaCheck:
             if name not in self._excluded_names
         }
         groups = self._replica_hasher.hash_groups(tensors)
-        if wrong := find_mismatched_groups(self._gather_digests(groups)):
-            raise replica_mismatch_error(step, *self._gather_differences(groups, wrong))
+        if mismatched := find_mismatched_groups(self._gather_digests(groups)):
+            raise replica_mismatch_error(step, *self._gather_differences(groups, mismatched))
         self._compared_step = step
 
     def _gather_digests(self, groups: Sequence[ReplicaHashes]) -> list[list[int]]:
         """Return every rank's groups and digests, as `find_mismatched_groups` takes them."""
         assert len(groups) <= _GROUPS, "one set of ranks for each set of mesh dimensions without a split"
         row = [number for group in groups for number in (group.group_hash, group.content_hash)]
-        mine = torch.tensor(row + [0] * (2 * _GROUPS - len(row)), dtype=torch.int64, device=self._device)
-        everyones = mine.new_empty(self._worker.world_size, len(mine))
-        dist.all_gather(list(everyones.unbind()), mine)
-        rows: list[list[int]] = everyones.tolist()
+        local_row = torch.tensor(row + [0] * (2 * _GROUPS - len(row)), dtype=torch.int64, device=self._device)
+        gathered = local_row.new_empty(self._worker.world_size, len(local_row))
+        dist.all_gather(list(gathered.unbind()), local_row)
+        rows: list[list[int]] = gathered.tolist()
         return rows
 
     def _gather_differences(
-        self, groups: Iterable[ReplicaHashes], wrong: Collection[int]
+        self, groups: Iterable[ReplicaHashes], mismatched: Collection[int]
     ) -> tuple[list[ReplicaMismatch], dict[int, str]]:
-        """Return the differences within the groups `wrong`, the same on all ranks, and every rank's host."""
-        mine = {group.group_hash: dict(group.hashes) for group in groups if group.group_hash in wrong}
-        everyones: list[tuple[str, dict[int, dict[str, int]]]] = [("", {})] * self._worker.world_size
-        dist.all_gather_object(everyones, (socket.gethostname(), mine))
-        found = [
+        """Return the differences within the groups `mismatched`, equal on all ranks, and each rank's host."""
+        local_hashes = {
+            group.group_hash: dict(group.hashes) for group in groups if group.group_hash in mismatched
+        }
+        gathered: list[tuple[str, dict[int, dict[str, int]]]] = [("", {})] * self._worker.world_size
+        dist.all_gather_object(gathered, (socket.gethostname(), local_hashes))
+        differences = [
             difference
-            for number in sorted(wrong)
+            for number in sorted(mismatched)
             for difference in find_mismatches(
-                (rank, of_groups[number])
-                for rank, (_, of_groups) in enumerate(everyones)
-                if number in of_groups
+                (rank, hashes_by_group[number])
+                for rank, (_, hashes_by_group) in enumerate(gathered)
+                if number in hashes_by_group
             )
         ]
-        return found, {rank: host for rank, (host, _) in enumerate(everyones)}
+        return differences, {rank: host for rank, (host, _) in enumerate(gathered)}
 
 
 def replica_mismatch_error(
@@ -119,7 +121,7 @@ def replica_mismatch_error(
     def named(ranks: Iterable[int]) -> str:
         return ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(ranks))
 
-    odd = sorted({rank for difference in differences for rank in difference.outlier_ranks})
+    outliers = sorted({rank for difference in differences for rank in difference.outlier_ranks})
     undecided = {
         rank
         for one in differences
@@ -128,23 +130,24 @@ def replica_mismatch_error(
         for rank in ranks
     }
     names = ", ".join(one.name for one in differences[:_MAX_NAMES_IN_MESSAGE])
-    more = (
+    rest = (
         f" and {len(differences) - _MAX_NAMES_IN_MESSAGE:,} more"
         if len(differences) > _MAX_NAMES_IN_MESSAGE
         else ""
     )
-    what = f"their values of {names}{more} differ"
-    if odd:
-        who = f"rank{'s' if len(odd) > 1 else ''} {named(odd)}"
-        text = f"step {step}: {who} differ{'' if len(odd) > 1 else 's'} from most other replicas: {what}"
+    values = f"their values of {names}{rest} differ"
+    if outliers:
+        subject = f"rank{'s' if len(outliers) > 1 else ''} {named(outliers)}"
+        verb = "differ" if len(outliers) > 1 else "differs"
+        text = f"step {step}: {subject} {verb} from most other replicas: {values}"
     else:
         text = (
-            f"step {step}: ranks {named(undecided)} are replicas, but {what}; no majority shows which "
+            f"step {step}: ranks {named(undecided)} are replicas, but {values}; no majority shows which "
             "rank is wrong"
         )
     return AllRanksError(
         text,
         "possible hardware fault, or arithmetic that differs between devices: test the node, or set "
         "checkpoint.compare_replicas = false to skip this check",
-        outlier_ranks=tuple(f"rank {rank} ({hosts[rank]})" for rank in odd),
+        outlier_ranks=tuple(f"rank {rank} ({hosts[rank]})" for rank in outliers),
     )

@@ -174,16 +174,16 @@ def _load_in_memory_checkpoint(
         if source is None:
             messages.append(f"the in-memory checkpoint of step {step} is not used: {'; '.join(problems)}")
         return source, False
-    images, missing, fetched = restore_lost_files(worker.memory_files, step, worker)
+    memory_files, missing, fetched = restore_lost_files(worker.memory_files, step, worker)
     worker.supervisor_client.report_progress(0, "verifying an in-memory checkpoint")
-    found, problems = find_local_checkpoint(
-        images, step, worker.rank, worker.world_size, worker.node_ranks, layout
+    checkpoint, problems = find_local_checkpoint(
+        memory_files, step, worker.rank, worker.world_size, worker.node_ranks, layout
     )
-    everyones = _gather_problems(missing or problems, worker)
-    if everyones:
-        messages.append(f"the in-memory checkpoint of step {step} is not used: {'; '.join(everyones)}")
+    all_problems = _gather_problems(missing or problems, worker)
+    if all_problems:
+        messages.append(f"the in-memory checkpoint of step {step} is not used: {'; '.join(all_problems)}")
         return None, False
-    return found.open_source(), fetched > 0
+    return checkpoint.open_source(), fetched > 0
 
 
 def _newest_complete_checkpoint(
@@ -201,15 +201,15 @@ def _newest_complete_checkpoint(
     Returns:
         the newest complete one, and for each later one the reason why it is not taken.
     """
-    seen: list[list[Path]] = [[]]
+    paths_on_rank_zero: list[list[Path]] = [[]]
     if worker.rank == 0:
         all_of_them = sorted([*list_committed(folder), *list_flushed(folder)], reverse=True)
-        seen = [[path for step, path in all_of_them if step > min_step]]
+        paths_on_rank_zero = [[path for step, path in all_of_them if step > min_step]]
     if worker.world_size > 1:
-        dist.broadcast_object_list(seen, src=0)
+        dist.broadcast_object_list(paths_on_rank_zero, src=0)
 
     skipped: list[str] = []
-    for path in seen[0]:
+    for path in paths_on_rank_zero[0]:
         problems = _verify_on_all_ranks(path, worker)
         if not problems:
             return path, skipped
@@ -243,12 +243,12 @@ def _verify_on_all_ranks(path: Path, worker: WorkerContext) -> list[str]:
     return _gather_problems(find_defects(path, worker.rank, worker.world_size), worker)
 
 
-def _gather_problems(mine: list[str], worker: WorkerContext) -> list[str]:
+def _gather_problems(local_problems: list[str], worker: WorkerContext) -> list[str]:
     """Return the problems of all ranks, each once."""
-    everyones = [mine] * worker.world_size
+    gathered = [local_problems] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(everyones, mine)
-    return list(dict.fromkeys(problem for problems in everyones for problem in problems))
+        dist.all_gather_object(gathered, local_problems)
+    return list(dict.fromkeys(problem for problems in gathered for problem in problems))
 
 
 def _restore_checkpoint(
@@ -269,30 +269,30 @@ def _restore_checkpoint(
     _check_data_position(values, source.name, train)
     _allocate_for_checkpoint(state, saved)
     tensors = state.checkpoint_tensors()
-    elsewhere = _names_on_other_ranks(tensors, plan)
+    names_on_other_ranks = _names_on_other_ranks(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
     frozen = set(state.parallel_model.parameter_names).difference(state.parallel_model.trainable_names)
-    seldom = plan.synchronization
-    sites = plan.sites if seldom is not None and seldom.has_local_weights else None
+    synchronization = plan.synchronization
+    sites = plan.sites if synchronization is not None and synchronization.has_local_weights else None
     of_sites, note = ignored_site_tensors(saved, tensors, sites)
-    elsewhere += of_sites
+    names_on_other_ranks += of_sites
     notes = [f"{checkpoint_name}: {note}"] if note else []
     if averages and state.weight_average is None:
-        elsewhere += averages
+        names_on_other_ranks += averages
         notes.append(f"the averaged weights of {checkpoint_name} are not loaded: train.weight_average is 0")
     elif averages:  # older ones also average weights that do not change
-        elsewhere += [f"average.{name}" for name in frozen]
+        names_on_other_ranks += [f"average.{name}" for name in frozen]
     if state.weight_average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
         notes.append(f"{checkpoint_name} has no averaged weights: the average starts from its weights")
-    alike, of_others, told = split_compression_state(tensors, source, elsewhere)
-    elsewhere += of_others
-    notes += told
+    loadable, of_others, compression_notes = split_compression_state(tensors, source, names_on_other_ranks)
+    names_on_other_ranks += of_others
+    notes += compression_notes
     _, rank_state = load_tensors(
         source,
-        alike,
+        loadable,
         rounded_names=_low_precision_frozen_names(tensors),
-        names_on_other_ranks=elsewhere,
+        names_on_other_ranks=names_on_other_ranks,
         rank=worker.rank,
         world_size=worker.world_size,
     )
@@ -354,9 +354,9 @@ def _names_on_other_ranks(tensors: dict[str, Tensor], plan: Plan) -> list[str]:
     """Return the names that only other pipeline stages, or other sites, hold."""
     if plan.pp == 1 and plan.sites == 1:
         return []
-    everyones: list[list[str]] = [[]] * plan.world_size
-    dist.all_gather_object(everyones, list(tensors))
-    return [name for names in everyones for name in names if name not in tensors]
+    names_by_rank: list[list[str]] = [[]] * plan.world_size
+    dist.all_gather_object(names_by_rank, list(tensors))
+    return [name for names in names_by_rank for name in names if name not in tensors]
 
 
 def _load_initial_weights(state: TrainingState, path: Path, plan: Plan, worker: WorkerContext) -> list[str]:
@@ -435,16 +435,16 @@ def _load_weights_of_run(state: TrainingState, path: Path, plan: Plan) -> list[s
         for n, t in fills.items()
         if entries[n].dtype in _LOW_PRECISION_DTYPES and t.dtype not in LOW_PRECISION_DTYPES
     ):
-        more = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
+        rest = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
         notes.append(
-            f"{narrow[0]}{more} were saved in {entries[narrow[0]].dtype}: their initial values have only "
+            f"{narrow[0]}{rest} were saved in {entries[narrow[0]].dtype}: their initial values have only "
             "that precision"
         )
-    more = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
+    rest = f" and {len(unused) - _MAX_NAMES_IN_MESSAGE} more" if len(unused) > _MAX_NAMES_IN_MESSAGE else ""
     if unused:
         notes.append(
             "tensors that this model does not have are not loaded: "
-            f"{', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{more}"
+            f"{', '.join(unused[:_MAX_NAMES_IN_MESSAGE])}{rest}"
         )
     return notes
 
@@ -457,10 +457,10 @@ def _unused_of_decoder_blocks(state: TrainingState, unused: list[str]) -> list[s
     if not any(isinstance(part, Decoder) for part in state.parallel_model.model_parts):
         return []
     modules = {name.rsplit(".", 2)[0] for name in state.parallel_model.parameter_names}
-    inside = (name.removeprefix("model.").rsplit(".", 2)[0] for name in unused)
+    module_names = (name.removeprefix("model.").rsplit(".", 2)[0] for name in unused)
     return [
         name
-        for name, module in zip(unused, inside, strict=True)
+        for name, module in zip(unused, module_names, strict=True)
         if module.startswith("layers.") and module in modules
     ]
 
@@ -471,5 +471,5 @@ def _archive_old_checkpoints(folder: Path, worker: WorkerContext, messages: list
         dist.barrier()  # others may still read the weights to start from
     if worker.rank == worker.node_ranks[0]:
         archive_flushed(folder)
-    if worker.rank == 0 and (aside := archive_run_checkpoints(folder)):
-        messages.append(f"starting a new run; the earlier run's checkpoints are kept in {aside}")
+    if worker.rank == 0 and (archive := archive_run_checkpoints(folder)):
+        messages.append(f"starting a new run; the earlier run's checkpoints are kept in {archive}")

@@ -83,16 +83,16 @@ def with_identity_recorded(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Calla
         spec: constructor of the model and what it declares.
         seed: seed under which the model is made.
     """
-    found = UNKNOWN_IDENTITY
+    identity = UNKNOWN_IDENTITY
 
     def make() -> nn.Module:
-        nonlocal found
+        nonlocal identity
         model = spec.build_module()
-        found = identity_of(model, seeded=True)
-        found = replace(found, weights=f"{seed}:{found.weights}")
+        identity = identity_of(model, seeded=True)
+        identity = replace(identity, weights=f"{seed}:{identity.weights}")
         return model
 
-    return replace(spec, build_module=make), lambda: found
+    return replace(spec, build_module=make), lambda: identity
 
 
 def _config(model: nn.Module) -> str:
@@ -151,17 +151,18 @@ def check_identity(
     saved = Identity(**{**values.get("identity", {}), "data": values["data_fingerprint"]})
     changed = dict(_changed(current, saved))
     if changed and (is_over or not accepts_changes):
-        what, words = next(iter(changed.items()))
+        part, difference = next(iter(changed.items()))
         carry_on = "" if is_over else _ACCEPT_CHANGES_HINT
-        way_out = f"restore the {what} of that run; or {_WAYS_OUT}{carry_on}"
-        raise WanmaError(f"{checkpoint_name} was saved while training {words}", way_out)
-    told = [
-        f"{checkpoint_name} was saved while training {words}; resuming anyway" for words in changed.values()
+        way_out = f"restore the {part} of that run; or {_WAYS_OUT}{carry_on}"
+        raise WanmaError(f"{checkpoint_name} was saved while training {difference}", way_out)
+    notes = [
+        f"{checkpoint_name} was saved while training {difference}; resuming anyway"
+        for difference in changed.values()
     ]
     if accepts_changes and not is_over:
         known = {field: value for field, value in asdict(current).items() if value}
-        return Identity(**{**asdict(saved), **known, "seeded": current.seeded}), told
-    kept = Identity(
+        return Identity(**{**asdict(saved), **known, "seeded": current.seeded}), notes
+    merged = Identity(
         current.data or saved.data,
         current.model or saved.model,
         saved.weights or current.weights,
@@ -169,22 +170,22 @@ def check_identity(
         current.seeded if current.weights else saved.seeded,
     )
     if not saved.weights or not current.weights or saved.weights == current.weights or is_restart:
-        return kept, []
+        return merged, []
     if current.weights == _read_returned_weights(run_directory):
-        return kept, []
+        return merged, []
     if not is_over and _seed(saved.weights) != _seed(current.weights):
-        return kept, []
+        return merged, []
     if is_over or (saved.seeded and current.seeded):
         of_factory = bool(_seed(current.weights))
-        how = (
+        hint = (
             "model.factory, train.seed" if of_factory else "call torch.manual_seed before the model is built"
         )
         raise WanmaError(
             f"{checkpoint_name} is of a model with other initial weights than this one"
             + (", and its run is finished" if is_over else ""),
-            f"restore the initial weights of that run ({how}); or {_WAYS_OUT}",
+            f"restore the initial weights of that run ({hint}); or {_WAYS_OUT}",
         )
-    return kept, [
+    return merged, [
         "the initial weights of the model differ from those of the run's first start (random weights "
         f"without a seed); the run resumes from {checkpoint_name}"
     ]
@@ -208,10 +209,10 @@ def _seed(weights: str) -> str:
 def _read_returned_weights(directory: Path) -> str | None:
     path = _returned_path(directory)
     try:
-        found = json.loads(path.read_text())["weights"]
+        weights = json.loads(path.read_text())["weights"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if isinstance(found, str) else None
+    return weights if isinstance(weights, str) else None
 
 
 def _returned_path(directory: Path) -> Path:

@@ -110,8 +110,8 @@ class TrainingState:
     def error_feedback_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that compressed exchanges keep, such as their error feedback."""
         compression = self.parallel_model.compression
-        kept = compression.state_tensors() if compression is not None else {}
-        return {f"{COMPRESSION_PREFIX}{name}": tensor for name, tensor in kept.items()}
+        tensors = compression.state_tensors() if compression is not None else {}
+        return {f"{COMPRESSION_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
     def end_step(self, applied: bool, samples: int) -> None:
         """Count a step after its update; the loss scale may have changed.

@@ -93,18 +93,18 @@ def refuse_carried_state(
     """
     if not is_batch_split(trainer):
         return
-    found = ""
+    part = ""
     with (
         _eager_without_gradients(trainer),
-        preserve_state(trainer.state.parallel_model.model_parts, other_objects) as kept,
+        preserve_state(trainer.state.parallel_model.model_parts, other_objects) as saved_state,
     ):
-        passes = _ForwardPasses(trainer, forward, kept)
+        passes = _ForwardPasses(trainer, forward, saved_state)
         with suppress(_UnsupportedRowsError):
-            found = _find_carried_state(
+            part = _find_carried_state(
                 passes, min(rows, _TRIAL_ROWS) if takes_any_rows else rows, halves=takes_any_rows and rows > 1
             )
     trainer.state.parallel_model.reset_step_count()
-    _refuse_if_found(trainer, found)
+    _refuse_if_found(trainer, part)
 
 
 class CarriedStateCheck:
@@ -125,9 +125,9 @@ class CarriedStateCheck:
     def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._hook.remove()
         samples, draws = self._samples(), self._trainer.state.parallel_model.random_draws
-        given, has_company = (arguments, keywords), len(samples) > 1
+        padded, has_company = (arguments, keywords), len(samples) > 1
         if not has_company:
-            given = tree_map_only(Tensor, lambda x: _with_company(x) if _has_rows(x, 1) else x, given)
+            padded = tree_map_only(Tensor, lambda x: _with_company(x) if _has_rows(x, 1) else x, padded)
             samples = torch.cat([samples, samples + 1])
 
         def forward(rows: Tensor) -> Any:
@@ -135,7 +135,7 @@ class CarriedStateCheck:
                 return x[rows] if _has_rows(x, len(samples)) else x
 
             with draws.forward(module, samples[: len(rows)]) as drawing:
-                chosen, named = tree_map_only(Tensor, select, given)
+                chosen, named = tree_map_only(Tensor, select, padded)
                 output = module(*chosen, **named)
                 drawing.end_forward()
             return output
@@ -147,32 +147,44 @@ class CarriedStateCheck:
 
     def _coupled(self, forward: Forward, rows: int, *, is_real: bool) -> tuple[bool, bool]:
         """Return whether outputs depend on which other rows there are, and on their number."""
-        trainer, half = self._trainer, max(rows // 2, 1)
+        trainer, half_rows = self._trainer, max(rows // 2, 1)
         with (
             _eager_without_gradients(trainer),
-            preserve_state(trainer.state.parallel_model.model_parts) as kept,
+            preserve_state(trainer.state.parallel_model.model_parts) as saved_state,
         ):
-            passes = _ForwardPasses(trainer, forward, kept)
+            passes = _ForwardPasses(trainer, forward, saved_state)
             try:
                 number = torch.arange(rows)
-                together = passes.run(number, is_real=is_real).outputs
+                whole_outputs = passes.run(number, is_real=is_real).outputs
                 if self._gatherer.is_used:
                     return False, False
                 # Ranks may have unlike numbers of rows, but gather parameters equally often.
-                repeated = passes.run(torch.where(number < half, number, number % half)).outputs
-                fewer = passes.run(number[:half]).outputs
+                repeated_outputs = passes.run(
+                    torch.where(number < half_rows, number, number % half_rows)
+                ).outputs
+                half_outputs = passes.run(number[:half_rows]).outputs
             except _UnsupportedRowsError:
                 return False, False
             finally:
                 trainer.state.parallel_model.reset_step_count()
-        of_rows = [
-            (one[:half], other[:half], alone)
-            for one, other, alone in zip(together, repeated, fewer, strict=False)
+        row_outputs = [
+            (whole_output[:half_rows], repeated_output[:half_rows], fewer_output)
+            for whole_output, repeated_output, fewer_output in zip(
+                whole_outputs, repeated_outputs, half_outputs, strict=False
+            )
             # A matrix of pairs is for the loss to use or not: `SampleDependenceCheck` sees it.
-            if len(one) == rows and len(alone) == half and one.shape[1:] == alone.shape[1:]
+            if len(whole_output) == rows
+            and len(fewer_output) == half_rows
+            and whole_output.shape[1:] == fewer_output.shape[1:]
         ]
-        by_content = any(_differ(one, other, passes.tolerance) for one, other, _ in of_rows)
-        return by_content, any(_differ(one, alone, _OTHER_SHAPE_TOLERANCE) for one, _, alone in of_rows)
+        by_content = any(
+            _differ(whole_output, repeated_output, passes.tolerance)
+            for whole_output, repeated_output, _ in row_outputs
+        )
+        return by_content, any(
+            _differ(whole_output, fewer_output, _OTHER_SHAPE_TOLERANCE)
+            for whole_output, _, fewer_output in row_outputs
+        )
 
 
 def _has_rows(x: Tensor, rows: int) -> bool:
@@ -223,8 +235,8 @@ class _ForwardPasses:
         """Make passes from changed weights: state that follows weights equals them before the first step."""
         parts = self.trainer.state.parallel_model.model_parts
         _perturb_weights(weight for part in parts for weight in part.parameters())
-        with preserve_state(parts) as kept:
-            yield _ForwardPasses(self.trainer, self._forward, kept)
+        with preserve_state(parts) as saved_state:
+            yield _ForwardPasses(self.trainer, self._forward, saved_state)
 
     def run(self, *history: Tensor, is_real: bool = False) -> _PassResult:
         """Return the result of the last of several passes, one after the other.
@@ -291,40 +303,44 @@ def _perturb_weights(weights: Iterable[nn.Parameter]) -> None:
 
 def _find_carried_state(passes: _ForwardPasses, rows: int, *, halves: bool) -> str:
     """Return the name of a part that depends on the passes of a step; empty where there is none."""
-    every = torch.arange(rows)
-    first, second = (every[: rows // 2], every[rows // 2 :]) if halves else (every, torch.zeros_like(every))
-    changes = passes.run(every).changes_anything
+    all_rows = torch.arange(rows)
+    first, second = (
+        (all_rows[: rows // 2], all_rows[rows // 2 :]) if halves else (all_rows, torch.zeros_like(all_rows))
+    )
+    changes = passes.run(all_rows).changes_anything
     if _on_any_rank(passes.trainer, passes.has_unkeyed_draws):
         return _UNKEYED_DRAWS
     if not _on_any_rank(passes.trainer, changes):
         return ""
     with passes.on_perturbed_weights() as passes:
-        return _difference(passes, every, first, second, halves=halves)
+        return _difference(passes, all_rows, first, second, halves=halves)
 
 
-def _difference(passes: _ForwardPasses, every: Tensor, first: Tensor, second: Tensor, *, halves: bool) -> str:
-    whole, tolerance = passes.run(every), passes.tolerance
-    ones = {name: passes.run(*history) for name, history in _histories(every, first, second).items()}
-    found = ""
+def _difference(
+    passes: _ForwardPasses, all_rows: Tensor, first: Tensor, second: Tensor, *, halves: bool
+) -> str:
+    single_pass, tolerance = passes.run(all_rows), passes.tolerance
+    outcomes = {name: passes.run(*history) for name, history in _histories(all_rows, first, second).items()}
+    part = ""
     if passes.has_several_micro_batches:
-        found = _first_unequal_change(whole, ones["both"], tolerance) or _outputs(
-            ones["second"], ones["both"], tolerance
+        part = _first_unequal_change(single_pass, outcomes["both"], tolerance) or _outputs(
+            outcomes["second"], outcomes["both"], tolerance
         )
-        found = found or _outputs(ones["both, first"], ones["whole, first"], tolerance)
+        part = part or _outputs(outcomes["both, first"], outcomes["whole, first"], tolerance)
     if passes.has_several_data_ranks or not halves:  # a rank sees its own rows only
-        found = found or _first_unequal_change(ones["first"], ones["second"], tolerance)
-        found = found or _first_unequal_change(whole, ones["first"], tolerance)
-        found = found or _outputs(ones["first, first"], ones["whole, first"], tolerance)
-    return found
+        part = part or _first_unequal_change(outcomes["first"], outcomes["second"], tolerance)
+        part = part or _first_unequal_change(single_pass, outcomes["first"], tolerance)
+        part = part or _outputs(outcomes["first, first"], outcomes["whole, first"], tolerance)
+    return part
 
 
-def _histories(every: Tensor, first: Tensor, second: Tensor) -> dict[str, tuple[Tensor, ...]]:
+def _histories(all_rows: Tensor, first: Tensor, second: Tensor) -> dict[str, tuple[Tensor, ...]]:
     return {
         "first": (first,),
         "second": (second,),
         "both": (first, second),
         "first, first": (first, first),
-        "whole, first": (every, first),
+        "whole, first": (all_rows, first),
         "both, first": (first, second, first),
     }
 
@@ -353,20 +369,20 @@ def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool((a - b).abs().sum() > tolerance * torch.maximum(a.abs(), b.abs()).sum())
 
 
-def _on_any_rank(trainer: Trainer, found: bool) -> bool:
-    verdict = torch.tensor(float(found), device=trainer.parallel_mesh.device)
+def _on_any_rank(trainer: Trainer, flag: bool) -> bool:
+    verdict = torch.tensor(float(flag), device=trainer.parallel_mesh.device)
     if trainer.plan.world_size > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
     return bool(verdict)
 
 
-def _refuse_if_found(trainer: Trainer, found: str) -> None:
-    if not _on_any_rank(trainer, bool(found)):
+def _refuse_if_found(trainer: Trainer, part: str) -> None:
+    if not _on_any_rank(trainer, bool(part)):
         return
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    names: list[str] = [found] * plan.world_size
+    names: list[str] = [part] * plan.world_size
     if plan.world_size > 1:
-        dist.all_gather_object(names, found)
+        dist.all_gather_object(names, part)
     name = next(name for name in names if name)
     count = plan.gradient_accumulation_steps(samples)
     cut = (

@@ -42,9 +42,9 @@ class ExchangedRows(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         half = rows // 2
         self.rows, self._half = rows, half
-        first, second, rest = torch.arange(rows, device=device).split([half, half, rows - 2 * half])
+        first, second, odd_row = torch.arange(rows, device=device).split([half, half, rows - 2 * half])
         self.halves = tuple(
-            torch.cat([one, other, rest])
+            torch.cat([one, other, odd_row])
             for one, other in ((second, first), (first, first), (second, second))
         )
         self.is_active = True
@@ -73,8 +73,8 @@ class ExchangedRows(TorchDispatchMode):
 
     def exchanged_values(self, tensor: Any) -> list[Tensor] | None:
         """Return the values of a tensor in the other batches; None where they are its own."""
-        found = self._storages(tensor)
-        return None if found is None else [_view(tensor, storage) for storage in found]
+        storages = self._storages(tensor)
+        return None if storages is None else [_view(tensor, storage) for storage in storages]
 
     def rows_of_arguments(self, arguments: Any) -> Sequence[Tensor] | None:
         """Return the rows of the model's output that belong to the other batches, by its arguments.
@@ -83,21 +83,21 @@ class ExchangedRows(TorchDispatchMode):
             None where they belong to no batch: an argument of a sample is made of several samples.
         """
         pairs = [
-            (tensor.detach(), others)
+            (tensor.detach(), exchanged)
             for tensor in tree_leaves(arguments)
             if isinstance(tensor, Tensor)
-            if (others := self.exchanged_values(tensor)) is not None
+            if (exchanged := self.exchanged_values(tensor)) is not None
             if tensor.ndim > 0 and len(tensor) == self.rows
         ]
-        if all(self._depends_on_own_sample_only(tensor, others) for tensor, others in pairs):
+        if all(self._depends_on_own_sample_only(tensor, exchanged) for tensor, exchanged in pairs):
             return self.halves
-        found = []
+        rows = []
         for number in range(EXCHANGED_BATCHES):  # samples in another order, such as sorted by length
-            same = torch.stack([_same_rows(others[number], tensor) for tensor, others in pairs]).all(0)
+            same = torch.stack([_same_rows(exchanged[number], tensor) for tensor, exchanged in pairs]).all(0)
             if not bool(same.any(1).all()):
                 return None
-            found.append(same.int().argmax(1))
-        return found
+            rows.append(same.int().argmax(1))
+        return rows
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -138,26 +138,26 @@ class ExchangedRows(TorchDispatchMode):
                     storages = self._storages(tensor)
                     return tensor if storages is None else _view(tensor, storages[number])
 
-                given, named = tree_map_only(Tensor, other, (args, kwargs))
+                exchanged_args, exchanged_kwargs = tree_map_only(Tensor, other, (args, kwargs))
                 if random is not None:
                     restore_random_state(random)
-                results.append(tree_leaves(func(*given, **named)))
+                results.append(tree_leaves(func(*exchanged_args, **exchanged_kwargs)))
             for index, tensor in enumerate(tree_leaves(result)):
                 if isinstance(tensor, Tensor) and self._storages(tensor) is None:
-                    self._record(tensor, [made[index] for made in results])
+                    self._record(tensor, [leaves[index] for leaves in results])
 
-    def _record(self, tensor: Tensor, others: Sequence[Tensor]) -> None:
+    def _record(self, tensor: Tensor, exchanged: Sequence[Tensor]) -> None:
         """Note the values of a tensor in the other batches, and of all tensors in its memory."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return
-        found = self._storages(tensor)
-        made = found if found is not None else [storage.clone() for _ in others]
-        for one, values in zip(made, others, strict=True):
+        known_storages = self._storages(tensor)
+        storages = known_storages if known_storages is not None else [storage.clone() for _ in exchanged]
+        for copy, values in zip(storages, exchanged, strict=True):
             if values.shape != tensor.shape:
                 raise ValueError("another number of elements")
-            _view(tensor, one).copy_(values)
-        self._exchanged_storages[storage.data_ptr()] = StorageWeakRef(storage), made
+            _view(tensor, copy).copy_(values)
+        self._exchanged_storages[storage.data_ptr()] = StorageWeakRef(storage), storages
 
     def _storages(self, tensor: Any) -> list[torch.UntypedStorage] | None:
         if not _is_plain(tensor):
@@ -172,9 +172,9 @@ class ExchangedRows(TorchDispatchMode):
                 key: known for key, known in self._exchanged_storages.items() if not known[0].expired()
             }
 
-    def _depends_on_own_sample_only(self, tensor: Tensor, others: list[Tensor]) -> bool:
+    def _depends_on_own_sample_only(self, tensor: Tensor, exchanged: list[Tensor]) -> bool:
         """Return whether each row depends on its own sample and its position alone."""
-        second_first, first_first, second_second = others
+        second_first, first_first, second_second = exchanged
         half = self._half
         return (
             _equal(tensor[:half], first_first[:half])
@@ -203,13 +203,13 @@ def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
 
 def _mutated_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments to which an operator writes."""
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [
+    arguments = [*zip(func._schema.arguments, args, strict=False)]
+    arguments += [
         (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
     ]
     return [
         tensor
-        for argument, value in given
+        for argument, value in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tree_leaves(value)
         if isinstance(tensor, Tensor)

@@ -32,8 +32,8 @@ def refuse_zero_gradients(trainer: Trainer, gatherer: GlobalBatchGatherer) -> No
         JobError: no rank has a gradient other than zero.
     """
     gradients = (parameter.grad for parameter in trainer.state.named_optimizer.parameters.values())
-    found = any(bool(local_tensor(gradient).any()) for gradient in gradients if gradient is not None)
-    if any_rank(found or gatherer.is_used, trainer):
+    has_gradient = any(bool(local_tensor(gradient).any()) for gradient in gradients if gradient is not None)
+    if any_rank(has_gradient or gatherer.is_used, trainer):
         return
     raise JobError(
         "no loss of the first step depends on the weights: each loss was computed from one sample "

@@ -98,29 +98,29 @@ class SampleDependenceCheck:
             if not tensor.requires_grad or tensor.ndim == 0:
                 return tensor
             # Another tensor than what is watched by the hooks that gather parameters for a backward.
-            seen = tensor.view_as(tensor)
-            self._outputs.append(seen)
-            return seen
+            view = tensor.view_as(tensor)
+            self._outputs.append(view)
+            return view
 
         exchanged = self._exchanged_rows
-        noted = map_tensors(note, output)
+        watched_output = map_tensors(note, output)
         if exchanged is not None:
             exchanged.is_active = True
-        return noted
+        return watched_output
 
     def _is_coupled_by_content(self, losses: Losses, exchanged: ExchangedRows) -> bool:
         """Return whether losses of exchanged rows do not add up."""
         parts = losses if isinstance(losses, tuple) else (losses,)
-        others = [exchanged.exchanged_values(part) for part in parts]
-        if all(values is None for values in others):
+        exchanged_values = [exchanged.exchanged_values(part) for part in parts]
+        if all(values is None for values in exchanged_values):
             return False
         sums = [_sums(*(part.detach() for part in parts))]
         for number in range(len(exchanged.halves)):
-            made = [
+            exchanged_parts = [
                 part.detach() if values is None else values[number]
-                for part, values in zip(parts, others, strict=True)
+                for part, values in zip(parts, exchanged_values, strict=True)
             ]
-            sums.append(_sums(*made))
+            sums.append(_sums(*exchanged_parts))
         ab, ba, aa, bb = sums
         return is_coupled_by_content((ab, ba), (aa, bb), self._trainer.plan)
 
@@ -162,5 +162,5 @@ def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:
 def _reaches(losses: Tensor, outputs: list[Tensor], rows: slice) -> bool:
     """Return whether the gradient of losses reaches some rows of the outputs."""
     gradients = torch.autograd.grad(losses.sum(), outputs, retain_graph=True, allow_unused=True)
-    others = [gradient[rows] for gradient in gradients if gradient is not None]
-    return any(bool(((other != 0) & other.isfinite()).any()) for other in others)
+    row_gradients = [gradient[rows] for gradient in gradients if gradient is not None]
+    return any(bool(((row_gradient != 0) & row_gradient.isfinite()).any()) for row_gradient in row_gradients)

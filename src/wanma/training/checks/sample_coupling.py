@@ -70,9 +70,9 @@ def refuse_sample_coupling(
     if not is_batch_split(trainer):
         return
     plan, state, samples = trainer.plan, trainer.state, trainer.job.train.global_batch
-    found: tuple[bool, bool] | None = None
+    coupling: tuple[bool, bool] | None = None
     failures: list[Exception] = []
-    usual = _micro_batch_rows(plan, samples)
+    micro_batch_rows = _micro_batch_rows(plan, samples)
     with ExitStack() as stack:
         if plan.compile or "torch._dynamo" in sys.modules:
             # Compiled code is made for the shapes of the steps.
@@ -82,25 +82,27 @@ def refuse_sample_coupling(
             batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.parallel_mesh.device)
             recorded = _RecordedGlobalBatch(lambda: gatherer.require_gatherable(plan, samples))
             with (
-                preserve_state(state.parallel_model.model_parts, user_code.other_objects) as kept,
+                preserve_state(state.parallel_model.model_parts, user_code.other_objects) as saved_state,
                 provide_global_batch(recorded),
             ):
                 failures.clear()  # failures of fewer rows: those of more rows decide
-                passes = _LossPasses(state.parallel_model, user_code, recorded, kept, usual, failures)
-                found = _compare(trainer, batch, passes)
+                passes = _LossPasses(
+                    state.parallel_model, user_code, recorded, saved_state, micro_batch_rows, failures
+                )
+                coupling = _compare(trainer, batch, passes)
                 passes.end()
-            if found is not None:
+            if coupling is not None:
                 break
-    refuse_if_coupled(trainer, *(found or (False, False)))
-    if failures and usual > 1:  # a sample alone has no others
-        trainer.message(_unchecked(failures[0], trainer, found is None), "warning")
+    refuse_if_coupled(trainer, *(coupling or (False, False)))
+    if failures and micro_batch_rows > 1:  # a sample alone has no others
+        trainer.message(_unchecked(failures[0], trainer, coupling is None), "warning")
 
 
 def is_batch_split(trainer: Trainer) -> bool:
     """Return whether later steps compute some samples apart from each other."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    whole = plan.data_parallel_size == 1 and plan.gradient_accumulation_steps(samples) == 1
-    return not whole and samples > 1 and not trainer.state.is_over(trainer.job.train)
+    is_one_micro_batch = plan.data_parallel_size == 1 and plan.gradient_accumulation_steps(samples) == 1
+    return not is_one_micro_batch and samples > 1 and not trainer.state.is_over(trainer.job.train)
 
 
 def _trial_row_counts(plan: Plan, samples: int) -> list[int]:
@@ -131,11 +133,11 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
     """
     plan, half = trainer.plan, batch.rows // 2
     rows = torch.arange(batch.rows, device=batch.samples.device)
-    first, second, rest = rows.split([half, half, batch.rows - 2 * half])
+    first, second, odd_row = rows.split([half, half, batch.rows - 2 * half])
     if plan.pp > 1:
         passes.run(batch, rows)  # before the first, stages are run once more, to tell each other their shapes
     sums = [
-        passes.run(batch, torch.cat([one, other, rest]))
+        passes.run(batch, torch.cat([one, other, odd_row]))
         for one, other in ((first, second), (second, first), (first, first), (second, second))
     ]
     if sums[0] is None:
@@ -144,7 +146,7 @@ def _compare(trainer: Trainer, batch: Batch, passes: _LossPasses) -> tuple[bool,
     by_content = is_coupled_by_content((ab, ba), (aa, bb), plan)
     if plan.pp > 1:
         return by_content, False
-    together = passes.run(batch, rows[: 2 * half]) if len(rest) else ab
+    together = passes.run(batch, rows[: 2 * half]) if len(odd_row) else ab
     parts = passes.run(batch, first), passes.run(batch, second, start=half)
     by_number = _differ((together,), parts, _OTHER_SHAPE_TOLERANCE)
     if any_rank(by_number, trainer):  # or by draws that no sample keys
@@ -179,7 +181,7 @@ class _LossPasses:
         Raises:
             WanmaError: training would raise it too, or it is not the fault of the user's model or loss.
         """
-        given = _selected(batch, rows, start)
+        selection = _selected(batch, rows, start)
         self.recorded_batch.begin(start)
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -188,7 +190,7 @@ class _LossPasses:
             with _evaluation_of_coupling_modules(
                 self.parallel_model.model_parts, evaluates=not self.user_code.is_user_model
             ):
-                total, count = self.user_code.losses(given)
+                total, count = self.user_code.losses(selection)
             return float(total), float(count)
         except Exception as error:
             if isinstance(error, WanmaError) and not isinstance(error, ForwardError):
@@ -251,14 +253,14 @@ class _RecordedGlobalBatch:
 @contextmanager
 def _evaluation_of_coupling_modules(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
     """Set modules that couple samples by groups of the job to evaluation mode; `evaluates`: all modules."""
-    were = [(module, module.training) for part in parts for module in part.modules()]
-    for module, _ in were:
+    modes = [(module, module.training) for part in parts for module in part.modules()]
+    for module, _ in modes:
         if evaluates or isinstance(module, GroupedBatchNorm):
             module.training = False
     try:
         yield
     finally:
-        for module, training in were:
+        for module, training in modes:
             module.training = training
 
 
@@ -279,15 +281,22 @@ def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
 
 
 def _are_finite(sums: Iterable[LossSums | None]) -> bool:
-    return all(one is not None and all(map(math.isfinite, one)) for one in sums)
+    return all(loss_sums is not None and all(map(math.isfinite, loss_sums)) for loss_sums in sums)
 
 
-def _differ(ones: Sequence[LossSums | None], others: Sequence[LossSums | None], tolerance: float) -> bool:
+def _differ(
+    first_sums: Sequence[LossSums | None], second_sums: Sequence[LossSums | None], tolerance: float
+) -> bool:
     """Return whether two sums of sums differ; false where one of them is not known."""
-    known = [sums for sums in (*ones, *others) if sums is not None and all(map(math.isfinite, sums))]
-    if len(known) < len(ones) + len(others):
+    finite_sums = [
+        sums for sums in (*first_sums, *second_sums) if sums is not None and all(map(math.isfinite, sums))
+    ]
+    if len(finite_sums) < len(first_sums) + len(second_sums):
         return False
-    totals = zip(*known[: len(ones)], strict=True), zip(*known[len(ones) :], strict=True)
+    totals = (
+        zip(*finite_sums[: len(first_sums)], strict=True),
+        zip(*finite_sums[len(first_sums) :], strict=True),
+    )
     return any(
         abs(sum(a) - sum(b)) > tolerance * max(sum(map(abs, a)), sum(map(abs, b)))
         for a, b in zip(*totals, strict=True)
@@ -311,12 +320,12 @@ def _broken(error: Exception, rows: int) -> WanmaError:
 
 def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
     """Return the warning of a check that could not be made, of all samples or of some."""
-    what = "whether" if is_whole else "for some samples whether"
+    extent = "whether" if is_whole else "for some samples whether"
     cause = (str(error).splitlines() or [""])[0]
     if not isinstance(error, WanmaError):
         cause = f"{type(error).__name__}: {cause}"
     return (
-        f"could not check {what} the loss of a sample depends on other samples of its micro-batch, "
+        f"could not check {extent} the loss of a sample depends on other samples of its micro-batch, "
         f"because the model or the loss does not accept the samples of the check ({cause}). If it depends "
         "on them, this layout trains another model: compare some steps with one rank and "
         f"parallel.micro_batch = {trainer.job.train.global_batch}"
@@ -357,7 +366,7 @@ def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> No
     by_content, by_number = any_rank(by_content, trainer), any_rank(by_number, trainer)
     if not by_content and not by_number:
         return
-    what = "which other samples share" if by_content else "how many samples share"
+    cause = "which other samples share" if by_content else "how many samples share"
     count = plan.gradient_accumulation_steps(samples)
     cut = (
         f"{plan.data_parallel_size} data ranks"
@@ -365,7 +374,7 @@ def refuse_if_coupled(trainer: Trainer, by_content: bool, by_number: bool) -> No
         else f"one rank in {count} micro-batches"
     )
     raise JobError(
-        f"the loss of a sample depends on {what} its micro-batch, so {cut} would train another model than "
+        f"the loss of a sample depends on {cause} its micro-batch, so {cut} would train another model than "
         f"a loop over the global batch of {samples} samples",
         "gather the global batch in the loss or the model with wanma.global_batch (docs/python.md), and "
         "do not divide by the number of rows: wanma divides once by the count of all targets; or train "

@@ -33,44 +33,48 @@ class SavedState:
     """
 
     def __init__(self, modules: Iterable[nn.Module], other_objects: Iterable[object] = ()) -> None:
-        roots = [*modules, *(one for one in other_objects if isinstance(one, nn.Module))]
-        held = list(dict.fromkeys(one for root in roots for one in root.modules()))
-        self._tensors = [(tensor, local_tensor(tensor).detach().clone()) for tensor in _tensors_to_save(held)]
+        roots = [*modules, *(candidate for candidate in other_objects if isinstance(candidate, nn.Module))]
+        saved_modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        self._tensors = [
+            (tensor, local_tensor(tensor).detach().clone()) for tensor in _tensors_to_save(saved_modules)
+        ]
         self._places = {
             f"{path}.{name}" if path else name: (module, name)
             for root in roots
             for path, module in root.named_modules()
             for name in (*module._parameters, *module._buffers)
         }
-        self._names = [(one, dict(one._buffers), one.training) for one in held]
-        parameters = _unique(parameter for one in held for parameter in one._parameters.values())
+        self._names = [(module, dict(module._buffers), module.training) for module in saved_modules]
+        parameters = _unique(
+            parameter for module in saved_modules for parameter in module._parameters.values()
+        )
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
-        plain = [one for one in other_objects if not isinstance(one, nn.Module)]
-        users = [one for one in (*held, *plain) if is_user_object(one)]
-        self._attributes = [(one, _copied(vars(one))) for one in users]
+        plain_objects = [module for module in other_objects if not isinstance(module, nn.Module)]
+        user_objects = [module for module in (*saved_modules, *plain_objects) if is_user_object(module)]
+        self._attributes = [(user_object, _copied(vars(user_object))) for user_object in user_objects]
         self._generators = random_state(), np.random.get_state(), random.getstate()
 
     @torch.no_grad()
     def changes(self) -> dict[str, Tensor]:
         """Return this rank's parts of the parameters and buffers that have changed, by name."""
         values = {id(tensor): value for tensor, value in self._tensors}
-        buffers = {id(module): before for module, before, _ in self._names}
-        found: dict[str, Tensor] = {}
+        buffers = {id(module): saved for module, saved, _ in self._names}
+        changed: dict[str, Tensor] = {}
         for full_name, (module, name) in self._places.items():
-            now = module._parameters.get(name, module._buffers.get(name))
-            before = buffers[id(module)].get(name, now)
-            value = values.get(id(before))
-            if now is None or value is None:
+            current = module._parameters.get(name, module._buffers.get(name))
+            saved = buffers[id(module)].get(name, current)
+            value = values.get(id(saved))
+            if current is None or value is None:
                 continue
-            part = local_tensor(now).detach()
+            part = local_tensor(current).detach()
             if part.shape != value.shape or not torch.equal(part, value):
-                found[full_name] = part.clone()
-        return found
+                changed[full_name] = part.clone()
+        return changed
 
     @property
     def attributes_changed(self) -> bool:
         """True if an attribute of a user's class has changed."""
-        return any(_is_changed(one, attributes) for one, attributes in self._attributes)
+        return any(_is_changed(user_object, attributes) for user_object, attributes in self._attributes)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -82,8 +86,8 @@ class SavedState:
             parameter.requires_grad_(is_trained)
         for tensor, value in self._tensors:
             _write(local_tensor(tensor), value)
-        for one, attributes in self._attributes:
-            _restore(one, attributes)
+        for user_object, attributes in self._attributes:
+            _restore(user_object, attributes)
         of_torch, of_numpy, of_python = self._generators
         restore_random_state(of_torch)
         np.random.set_state(of_numpy)
@@ -95,11 +99,11 @@ def preserve_state(
     modules: Iterable[nn.Module], other_objects: Iterable[object] = ()
 ) -> Iterator[SavedState]:
     """Restore the state of `SavedState` at the end of the context."""
-    kept = SavedState(modules, other_objects)
+    saved_state = SavedState(modules, other_objects)
     try:
-        yield kept
+        yield saved_state
     finally:
-        kept.restore()
+        saved_state.restore()
 
 
 def _tensors_to_save(modules: list[nn.Module]) -> list[Tensor]:
@@ -110,10 +114,10 @@ def _tensors_to_save(modules: list[nn.Module]) -> list[Tensor]:
     parameters = _unique(parameter for one in modules for parameter in one._parameters.values())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    few = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
+    are_frozen_small = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
     return [
         *trained,
-        *(frozen if few else ()),
+        *(frozen if are_frozen_small else ()),
         *_unique(buffer for one in modules for buffer in one._buffers.values()),
     ]
 

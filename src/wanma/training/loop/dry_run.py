@@ -79,9 +79,9 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
             for part in parallel.model_parts:
                 part.to_empty(device="cpu")
             counts, saved = _step(parallel, plan, grid, sequence_length, micro_batches)
-            held = [parameter for _, parameter in parallel.named_parameters()]
-            local = [p.to_local() if isinstance(p, DTensor) else p for p in held]
-            gradients = [p.grad for p in held if p.grad is not None]
+            parameters = [parameter for _, parameter in parallel.named_parameters()]
+            local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             return DryRunResult(
                 rank=rank,
                 parameter_elements=sum(tensor.numel() for tensor in local),
@@ -113,8 +113,8 @@ def _step(
             saved = 0
             parallel_model.begin_micro_batch(last)
             for part, number in zip(parallel_model.model_parts, numbers, strict=True):
-                kept, messages = _micro_batch(part, number, plan, parallel_mesh, sequence_length)
-                saved += kept
+                saved_bytes, messages = _micro_batch(part, number, plan, parallel_mesh, sequence_length)
+                saved += saved_bytes
                 recorder.counts.update(messages)
             if last:
                 parallel_model.finalize_gradients()
@@ -134,32 +134,32 @@ def _micro_batch(
     Returns:
         the bytes kept in between, and the messages to and from the neighbouring stages.
     """
-    whole = _batch(plan.micro_batch, length)
-    batch = shard_sequence(whole, parallel_mesh)
-    positions = residual_positions(whole, plan, parallel_mesh.rank)
+    full_batch = _batch(plan.micro_batch, length)
+    batch = shard_sequence(full_batch, parallel_mesh)
+    positions = residual_positions(full_batch, plan, parallel_mesh.rank)
     keywords, messages = dict(batch.keywords), []
     if stage == 0:
-        (given,) = batch.inputs
+        (stage_input,) = batch.inputs
     else:
-        here = length if positions is None else len(positions)
+        local_length = length if positions is None else len(positions)
         width = int(part.config.hidden)  # type: ignore[union-attr,arg-type]  # what can be staged has them
-        given = torch.zeros(
-            plan.micro_batch, here, width, dtype=PRECISION_DTYPES[plan.precision], requires_grad=True
+        stage_input = torch.zeros(
+            plan.micro_batch, local_length, width, dtype=PRECISION_DTYPES[plan.precision], requires_grad=True
         )
-        messages += _stage_messages(given, stage, stage - 1, plan, parallel_mesh.rank)
+        messages += _stage_messages(stage_input, stage, stage - 1, plan, parallel_mesh.rank)
     if plan.pp > 1:
         keywords[SAMPLE_INDICES_KEYWORD] = batch.samples
     announced = nullcontext() if plan.pp > 1 else bind_samples(part, 0, batch.samples, positions)
     with announced, _saved_bytes(part) as saved:
-        output = part(given, **keywords)
+        output = part(stage_input, **keywords)
         if stage == plan.stage_count - 1:
             loss = cross_entropy_sum(output, batch.targets)
         else:
             messages += _stage_messages(output, stage, stage + 1, plan, parallel_mesh.rank)
             loss = output.sum()
-        kept = saved()
+        saved_bytes = saved()
     loss.backward()
-    return kept, messages
+    return saved_bytes, messages
 
 
 def _batch(rows: int, length: int) -> Batch:
@@ -167,13 +167,15 @@ def _batch(rows: int, length: int) -> Batch:
     return Batch((tokens,), tokens, torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.bool))
 
 
-def _stage_messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: int) -> list[CollectiveCall]:
+def _stage_messages(
+    hidden: Tensor, stage: int, peer_stage: int, plan: Plan, rank: int
+) -> list[CollectiveCall]:
     """Return the messages of hidden states one way and of their gradient back; none within one rank."""
     owners = {number: at for at in range(plan.pp) for number in plan.stages_of_pipeline_rank(at)}
-    there = rank + (owners[other] - owners[stage]) * plan.ranks_per_pipeline_rank
-    if there == rank:
+    peer_rank = rank + (owners[peer_stage] - owners[stage]) * plan.ranks_per_pipeline_rank
+    if peer_rank == rank:
         return []
-    ranks = (min(rank, there), max(rank, there))
+    ranks = (min(rank, peer_rank), max(rank, peer_rank))
     size = hidden.numel() * hidden.element_size()
     return [CollectiveCall("send", ranks, size), CollectiveCall("receive", ranks, size)]
 
@@ -181,18 +183,18 @@ def _stage_messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: in
 @contextmanager
 def _saved_bytes(part: nn.Module) -> Iterator[Callable[[], int]]:
     """Count the bytes of the storages that autograd saves inside, without parameters; each storage once."""
-    own = {_storage_id(parameter) for parameter in part.parameters()}
-    kept: dict[int, int] = {}
+    parameter_storages = {_storage_id(parameter) for parameter in part.parameters()}
+    sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = _storage_id(local)
-        if key not in own:
-            kept[key] = local.untyped_storage().nbytes()
+        if key not in parameter_storages:
+            sizes[key] = local.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(kept.values())
+        yield lambda: sum(sizes.values())
 
 
 def _storage_id(tensor: Tensor) -> int:

@@ -175,10 +175,10 @@ def _run_forward(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
         try:
             output = model(*batch.inputs, **batch.keywords)
         except Exception as error:
-            told = forward_error(error, model, batch.inputs, batch.keywords, batch.samples.tolist())
-            if told is None:
+            user_error = forward_error(error, model, batch.inputs, batch.keywords, batch.samples.tolist())
+            if user_error is None:
                 raise
-            raise told from error
+            raise user_error from error
         if loss is not None:
             wrap_user_loss(loss)(output, batch)
         else:

@@ -187,10 +187,10 @@ class Session:
                 "session.batches was called twice: one call yields all steps of the job",
                 "set train.steps to the number of steps; `break` ends the loop early and saves",
             )
-        every = self.job.train.validate_every_steps
-        if every > 0 and validate is None:
+        interval = self.job.train.validate_every_steps
+        if interval > 0 and validate is None:
             raise JobError(
-                f"train.validate_every_steps = {every}, but session.batches has no validation function",
+                f"train.validate_every_steps = {interval}, but session.batches has no validation function",
                 "pass validate=FUNCTION to it, from a batch to its losses, or unset the key",
             )
         self.worker.supervisor_client.report_progress(0, "opening data")

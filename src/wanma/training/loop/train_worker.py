@@ -96,8 +96,10 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             identity = identity_of(model, seeded=request.seeded)
         spec = apply_freezing_to_spec(build_model_spec(request, data), job.train.parameter_groups)
         is_factory = model is None and spec.input_kind == "custom"
-        made, noted = with_identity_recorded(spec, job.train.seed) if is_factory else (spec, lambda: identity)
-        parallel = parallelize(made, plan, grid, job.train.seed, scratch)
+        recording_spec, current_identity = (
+            with_identity_recorded(spec, job.train.seed) if is_factory else (spec, lambda: identity)
+        )
+        parallel = parallelize(recording_spec, plan, grid, job.train.seed, scratch)
         with Trainer(
             job,
             plan,
@@ -105,7 +107,7 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            identity=replace(noted(), data=data.fingerprint, loss=loss_fingerprint(request)),
+            identity=replace(current_identity(), data=data.fingerprint, loss=loss_fingerprint(request)),
             user_optimization=load_tried_user_optimization(job.train, request.user_objects, plan),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
@@ -117,8 +119,8 @@ def train(worker: WorkerContext, request: TrainRequest) -> str:
             refuse_unsupported_loss(plan, data, user_loss_of(request) is not None, first)
             loss = build_loss(request, spec, data, parallel, grid.device)
             metrics = build_metrics(request, data, loss)
-            usual = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
-            check_validation_keys(job, (*usual, *metrics.names), data.validation_samples)
+            standard_metrics = ("loss", "perplexity") if data.input_kind == "tokens" else ("loss",)
+            check_validation_keys(job, (*standard_metrics, *metrics.names), data.validation_samples)
             if idle := unused_validation_keys_note(job, data.validation_samples, has_user_metrics(request)):
                 trainer.message(idle, "warning")
             forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
@@ -192,9 +194,9 @@ def build_metrics(request: TrainRequest, data: BatchedDataset, loss: LossFunctio
     Accuracy belongs to images, and to own data whose loss distinguishes classes.
     """
     functions = user_metrics(request.user_objects.get("metrics"), request.job.train.metrics)
-    own = user_loss_of(request)
+    user_loss = user_loss_of(request)
     tells_classes = isinstance(loss, CrossEntropy | SampleClassificationLoss) or isinstance(
-        own, nn.CrossEntropyLoss
+        user_loss, nn.CrossEntropyLoss
     )
     of_classes = data.input_kind == "images" or (data.input_kind == "custom" and tells_classes)
     if of_classes and request.plan.cp == 1:  # else targets are sequences

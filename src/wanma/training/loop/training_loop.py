@@ -189,15 +189,15 @@ def try_metrics(
 @contextmanager
 def _evaluation_mode(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Set modules to evaluation mode within the context; modules in that mode before stay there."""
-    were = {module: module.training for part in parts for module in part.modules()}
+    modes = {module: module.training for part in parts for module in part.modules()}
     try:
         for part in parts:
             part.eval()
         yield
     finally:
         for part in parts:
-            part.train(were[part])  # modules may do more there than note the mode
-        for module, training in were.items():
+            part.train(modes[part])  # modules may do more there than note the mode
+        for module, training in modes.items():
             module.training = training
 
 
@@ -209,11 +209,11 @@ def _validation_batches(
     Where a global batch is one micro-batch, they are cut into global batches first: a loss that gathers them
     then compares the same samples on every layout.
     """
-    plan, whole = trainer.plan, trainer.job.train.global_batch
-    if plan.pp > 1 or plan.gradient_accumulation_steps(whole) > 1:
-        whole = count
-    for start in range(0, count, whole):
-        samples = min(whole, count - start)
+    plan, chunk = trainer.plan, trainer.job.train.global_batch
+    if plan.pp > 1 or plan.gradient_accumulation_steps(chunk) > 1:
+        chunk = count
+    for start in range(0, count, chunk):
+        samples = min(chunk, count - start)
         for run in plan.micro_batches(samples, trainer.parallel_mesh.data_rank):
             trainer.worker.supervisor_client.report_progress(
                 trainer.state.step, "validation"
@@ -222,5 +222,5 @@ def _validation_batches(
                 yield data.validation_batch(range(start + run.start, start + run.stop))
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

@@ -117,9 +117,9 @@ def _local_targets(targets: Tensor, classes: int, group: dist.ProcessGroup | Non
         column = torch.where(targets == IGNORE_INDEX, 0, targets)
         return column, targets == column
     rank, ranks = group.rank(), group.size()
-    mine = targets - rank * classes
-    column = mine.clamp(min=0, max=None if rank == ranks - 1 else classes - 1)
-    return column, mine == column
+    offsets = targets - rank * classes
+    column = offsets.clamp(min=0, max=None if rank == ranks - 1 else classes - 1)
+    return column, offsets == column
 
 
 def _reduce_over_vocabulary(

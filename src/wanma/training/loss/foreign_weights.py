@@ -38,15 +38,15 @@ def refuse_foreign_weights(
         JobError: there are such weights; it names their shapes.
     """
     of_model = {id(tensor) for tensor in parallel_model.forward_parameters()}
-    found = [
+    foreign_leaves = [
         leaf
         for leaf in _leaves(losses, outputs)
         if id(leaf) not in of_model
         if isinstance(leaf, nn.Parameter) or leaf.ndim == 0 or len(leaf) != rows
     ]
-    if not found:
+    if not foreign_leaves:
         return
-    shapes = ", ".join(sorted({str(tuple(leaf.shape)) for leaf in found}))
+    shapes = ", ".join(sorted({str(tuple(leaf.shape)) for leaf in foreign_leaves}))
     raise JobError(
         f"the losses depend on weights of shape {shapes} that are not part of the model, but wanma trains "
         "only weights of the model",
@@ -57,16 +57,16 @@ def refuse_foreign_weights(
 
 def _leaves(losses: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors at which the graph of the losses ends, without those behind the outputs."""
-    seen: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    visited: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None}
     waiting: list[Any] = [losses.grad_fn]
-    found = []
+    leaves = []
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            leaves.append(leaf)
         waiting += [before for before, _ in node.next_functions]
-    return found
+    return leaves

@@ -88,9 +88,9 @@ class CrossEntropy:
             )
         arranged = self._with_classes_last(logits, targets)
         if classes is not None and not 0 <= classes[0] <= classes[1] < arranged.shape[-1]:
-            wrong = classes[0] if classes[0] < 0 else classes[1]
+            invalid_class = classes[0] if classes[0] < 0 else classes[1]
             raise WanmaError(
-                f"a target is class {wrong}, but the model has {arranged.shape[-1]} classes: 0 to "
+                f"a target is class {invalid_class}, but the model has {arranged.shape[-1]} classes: 0 to "
                 f"{arranged.shape[-1] - 1}",
                 f"fix the data or the model; targets of {IGNORE_INDEX} are ignored",
             )
@@ -167,21 +167,25 @@ def wrap_user_loss(function: UserLoss, *, is_per_position: bool = False) -> Loss
     count = TargetCounter(function)
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        whole = full_output(output)
+        gathered_output = full_output(output)
         if is_per_position:
             require_single_target(batch, "parallel.cp", "set parallel.cp = 1")
         try:
-            losses = function(whole, batch.given_targets)
+            losses = function(gathered_output, batch.given_targets)
         except Exception as error:
             if batch.named_targets is not None:
                 raise
-            if (told := loss_error(error, function, whole, batch.targets)) is None:
+            if (user_error := loss_error(error, function, gathered_output, batch.targets)) is None:
                 raise
-            raise told from error
-        alone = losses[0] if isinstance(losses, tuple) and losses else losses
-        if is_per_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
+            raise user_error from error
+        unweighted = losses[0] if isinstance(losses, tuple) and losses else losses
+        if (
+            is_per_position
+            and isinstance(unweighted, Tensor)
+            and unweighted.shape[:2] != batch.targets.shape[:2]
+        ):
             raise WanmaError(
-                f"the loss has shape {tuple(alone.shape)} for targets of {tuple(batch.targets.shape)}, "
+                f"the loss has shape {tuple(unweighted.shape)} for targets of {tuple(batch.targets.shape)}, "
                 "but under parallel.cp a rank holds a part of each sequence and computes only the losses "
                 "of its positions",
                 "return one loss per position, or set parallel.cp = 1",
@@ -231,8 +235,8 @@ def _refuse_unknown_labels(output: Any, batch: Batch) -> None:
 def _logits(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return found if isinstance(found, Tensor) else None
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _described(output: Any) -> str:

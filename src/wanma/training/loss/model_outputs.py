@@ -19,8 +19,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict) or isinstance(value, (type, nn.Module)) or callable(value):
             return value
-        changed = {name: map_tensors(function, held) for name, held in attributes.items()}
-        if all(changed[name] is held for name, held in attributes.items()):
+        changed = {name: map_tensors(function, attribute) for name, attribute in attributes.items()}
+        if all(changed[name] is attribute for name, attribute in attributes.items()):
             return value
         copied = copy.copy(value)
         copied.__dict__.update(changed)
@@ -31,11 +31,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 def output_tensors(output: Any) -> list[Tensor]:
     """Return all tensors of an output, in its order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(note, output)
-    return found
+    return tensors

@@ -59,11 +59,11 @@ class TargetCounter:
         """
         losses, counted = losses if isinstance(losses, tuple) and len(losses) == 2 else (losses, None)
         checked = _checked_losses(losses, batch)
-        real = batch.real.reshape(-1, *[1] * (checked.ndim - 1)).expand_as(checked)
+        is_real = batch.real.reshape(-1, *[1] * (checked.ndim - 1)).expand_as(checked)
         if counted is not None:
-            return _weighted_sum(checked, counted, real)
+            return _weighted_sum(checked, counted, is_real)
         if batch.named_targets is not None:  # whose loss is of several: every sample counts
-            return torch.where(real, checked, 0.0).sum(), real.sum()
+            return torch.where(is_real, checked, 0.0).sum(), is_real.sum()
         if not self._is_graph_searched and checked.requires_grad:
             self._is_graph_searched = True
             self._ignore_index = _ignore_index_of_graph(checked, batch.targets)
@@ -72,24 +72,27 @@ class TargetCounter:
             pass
         elif targets.shape == checked.shape:
             if self._ignore_index is not None:
-                real = real & (targets != self._ignore_index)
+                is_real = is_real & (targets != self._ignore_index)
             else:
-                real = real & ~((targets == IGNORE_INDEX) & (checked == 0))
+                is_real = is_real & ~((targets == IGNORE_INDEX) & (checked == 0))
         elif targets.ndim == checked.ndim and checked.ndim > 1:
             self._refuse_ignored_shifted_targets(checked, targets)
-        return torch.where(real, checked, 0.0).sum(), real.sum()
+        return torch.where(is_real, checked, 0.0).sum(), is_real.sum()
 
     def _refuse_ignored_shifted_targets(self, losses: Tensor, targets: Tensor) -> None:
         """Refuse losses of other positions than the targets', if a cross entropy leaves some of them out."""
-        index, has = self._shifted_ignore_index, False
+        index, ignores_targets = self._shifted_ignore_index, False
         if losses.requires_grad and self._may_have_others:
-            for index, of in _cross_entropies(losses):
-                if of.numel() == losses.numel():
-                    self._shifted_ignore_index, has = index, has or bool((of == index).any())
+            for index, entropy_targets in _cross_entropies(losses):
+                if entropy_targets.numel() == losses.numel():
+                    self._shifted_ignore_index, ignores_targets = (
+                        index,
+                        ignores_targets or bool((entropy_targets == index).any()),
+                    )
             self._may_have_others = self._shifted_ignore_index is not None
         elif index is not None:
-            has = bool((targets == index).any())
-        if has:
+            ignores_targets = bool((targets == index).any())
+        if ignores_targets:
             raise WanmaError(
                 f"the loss has shape {tuple(losses.shape)} and ignores targets of class "
                 f"{self._shifted_ignore_index}, but the batch's targets of shape {tuple(targets.shape)} "
@@ -105,12 +108,12 @@ def sum_and_count_losses(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def declared_ignore_index(loss: object) -> int | None:
     """Return the class that a loss declares to leave out; None if it declares none."""
-    given = getattr(loss, "ignore_index", None)
-    if given is None and isinstance(loss, partial):
-        given = loss.keywords.get("ignore_index")
-        if given is None:
+    ignore_index = getattr(loss, "ignore_index", None)
+    if ignore_index is None and isinstance(loss, partial):
+        ignore_index = loss.keywords.get("ignore_index")
+        if ignore_index is None:
             return declared_ignore_index(loss.func)
-    return given if isinstance(given, int) and not isinstance(given, bool) else None
+    return ignore_index if isinstance(ignore_index, int) and not isinstance(ignore_index, bool) else None
 
 
 def _checked_losses(losses: object, batch: Batch) -> Tensor:
@@ -131,7 +134,7 @@ def _checked_losses(losses: object, batch: Batch) -> Tensor:
     return losses
 
 
-def _weighted_sum(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, Tensor]:
+def _weighted_sum(losses: Tensor, counted: object, is_real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and divisor of losses by the user's weights."""
     try:
         if not isinstance(counted, Tensor):
@@ -143,32 +146,36 @@ def _weighted_sum(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor
             f"return (losses, mask) or (losses, weights), both of shape {tuple(losses.shape)}",
         ) from error
     if weights.dtype == torch.bool:
-        real = real & weights
-        return torch.where(real, losses, 0.0).sum(), real.sum()
-    return torch.where(real, losses, 0.0).sum(), torch.where(real, weights, 0).double().sum()
+        is_real = is_real & weights
+        return torch.where(is_real, losses, 0.0).sum(), is_real.sum()
+    return torch.where(is_real, losses, 0.0).sum(), torch.where(is_real, weights, 0).double().sum()
 
 
 def _ignore_index_of_graph(losses: Tensor, targets: Tensor) -> int | None:
     """Return the `ignore_index` of the cross entropies of `targets` that made `losses`; None without any."""
-    found = {index for index, of in _cross_entropies(losses) if of.numel() == targets.numel()}
-    if len(found) > 1:
+    ignore_indices = {
+        index
+        for index, entropy_targets in _cross_entropies(losses)
+        if entropy_targets.numel() == targets.numel()
+    }
+    if len(ignore_indices) > 1:
         raise WanmaError(
-            f"the loss ignores the classes {sorted(found)} by different ignore_index values, so its "
+            f"the loss ignores the classes {sorted(ignore_indices)} by different ignore_index values, so its "
             "target count is unknown",
             "return (losses, mask), with mask true for the targets that count",
         )
-    return found.pop() if found else None
+    return ignore_indices.pop() if ignore_indices else None
 
 
 def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (ignore_index, targets) of torch's cross entropies near the end of a graph."""
     waiting: list[Any] = [losses.grad_fn]
-    seen: set[Any] = set()
-    while waiting and len(seen) < _NODES:
+    visited: set[Any] = set()
+    while waiting and len(visited) < _NODES:
         node = waiting.pop(0)
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name().startswith("NllLoss"):
             index = node._saved_ignore_index
             yield (index - (1 << 64) if index >> 63 else index), node._saved_target  # torch gives it unsigned

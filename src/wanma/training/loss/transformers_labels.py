@@ -121,7 +121,7 @@ def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
         )
     batch = _prepare_for_causal(replace(batch, inputs=inputs, keywords=keywords))
     mask = keywords.pop("attention_mask", None)
-    given = {_DECODER_KEYWORDS[name]: tensor for name, tensor in keywords.items()}
+    decoder_keywords = {_DECODER_KEYWORDS[name]: tensor for name, tensor in keywords.items()}
     if mask is not None and (keep_attention_mask or not bool(mask.all())):
         if mask.shape != batch.targets.shape:
             raise WanmaError(
@@ -134,8 +134,8 @@ def prepare_for_decoder(batch: Batch, *, keep_attention_mask: bool) -> Batch:
                 "data: a label is predicted from a token that attention_mask masks out",
                 f"set the labels of padding to {IGNORE_INDEX}",
             )
-        given["documents"] = mask.long()
-    return replace(batch, keywords=given)
+        decoder_keywords["documents"] = mask.long()
+    return replace(batch, keywords=decoder_keywords)
 
 
 def _raise(error: JobError, _: Batch) -> Batch:
@@ -177,9 +177,9 @@ class SampleClassificationLoss:
 
     def _problem(self, labels: Tensor) -> str:
         """Return the problem type, as transformers infer it from the first batch."""
-        given = self.config.problem_type
-        if given is not None:
-            return str(given)
+        problem_type = self.config.problem_type
+        if problem_type is not None:
+            return str(problem_type)
         if self.config.num_labels == 1:
             return "regression"
         is_class = labels.dtype in (torch.int64, torch.int32)

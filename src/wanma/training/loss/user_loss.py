@@ -87,8 +87,8 @@ class _BufferCheckedLoss:
         before = {name: (buffer, buffer._version) for name, buffer in self._loss.named_buffers()}
         losses = self._loss(output, targets)
         for name, buffer in self._loss.named_buffers():
-            was, version = before.get(name, (None, 0))
-            if buffer is not was or buffer._version != version:
+            old_buffer, version = before.get(name, (None, 0))
+            if buffer is not old_buffer or buffer._version != version:
                 raise WanmaError(
                     f"the loss {_loss_name(self._loss)} changes its buffer {name} in its forward pass: "
                     "each rank would hold another value, from its own micro-batches, and checkpoints do "
@@ -107,37 +107,37 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     )
 
 
-def _held_weights(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+def _held_weights(holder: Any, visited: set[int]) -> Iterator[Tensor]:
     """Yield the parameters and tensors that a function, a bound method or an object holds."""
-    if id(thing) in seen:
+    if id(holder) in visited:
         return
-    seen.add(id(thing))
-    if isinstance(thing, nn.Module):
-        yield from thing.parameters()
-    elif isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, functools.partial):
-        for part in (thing.func, *thing.args, *thing.keywords.values()):
-            yield from _held_weights(part, seen)
-    elif isinstance(thing, MethodType):
-        yield from _held_weights(thing.__self__, seen)
-    elif isinstance(thing, FunctionType):
-        for cell in thing.__closure__ or ():
+    visited.add(id(holder))
+    if isinstance(holder, nn.Module):
+        yield from holder.parameters()
+    elif isinstance(holder, Tensor):
+        yield holder
+    elif isinstance(holder, functools.partial):
+        for part in (holder.func, *holder.args, *holder.keywords.values()):
+            yield from _held_weights(part, visited)
+    elif isinstance(holder, MethodType):
+        yield from _held_weights(holder.__self__, visited)
+    elif isinstance(holder, FunctionType):
+        for cell in holder.__closure__ or ():
             try:
-                yield from _held_weights(cell.cell_contents, seen)
+                yield from _held_weights(cell.cell_contents, visited)
             except ValueError:  # not yet filled
                 continue
-        for name in thing.__code__.co_names:
-            if isinstance(value := thing.__globals__.get(name), nn.Module | Tensor):
-                yield from _held_weights(value, seen)
-    elif isinstance(thing, list | tuple):
-        for part in thing:
-            yield from _held_weights(part, seen)
-    elif isinstance(thing, dict):
-        for part in thing.values():
-            yield from _held_weights(part, seen)
-    elif callable(thing) and not isinstance(thing, type):
-        yield from _held_weights(getattr(thing, "__dict__", {}), seen)
+        for name in holder.__code__.co_names:
+            if isinstance(value := holder.__globals__.get(name), nn.Module | Tensor):
+                yield from _held_weights(value, visited)
+    elif isinstance(holder, list | tuple):
+        for part in holder:
+            yield from _held_weights(part, visited)
+    elif isinstance(holder, dict):
+        for part in holder.values():
+            yield from _held_weights(part, visited)
+    elif callable(holder) and not isinstance(holder, type):
+        yield from _held_weights(getattr(holder, "__dict__", {}), visited)
 
 
 def _loss_name(loss: Any) -> str:

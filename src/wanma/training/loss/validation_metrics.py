@@ -83,11 +83,11 @@ class Metrics:
             output, targets = (_select_rows(one, real, len(real)) for one in (output, targets))
         rows = int(real.sum())
         for name, function in self._functions.items():
-            found = self._call(name, function, output, targets, rows)
+            batch_value = self._call(name, function, output, targets, rows)
             if self.compares_halves:
-                self._compare_halves(name, function, output, targets, rows, found)
+                self._compare_halves(name, function, output, targets, rows, batch_value)
             total, count = self._sums[name]
-            self._sums[name] = (total + found[0], count + found[1])
+            self._sums[name] = (total + batch_value[0], count + batch_value[1])
 
     def sums(self, device: torch.device, *, contributes: bool) -> tuple[Tensor, ...]:
         """Return sum and count of each metric, fp64 scalars; zero where another rank counts the same."""
@@ -118,7 +118,7 @@ class Metrics:
         output: Any,
         targets: Any,
         rows: int,
-        found: tuple[Tensor | float, Tensor | float],
+        batch_value: tuple[Tensor | float, Tensor | float],
     ) -> None:
         """Refuse a metric whose sums of a batch differ from those of its halves together."""
         if rows < 2:
@@ -135,13 +135,13 @@ class Metrics:
             )
             for part in (first, ~first)
         ]
-        for whole, *parts in zip(found, *halves, strict=True):
+        for batch_sum, *parts in zip(batch_value, *halves, strict=True):
             together = sum(map(float, parts))
-            if not math.isclose(float(whole), together, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) and not (
-                math.isnan(float(whole)) and math.isnan(together)
+            if not math.isclose(float(batch_sum), together, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) and not (
+                math.isnan(float(batch_sum)) and math.isnan(together)
             ):
                 raise JobError(
-                    f"metric '{name}' depends on the division into batches: {float(whole):.6g} for a "
+                    f"metric '{name}' depends on the division into batches: {float(batch_sum):.6g} for a "
                     f"batch of {rows} samples, {together:.6g} for the same samples in two halves",
                     f"{_RETURN_HINT}: wanma sums over the ranks and divides once",
                 )
@@ -176,9 +176,9 @@ class ReportedMetrics:
                 "return the same names for every batch",
             )
         for name, value in values.items():
-            found = sum_and_count(name, value, rows) if bool(real.all()) else (0.0, 0.0)
+            batch_value = sum_and_count(name, value, rows) if bool(real.all()) else (0.0, 0.0)
             before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (before[0] + found[0], before[1] + found[1])
+            self._sums[name] = (before[0] + batch_value[0], before[1] + batch_value[1])
 
     def sums(self, device: torch.device, *, contributes: bool) -> tuple[Tensor, ...]:
         """Return sum and count of each metric, in the order of names; every rank calls it.
@@ -187,12 +187,12 @@ class ReportedMetrics:
             AllRanksError: ranks have given different names.
         """
         if not self._are_names_checked and dist.get_world_size() > 1:
-            everyones: list[tuple[str, ...]] = [()] * dist.get_world_size()
-            dist.all_gather_object(everyones, self.names)
-            if len(set(everyones)) > 1:
+            names_by_rank: list[tuple[str, ...]] = [()] * dist.get_world_size()
+            dist.all_gather_object(names_by_rank, self.names)
+            if len(set(names_by_rank)) > 1:
                 raise AllRanksError(
                     "validate= returns different metrics on different ranks: "
-                    + "; ".join(map(str, everyones)),
+                    + "; ".join(map(str, names_by_rank)),
                     "return the same names on every rank",
                 )
         self._are_names_checked = True
@@ -286,9 +286,9 @@ def split_metrics(result: ValidationResult) -> tuple[Losses, Mapping[str, Metric
 
 def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of a validation's record: the user's own metrics are apart, under `metrics`."""
-    usual = {name: value for name, value in metrics.items() if name in _USUAL}
-    own = {name: value for name, value in metrics.items() if name not in _USUAL}
-    return {**usual, **({"metrics": own} if own else {})}
+    standard_metrics = {name: value for name, value in metrics.items() if name in _USUAL}
+    user_metrics = {name: value for name, value in metrics.items() if name not in _USUAL}
+    return {**standard_metrics, **({"metrics": user_metrics} if user_metrics else {})}
 
 
 def class_accuracy(output: Any, targets: Tensor) -> MetricValue:
@@ -330,7 +330,7 @@ def _per_position_error(name: str) -> WanmaError:
     )
 
 
-def _select_rows(output: Any, kept: Tensor, rows: int) -> Any:
+def _select_rows(output: Any, selection: Tensor, rows: int) -> Any:
     """Return the kept rows of every tensor in a model's output that has as many rows."""
     if isinstance(output, Tensor):
         if output.ndim == 0:
@@ -341,11 +341,11 @@ def _select_rows(output: Any, kept: Tensor, rows: int) -> Any:
                 "not samples",
                 "return an output with the samples in dim 0",
             )
-        return output[kept]
+        return output[selection]
     if isinstance(output, Mapping):
-        parts = {key: _select_rows(value, kept, rows) for key, value in output.items()}
+        parts = {key: _select_rows(value, selection, rows) for key, value in output.items()}
         return type(output)(**parts) if hasattr(output, "to_tuple") else parts
     if isinstance(output, tuple | list):
-        items = [_select_rows(value, kept, rows) for value in output]
+        items = [_select_rows(value, selection, rows) for value in output]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     return output

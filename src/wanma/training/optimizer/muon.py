@@ -61,19 +61,19 @@ class Muon(Optimizer):
     def _update(self, matrices: list[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]) -> None:
         """Update at most as many matrices as there are ranks: each rank orthogonalises one."""
         ranks = list(product(*(range(size) for size in mesh.shape))) if mesh is not None else [()]
-        here = tuple(mesh.get_coordinate() or ()) if mesh is not None else ()
-        mine = torch.empty(0)
+        local_coordinate = tuple(mesh.get_coordinate() or ()) if mesh is not None else ()
+        orthogonalized = torch.empty(0)
         for matrix, rank in zip(matrices, ranks, strict=False):
-            whole = _full_matrix(self._nesterov_update(matrix, group["momentum"]), matrix)
-            if rank == here:
-                mine = orthogonalize(whole)
+            full_update = _full_matrix(self._nesterov_update(matrix, group["momentum"]), matrix)
+            if rank == local_coordinate:
+                orthogonalized = orthogonalize(full_update)
         for matrix, rank in zip(matrices, ranks, strict=False):
-            if rank == here:
-                result = mine.contiguous()
+            if rank == local_coordinate:
+                result = orthogonalized.contiguous()
             else:
                 result = torch.empty(matrix.shape, dtype=torch.bfloat16, device=local_tensor(matrix).device)
             if mesh is not None:
-                _broadcast(result, mesh, rank, here)
+                _broadcast(result, mesh, rank, local_coordinate)
             rate = group["lr"] * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1]))
             local_tensor(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(
                 _local_shard(result, matrix), alpha=-rate
@@ -106,19 +106,24 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return x.T if is_tall else x
 
 
-def _full_matrix(part: Tensor, like: Tensor) -> Tensor:
-    """Gather the matrix of which each rank has the part that it has of `like`."""
-    if not isinstance(like, DTensor):
+def _full_matrix(part: Tensor, sharded: Tensor) -> Tensor:
+    """Gather the matrix of which each rank has the part that it has of `sharded`."""
+    if not isinstance(sharded, DTensor):
         return part
     split = DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
     )
     return split.full_tensor()
 
 
-def _local_shard(matrix: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `matrix` that this rank has of `like`."""
-    box = local_box("", like)
+def _local_shard(matrix: Tensor, sharded: Tensor) -> Tensor:
+    """Return the part of `matrix` that this rank has of `sharded`."""
+    box = local_box("", sharded)
     assert box is not None  # parameters lie on this rank's own mesh
     return matrix[
         tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))

@@ -75,10 +75,10 @@ class NamedOptimizer:
         """Number of updates in which a parameter had no gradient: it was frozen, or took no part."""
         self._preallocated: dict[Tensor, tuple[Tensor, Tensor]] = {}
         matrices = [name for name in rules if rules[name].is_orthogonalised]
-        others = [name for name in rules if not rules[name].is_orthogonalised]
+        elementwise_names = [name for name in rules if not rules[name].is_orthogonalised]
         self._local_parameters = {
             name: nn.Parameter(local_tensor(self.parameters[name]))
-            for name in others
+            for name in elementwise_names
             if isinstance(self.parameters[name], DTensor)
         }
         """Local stand-ins of DTensors, in the same memory.
@@ -92,7 +92,7 @@ class NamedOptimizer:
         for names in self._update_chunks(matrices):
             groups = _parameter_groups(names, updated, rules)
             self._optimizers.append(Muon(groups, lr=train.learning_rate, momentum=train.momentum))
-        for names in self._update_chunks(others):
+        for names in self._update_chunks(elementwise_names):
             self._optimizers.append(
                 _new_optimizer(_parameter_groups(names, updated, rules), train, user_optimizer)
             )
@@ -102,8 +102,8 @@ class NamedOptimizer:
 
     def owned_gradients(self) -> list[Tensor]:
         """Return the gradients without those of tied copies: each tensor is counted by one stage."""
-        own = (p for name, p in self.parameters.items() if name not in self.tied_copies)
-        return [p.grad for p in own if p.grad is not None]
+        owned_parameters = (p for name, p in self.parameters.items() if name not in self.tied_copies)
+        return [p.grad for p in owned_parameters if p.grad is not None]
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -163,7 +163,7 @@ class NamedOptimizer:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return 'NAME.exp_avg' and so on: state with a shape, and counts that differ from `update_count`."""
-        found = {}
+        tensors = {}
         for name, key, value in self._entries():
             if key == _STEP_KEY and self._missed_updates[name] and not isinstance(value, Tensor):
                 assert self._user_optimizer is not None  # torch's count in tensors
@@ -174,8 +174,8 @@ class NamedOptimizer:
                     'keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
                 )
             if isinstance(value, Tensor) and (key != _STEP_KEY or self._missed_updates[name]):
-                found[f"{name}.{key}"] = value
-        return found
+                tensors[f"{name}.{key}"] = value
+        return tensors
 
     def state_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """Return the state tensors by kind, such as 'exp_avg', and then by parameter name."""

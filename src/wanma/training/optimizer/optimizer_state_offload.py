@@ -53,12 +53,12 @@ class OptimizerStateOffload:
         local = local_tensor(value)
         if self._target == "none" or (self._target == "host" and local.device.type == "cpu"):
             return value
-        home = self._offloaded.get((parameter, key))
-        if home is None:
-            home = self._offloaded[parameter, key] = _wrap_like(value, self._empty_like(local))
-        if local_tensor(home).data_ptr() != local.data_ptr():
-            local_tensor(home).copy_(local)
-        return home
+        offloaded = self._offloaded.get((parameter, key))
+        if offloaded is None:
+            offloaded = self._offloaded[parameter, key] = _wrap_like(value, self._empty_like(local))
+        if local_tensor(offloaded).data_ptr() != local.data_ptr():
+            local_tensor(offloaded).copy_(local)
+        return offloaded
 
     def _empty_like(self, local: Tensor) -> Tensor:
         if self._target == "host":

@@ -54,7 +54,7 @@ class UserOptimizer:
         if "lr" not in arguments and "lr" in _parameters(self.factory):
             arguments["lr"] = learning_rate
         try:
-            made = self.factory(groups, **arguments)
+            optimizer = self.factory(groups, **arguments)
         except WanmaError:
             raise
         except Exception as error:  # whatever the user's code raises
@@ -63,20 +63,20 @@ class UserOptimizer:
                 "check its arguments: wanma calls it with parameter groups, as torch's optimizers, "
                 "and optimizer_arguments",
             ) from error
-        if not isinstance(made, Optimizer):
+        if not isinstance(optimizer, Optimizer):
             raise JobError(
-                f"the optimizer {self.name} is a {type(made).__name__}, not a torch.optim.Optimizer",
+                f"the optimizer {self.name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
                 "return a torch.optim.Optimizer of the groups that the factory receives",
             )
-        if [g["params"] for g in made.param_groups] != [g["params"] for g in groups] or not all(
-            "learning_rate_scale" in group for group in made.param_groups
+        if [g["params"] for g in optimizer.param_groups] != [g["params"] for g in groups] or not all(
+            "learning_rate_scale" in group for group in optimizer.param_groups
         ):
             raise JobError(
                 f"the optimizer {self.name} has other parameter groups than the factory received",
                 "pass the groups on unchanged, e.g. lambda groups: torch.optim.RAdam(groups); set "
                 "learning rates and weight decay of single parameters in train.parameter_groups",
             )
-        return made
+        return optimizer
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def check_schedule(schedule: object, steps: int) -> LearningRateSchedule:
         return value
 
     looked_at = sorted({0, 1, steps // 2, steps - 1} & set(range(steps)))
-    first = {step: share(step) for step in looked_at}
-    again = {step: share(step) for step in reversed(looked_at)}
-    if first != again:
+    first_pass = {step: share(step) for step in looked_at}
+    second_pass = {step: share(step) for step in reversed(looked_at)}
+    if first_pass != second_pass:
         raise JobError(
             "the schedule returns another value for the same step when it is called again",
             "compute it from the step alone: a resumed run calls it only for its own steps",
@@ -178,22 +178,22 @@ def refuse_split_tensors(optimizer: UserOptimizer, scope: UpdateScope, plan: Pla
     if scope == "elements":
         return
     axes = [axis for axis in ("dp_shard", "cp", "tp", "ep") if getattr(plan, axis) > 1]
-    what = "full tensors"
+    requirement = "full tensors"
     if plan.shard_group_size == plan.tp == plan.ep == 1:
         axes = []
     if scope == "model":
-        what = "several tensors together"
+        requirement = "several tensors together"
         axes += ["pp"] if plan.pp > 1 else []
         if not axes and plan.offload_optimizer != "none":
             raise JobError(
-                f"the optimizer {optimizer.name} needs {what}, but parallel.offload_optimizer = "
+                f"the optimizer {optimizer.name} needs {requirement}, but parallel.offload_optimizer = "
                 f"'{plan.offload_optimizer}' updates them one after another",
                 "unset parallel.offload_optimizer",
             )
     if axes:
         cut = " and ".join(f"parallel.{axis} = {getattr(plan, axis)}" for axis in axes)
         raise JobError(
-            f"the optimizer {optimizer.name} needs {what}, but {cut} would split them",
+            f"the optimizer {optimizer.name} needs {requirement}, but {cut} would split them",
             "use dp_replicate, or an element-wise optimizer",
         )
 
@@ -213,22 +213,24 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
         torch.manual_seed(1)
         together = _updated(optimizer, values, gradients)
         torch.manual_seed(2)
-        again = _updated(optimizer, values, gradients)
-        if not _same(together, again):
+        repeated = _updated(optimizer, values, gradients)
+        if not _same(together, repeated):
             raise JobError(
                 f"the optimizer {optimizer.name} draws random numbers, which would differ between ranks",
                 "use an optimizer without random numbers",
             )
-        alone = [
+        separate = [
             _updated(optimizer, [value], [[step[index]] for step in gradients])[0]
             for index, value in enumerate(values)
         ]
-        if not _same(together, alone):
+        if not _same(together, separate):
             return "model"
         for cut in (0, 1):
             halves = [half for value in values for half in value.tensor_split(2, dim=cut)]
-            of_halves = [[half for g in step for half in g.tensor_split(2, dim=cut)] for step in gradients]
-            parts = _updated(optimizer, halves, of_halves)
+            half_gradients = [
+                [half for g in step for half in g.tensor_split(2, dim=cut)] for step in gradients
+            ]
+            parts = _updated(optimizer, halves, half_gradients)
             joined = [torch.cat(parts[2 * n : 2 * n + 2], dim=cut) for n in range(len(values))]
             if not _same(together, joined):
                 return "tensors"
@@ -238,11 +240,11 @@ def update_scope_of(optimizer: UserOptimizer) -> UpdateScope:
 def _updated(optimizer: UserOptimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
     """Return `values` after a step with each of `gradients`."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    made = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
+    torch_optimizer = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
-        step_optimizer(optimizer.name, made)
+        step_optimizer(optimizer.name, torch_optimizer)
     return [parameter.detach() for parameter in parameters]
 
 
@@ -269,10 +271,10 @@ def step_optimizer(name: str, optimizer: Optimizer) -> None:
         ) from error
 
 
-def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
+def _same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(
-        torch.allclose(one, other, rtol=_CLOSE, atol=1e-7, equal_nan=True)
-        for one, other in zip(ones, others, strict=True)
+        torch.allclose(left_tensor, right_tensor, rtol=_CLOSE, atol=1e-7, equal_nan=True)
+        for left_tensor, right_tensor in zip(left, right, strict=True)
     )
 
 

@@ -33,10 +33,10 @@ def load_tried_user_optimization(
     Raises:
         JobError: one cannot be used (`load_user_optimization`, `try_user_optimizer`).
     """
-    own = load_user_optimization(train, user_objects)
-    if own.optimizer is not None:
-        try_user_optimizer(own.optimizer, train, plan)
-    return own
+    user_optimization = load_user_optimization(train, user_objects)
+    if user_optimization.optimizer is not None:
+        try_user_optimizer(user_optimization.optimizer, train, plan)
+    return user_optimization
 
 
 def try_user_optimizer(user_optimizer: UserOptimizer, train: TrainSection, plan: Plan) -> UpdateScope:
@@ -52,23 +52,25 @@ def try_user_optimizer(user_optimizer: UserOptimizer, train: TrainSection, plan:
     refuse_split_tensors(user_optimizer, reach, plan)
     generator = torch.Generator().manual_seed(1)
     gradients = torch.randn(2 * _STEPS, 4, 3, generator=generator)
-    whole = _Trial(user_optimizer, train, torch.randn(4, 3, generator=generator))
-    whole.run(gradients[:_STEPS])
-    updates, value = whole.named_optimizer.update_count, whole.parameter.detach().clone()
-    saved = {name: tensor.clone() for name, tensor in whole.named_optimizer.state_tensors().items()}
-    whole.run(gradients[_STEPS:])
+    unbroken_trial = _Trial(user_optimizer, train, torch.randn(4, 3, generator=generator))
+    unbroken_trial.run(gradients[:_STEPS])
+    updates, value = unbroken_trial.named_optimizer.update_count, unbroken_trial.parameter.detach().clone()
+    saved = {name: tensor.clone() for name, tensor in unbroken_trial.named_optimizer.state_tensors().items()}
+    unbroken_trial.run(gradients[_STEPS:])
 
-    again = _Trial(user_optimizer, train, value)
-    again.named_optimizer.allocate_state(saved)
-    again.parameter.data.copy_(value)
-    here = again.named_optimizer.state_tensors()
-    if here.keys() != saved.keys() or any(here[name].shape != saved[name].shape for name in saved):
+    resumed_trial = _Trial(user_optimizer, train, value)
+    resumed_trial.named_optimizer.allocate_state(saved)
+    resumed_trial.parameter.data.copy_(value)
+    resumed_state = resumed_trial.named_optimizer.state_tensors()
+    if resumed_state.keys() != saved.keys() or any(
+        resumed_state[name].shape != saved[name].shape for name in saved
+    ):
         raise _state_not_restored_error(user_optimizer)
-    for name, tensor in here.items():
+    for name, tensor in resumed_state.items():
         tensor.copy_(saved[name])
-    again.named_optimizer.update_count = updates
-    again.run(gradients[_STEPS:])
-    if not torch.equal(whole.parameter, again.parameter):
+    resumed_trial.named_optimizer.update_count = updates
+    resumed_trial.run(gradients[_STEPS:])
+    if not torch.equal(unbroken_trial.parameter, resumed_trial.parameter):
         raise _state_not_restored_error(user_optimizer)
     return reach
 

@@ -53,6 +53,6 @@ class WeightAverage:
         with torch.no_grad():
             for name, parameter in self._weights.items():
                 average, weight = local_tensor(self.tensors[name]), local_tensor(parameter)
-                held = weight.clone()
+                weight_copy = weight.clone()
                 weight.copy_(average)
-                average.copy_(held)
+                average.copy_(weight_copy)

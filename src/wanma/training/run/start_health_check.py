@@ -59,58 +59,60 @@ def check_cluster(local_health: DeviceHealth, cluster: ClusterSection, worker: W
     """
     began = time.perf_counter()
     hosts: list[str] = [socket.gethostname()] * worker.world_size
-    found: list[DeviceHealth] = [local_health] * worker.world_size
+    device_health: list[DeviceHealth] = [local_health] * worker.world_size
     links: list[NodeLink] = []
     if worker.world_size > 1:
         answers: list[Any] = [None] * worker.world_size
         dist.all_gather_object(answers, (hosts[0], local_health))
-        hosts, found = [host for host, _ in answers], [device for _, device in answers]
+        hosts, device_health = [host for host, _ in answers], [device for _, device in answers]
     if len(worker.local_world_sizes) > 1:
         links = measure_links(worker.rank, worker.local_world_sizes)
     firsts = [sum(worker.local_world_sizes[:node]) for node in range(len(worker.local_world_sizes))]
     nodes = [hosts[first] for first in firsts]
     if worker.node_rank in slow_nodes(links):
-        told = "; ".join(
+        slow = "; ".join(
             link.text(nodes) for link in links if worker.node_rank in (link.source_node, link.target_node)
         )
-        usual = median(link.bandwidth_bytes_per_second for link in links) / 1e6
+        median_rate = median(link.bandwidth_bytes_per_second for link in links) / 1e6
         raise HealthCheckError(
-            f"node {worker.node_rank} ({nodes[worker.node_rank]}) has slow network links: {told}; median "
-            f"of all links {usual:,.0f} MB/s",
+            f"node {worker.node_rank} ({nodes[worker.node_rank]}) has slow network links: {slow}; median "
+            f"of all links {median_rate:,.0f} MB/s",
             "run the same command on another node, or set cluster.health_check = 'never'",
         )
-    return _health_report(found, hosts, links, nodes, cluster.straggler_factor, time.perf_counter() - began)
+    return _health_report(
+        device_health, hosts, links, nodes, cluster.straggler_factor, time.perf_counter() - began
+    )
 
 
 def _health_report(
-    found: list[DeviceHealth],
+    health: list[DeviceHealth],
     hosts: list[str],
     links: list[NodeLink],
     nodes: list[str],
     straggler_factor: float,
     seconds: float,
 ) -> HealthReport:
-    rates = [device.flops_per_second for device in found]
-    usual = median(rates)
+    rates = [device.flops_per_second for device in health]
+    median_rate = median(rates)
     warnings = [
-        f"rank {rank} ({hosts[rank]}, {found[rank].device}) is slow: matrix product at {rate / 1e9:,.0f} "
-        f"GFLOP/s, median of all ranks {usual / 1e9:,.0f}"
+        f"rank {rank} ({hosts[rank]}, {health[rank].device}) is slow: matrix product at {rate / 1e9:,.0f} "
+        f"GFLOP/s, median of all ranks {median_rate / 1e9:,.0f}"
         for rank, rate in enumerate(rates)
-        if rate * straggler_factor < usual
+        if rate * straggler_factor < median_rate
     ]
     warnings += [f"slow link compared with the other links: {link.text(nodes)}" for link in slow_links(links)]
-    seconds += max(device.seconds for device in found)
-    devices = f"{len(found)} device{'s' if len(found) > 1 else ''}"
+    seconds += max(device.seconds for device in health)
+    devices = f"{len(health)} device{'s' if len(health) > 1 else ''}"
     text = f"health check passed: {devices} (arithmetic and memory)"
     fields: dict[str, Any] = {
         "seconds": seconds,
-        "devices": len(found),
+        "devices": len(health),
         "least_flops_per_second": min(rates),
-        "median_flops_per_second": usual,
+        "median_flops_per_second": median_rate,
     }
     if links:
-        least = min(links, key=lambda link: link.bandwidth_bytes_per_second)
-        fields["least_bandwidth_bytes_per_second"] = least.bandwidth_bytes_per_second
+        slowest_link = min(links, key=lambda link: link.bandwidth_bytes_per_second)
+        fields["least_bandwidth_bytes_per_second"] = slowest_link.bandwidth_bytes_per_second
         fields["most_latency_seconds"] = max(link.latency_seconds for link in links)
-        text += f"; slowest link {least.text(nodes)}"
+        text += f"; slowest link {slowest_link.text(nodes)}"
     return HealthReport(f"{text} ({duration_text(seconds)})", fields, tuple(warnings))

@@ -25,9 +25,9 @@ def pop_phases(
     phases, spent = timer.collect(), communication.take_totals()
     if device != "cpu":
         return phases, CommunicationTime({}, {})
-    inside = spent.exposed_seconds.get("data", 0.0)
-    phases["communication"] += inside
-    phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
+    data_wait_seconds = spent.exposed_seconds.get("data", 0.0)
+    phases["communication"] += data_wait_seconds
+    phases["forward_backward"] = max(phases["forward_backward"] - data_wait_seconds, 0.0)
     return phases, spent
 
 

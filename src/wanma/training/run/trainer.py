@@ -124,9 +124,9 @@ class Trainer:
             check_replicas=self._replica_check.check,
             interval_steps=resumed.in_memory_interval_steps,
         )
-        every = job.observe.gradient_norms_every_steps
+        interval = job.observe.gradient_norms_every_steps
         self._layer_gradient_norms, self._last_layer_norms = (
-            LayerGradientNorms(parallel_model.parameter_names, plan, every),
+            LayerGradientNorms(parallel_model.parameter_names, plan, interval),
             dict[str, float](),
         )
         self._log = RankStepLog(job, worker)
@@ -244,16 +244,16 @@ class Trainer:
             ):
                 self.message(text)
             decision = self._share_rebalancer.decide(agreement.extra_sums[len(of_snapshots) :])
-            wrong = self._skip_reason(agreement, loss_sum)
+            skip_reason = self._skip_reason(agreement, loss_sum)
             self._last_layer_norms = self._layer_gradient_norms.measure(
                 step + 1, state.named_optimizer, self.parallel_mesh, agreement.gradient_multiplier
             )
             self._expert_statistics = update_model_statistics(
-                state.parallel_model, self.parallel_mesh, agreement.is_finite and not wrong
+                state.parallel_model, self.parallel_mesh, agreement.is_finite and not skip_reason
             )
         with self.phases.phase("optimizer"):
             applied = apply_update(
-                agreement, state.named_optimizer, train, rate, state.loss_scale, skip=bool(wrong)
+                agreement, state.named_optimizer, train, rate, state.loss_scale, skip=bool(skip_reason)
             )
             if applied and state.weight_average is not None:
                 state.weight_average.update()
@@ -267,7 +267,7 @@ class Trainer:
             state.anomaly_detector.record_update(agreement.loss, agreement.gradient_norm)
         if not applied:
             self.message(
-                f"step {state.step}: skipped, {wrong or f'gradient norm {agreement.gradient_norm}'}"
+                f"step {state.step}: skipped, {skip_reason or f'gradient norm {agreement.gradient_norm}'}"
                 + (f"; loss scale now {state.loss_scale.value:g}" if state.loss_scale.enabled else ""),
                 "warning",
             )
@@ -433,12 +433,18 @@ class Trainer:
         """Apply further gradients that have arrived from the sites: at the end of a job, all pending ones."""
         state = self.state
         while (summed := site_synchronizer.pop_delayed_gradient(is_last)) is not None:
-            again = reduce_delayed_gradient_norm(totals, state.named_optimizer, self.parallel_mesh, summed)
-            if apply_update(again, state.named_optimizer, self.job.train, learning_rate, state.loss_scale):
+            delayed_totals = reduce_delayed_gradient_norm(
+                totals, state.named_optimizer, self.parallel_mesh, summed
+            )
+            if apply_update(
+                delayed_totals, state.named_optimizer, self.job.train, learning_rate, state.loss_scale
+            ):
                 if state.weight_average is not None:
                     state.weight_average.update()
             else:
-                self.message(f"delayed gradients with norm {again.gradient_norm} are skipped", "warning")
+                self.message(
+                    f"delayed gradients with norm {delayed_totals.gradient_norm} are skipped", "warning"
+                )
 
     def _skip_reason(self, totals: StepTotals, loss_sum: Tensor) -> str:
         """Return why policy skips the update; empty where it is made, or fp16's loss scale decides.
@@ -452,20 +458,20 @@ class Trainer:
             policy, key = train.spike, "train.spike"
             if policy == "ignore":
                 return ""
-            wrong = state.anomaly_detector.describe_spike(
+            reason = state.anomaly_detector.describe_spike(
                 totals.loss, totals.gradient_norm, train.spike_deviations
             )
         elif state.loss_scale.value > MIN_SCALE and math.isfinite(totals.loss):
             return ""
         else:
             key = "train.non_finite"
-            wrong = describe_non_finite(
+            reason = describe_non_finite(
                 totals, loss_sum, state.named_optimizer, self.parallel_mesh, self.non_finite_sample_names()
             )
-        if wrong:
-            enforce_policy(step, wrong, policy, key, self._retried_steps)
+        if reason:
+            enforce_policy(step, reason, policy, key, self._retried_steps)
             state.anomaly_detector.record_skip(step)
-        return wrong
+        return reason
 
     def _record_recovery(self) -> None:
         """Record a failure and its cost, once, when the first step after it is finished."""

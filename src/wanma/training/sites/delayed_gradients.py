@@ -122,8 +122,12 @@ class DelayedGradients:
         for name, view in self._wait_for(gradients).items():
             self._parameters[name].grad = wrap_local(view, like=self._parameters[name])
         if self._tied_weights.pairs:
-            own = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
-            self._tied_weights.broadcast_values(own)
+            local_gradients = {
+                name: parameter.grad
+                for name, parameter in self._parameters.items()
+                if parameter.grad is not None
+            }
+            self._tied_weights.broadcast_values(local_gradients)
         return GradientNormalization(gradients.target_count, gradients.effective_loss_multiplier)
 
     # ---------------------------------------------------------------- what is kept

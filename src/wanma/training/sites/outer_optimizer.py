@@ -195,14 +195,14 @@ class OuterOptimizer:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return the pending averages, by name in a checkpoint; wait for them."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for difference in self._pending:
             difference.wait()
             for name, part in self._parts(difference).items():
-                found[f"{PENDING_PREFIX}{difference.step}.{name}"] = replicate_local_over_sites(
+                tensors[f"{PENDING_PREFIX}{difference.step}.{name}"] = replicate_local_over_sites(
                     part, self._parameters[name], self._parallel_mesh
                 )
-        return found
+        return tensors
 
     def allocate_for(self, saved_names: Iterable[str]) -> None:
         """Make room for the pending averages that a state with tensors of these names holds."""
@@ -210,15 +210,15 @@ class OuterOptimizer:
         by_step: dict[int, set[str]] = {}
         for name in saved_names:
             if name.startswith(PENDING_PREFIX):
-                begun, _, of_parameter = name.removeprefix(PENDING_PREFIX).partition(".")
-                by_step.setdefault(int(begun), set()).add(of_parameter)
+                start_step, _, parameter_name = name.removeprefix(PENDING_PREFIX).partition(".")
+                by_step.setdefault(int(start_step), set()).add(parameter_name)
         self._pending = []
-        for step, there in sorted(by_step.items()):
+        for step, pending_names in sorted(by_step.items()):
             names = [
                 name
-                for of_one in self._names_by_fragment
-                for name in of_one
-                if copies.get(name, name) in there
+                for fragment_names in self._names_by_fragment
+                for name in fragment_names
+                if copies.get(name, name) in pending_names
             ]
             self._pending.append(_PendingPseudoGradient(step, names, self._flat_zeros(names), None))
 
@@ -234,10 +234,10 @@ class OuterOptimizer:
 
     def _pop_due(self, step: int, is_last: bool) -> list[_PendingPseudoGradient]:
         """Remove and return the pending averages that are due."""
-        late = self.synchronization.overlap_steps
-        ripe = [one for one in self._pending if is_last or step >= one.step + late]
-        self._pending = [one for one in self._pending if not any(one is other for other in ripe)]
-        return ripe
+        overlap_steps = self.synchronization.overlap_steps
+        due = [pending for pending in self._pending if is_last or step >= pending.step + overlap_steps]
+        self._pending = [pending for pending in self._pending if not any(pending is other for other in due)]
+        return due
 
     @torch.no_grad()
     def _start_all_reduce(self, fragment: int, step: int) -> _PendingPseudoGradient:
@@ -250,8 +250,10 @@ class OuterOptimizer:
             self.targets_by_fragment[fragment],
             [0] * self.synchronization.sites,
         )
-        whole = sum(counts)
-        difference.flat.mul_(counts[self._parallel_mesh.site] / whole if whole else 1 / len(counts))
+        total_count = sum(counts)
+        difference.flat.mul_(
+            counts[self._parallel_mesh.site] / total_count if total_count else 1 / len(counts)
+        )
         difference.all_reduce = SiteAllReduce(
             difference.flat, self._site_group, self.synchronization.compression
         )
@@ -273,9 +275,9 @@ class OuterOptimizer:
         """
         plan = self.synchronization
         pseudo_gradient.wait()
-        own: dict[str, Tensor] = {}
+        local_differences: dict[str, Tensor] = {}
         for name, part in self._parts(pseudo_gradient).items():
-            outer, mine = local_tensor(self.weights[name]), local_tensor(self._parameters[name])
+            outer, local_weight = local_tensor(self.weights[name]), local_tensor(self._parameters[name])
             moved = part.to(outer)
             if averages:
                 outer.sub_(moved)
@@ -286,16 +288,18 @@ class OuterOptimizer:
             else:
                 outer.sub_(moved, alpha=plan.outer_learning_rate)
             if mixing:
-                mine.lerp_(outer.to(mine), 1 - mixing)
+                local_weight.lerp_(outer.to(local_weight), 1 - mixing)
             else:
-                mine.copy_(outer)
+                local_weight.copy_(outer)
             if name not in self._tied_weights.saved_names:
-                own[name] = replicate_local_over_sites(part, self._parameters[name], self._parallel_mesh)
+                local_differences[name] = replicate_local_over_sites(
+                    part, self._parameters[name], self._parallel_mesh
+                )
         if self._tied_weights.pairs:
             self._tied_weights.broadcast_values(self.weights)
             self._tied_weights.broadcast_values(self.momentum)
             self._tied_weights.broadcast_values(self._parameters)
-        return local_squared_norm(own.values(), self._parallel_mesh.plan)
+        return local_squared_norm(local_differences.values(), self._parallel_mesh.plan)
 
     def _norm(self, squares: Sequence[Tensor]) -> float:
         total = torch.stack([square.to(self._parallel_mesh.device) for square in squares]).sum()
@@ -327,10 +331,10 @@ class OuterOptimizer:
         """Return zeros like `parameter`, alike on all sites, on the host where the plan offloads them."""
         local = local_tensor(parameter)
         if self.synchronization.offload == "host":
-            held = torch.zeros_like(local, device="cpu", pin_memory=local.is_cuda)
+            zeros = torch.zeros_like(local, device="cpu", pin_memory=local.is_cuda)
         else:
-            held = torch.zeros_like(local)
-        return replicate_local_over_sites(held, parameter, self._parallel_mesh)
+            zeros = torch.zeros_like(local)
+        return replicate_local_over_sites(zeros, parameter, self._parallel_mesh)
 
     def _zero_targets(self) -> list[list[float]]:
         plan = self.synchronization
@@ -344,7 +348,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self._parameters.items():
-            outer, mine = local_tensor(self.weights[name]), local_tensor(parameter)
-            held = mine.clone()
-            mine.copy_(outer)
-            outer.copy_(held)
+            outer, local_weight = local_tensor(self.weights[name]), local_tensor(parameter)
+            weight_copy = local_weight.clone()
+            local_weight.copy_(outer)
+            outer.copy_(weight_copy)

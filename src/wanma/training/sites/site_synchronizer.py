@@ -41,10 +41,10 @@ class SiteSynchronizer:
         parallel_model: ParallelModel,
         named_optimizer: NamedOptimizer,
     ) -> None:
-        seldom = plan.synchronization
-        assert seldom is not None
+        synchronization = plan.synchronization
+        assert synchronization is not None
         self.synchronization, self._parallel_mesh, self._tied_copies = (
-            seldom,
+            synchronization,
             parallel_mesh,
             parallel_model.tied_weights.saved_names,
         )
@@ -52,13 +52,17 @@ class SiteSynchronizer:
         self._delayed_gradients: DelayedGradients | None = None
         trained = {name: one for name, one in named_optimizer.parameters.items() if one.requires_grad}
         self._frozen = {name: one for name, one in named_optimizer.parameters.items() if name not in trained}
-        if seldom.has_local_weights:
+        if synchronization.has_local_weights:
             self.outer_optimizer = OuterOptimizer(
-                seldom, parallel_mesh, parallel_model.parameter_names, trained, parallel_model.tied_weights
+                synchronization,
+                parallel_mesh,
+                parallel_model.parameter_names,
+                trained,
+                parallel_model.tied_weights,
             )
-        if not seldom.has_local_weights or seldom.synchronous_steps:
+        if not synchronization.has_local_weights or synchronization.synchronous_steps:
             self._delayed_gradients = DelayedGradients(
-                seldom.staleness, parallel_mesh, trained, parallel_model.tied_weights
+                synchronization.staleness, parallel_mesh, trained, parallel_model.tied_weights
             )
         self._site_count_changed = False
         """True if the state being loaded was saved by another number of sites."""
@@ -130,24 +134,26 @@ class SiteSynchronizer:
         if outer is None:
             assert self._delayed_gradients is not None
             shared = {**weights, **optimizer, **average}
-            late = self._without_tied_copies(self._delayed_gradients.checkpoint_tensors())
-            return {name: replicate_over_sites(tensor, grid) for name, tensor in shared.items()} | late
-        found: dict[str, Tensor] = {}
+            delayed = self._without_tied_copies(self._delayed_gradients.checkpoint_tensors())
+            return {name: replicate_over_sites(tensor, grid) for name, tensor in shared.items()} | delayed
+        tensors: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             if (shared_weight := outer.weights.get(name.removeprefix("model."))) is None:
-                found[name] = replicate_over_sites(tensor, grid)
+                tensors[name] = replicate_over_sites(tensor, grid)
                 continue
-            found[name] = shared_weight
+            tensors[name] = shared_weight
             if not self._site_count_changed:
-                found[f"site.{grid.site}.{name}"] = tensor
-        found |= {self._site_prefix + name: place_on_site(tensor, grid) for name, tensor in optimizer.items()}
+                tensors[f"site.{grid.site}.{name}"] = tensor
+        tensors |= {
+            self._site_prefix + name: place_on_site(tensor, grid) for name, tensor in optimizer.items()
+        }
         if self._has_momentum:
-            found |= {
+            tensors |= {
                 f"outer.{name}.momentum": tensor
                 for name, tensor in outer.momentum.items()
                 if name not in self._tied_copies
             }
-        return found | self._without_tied_copies(outer.checkpoint_tensors())
+        return tensors | self._without_tied_copies(outer.checkpoint_tensors())
 
     def optimizer_names(self, saved_names: Collection[str]) -> list[str]:
         """Return the names of this site's optimizer state among the names of a saved state."""

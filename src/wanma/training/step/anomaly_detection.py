@@ -59,8 +59,8 @@ class AnomalyDetector:
             ("gradient norm", gradient_norm, self.gradient_norms),
         ):
             if is_spike(value, before, deviations):
-                usual = f"the last {len(before)} steps' median is {median(before):.4g}"
-                return f"the {name} of {value:.4g} is a spike: {usual}"
+                median_text = f"the last {len(before)} steps' median is {median(before):.4g}"
+                return f"the {name} of {value:.4g} is a spike: {median_text}"
         return ""
 
     def record_update(self, loss: float, gradient_norm: float) -> None:

@@ -118,8 +118,8 @@ def unused_validation_keys_note(job: Job, validation_samples: int, has_user_metr
         validation_samples: number of validation samples.
         has_user_metrics: true if the user has given metrics.
     """
-    every = job.train.validate_every_steps
-    idle = [f"train.validate_every_steps = {every:,}"] if every else []
+    interval = job.train.validate_every_steps
+    idle = [f"train.validate_every_steps = {interval:,}"] if interval else []
     idle += ["metrics"] if has_user_metrics else []
     if validation_samples > 0 or not idle:
         return None

@@ -35,9 +35,9 @@ def explain_float64_errors(batch: Batch, precision: str) -> Iterator[None]:
 
 def float64_tensor_names(batch: Batch) -> list[str]:
     """Return the names of a batch's float64 tensors."""
-    given = {
+    tensors = {
         **{f"input {number}": tensor for number, tensor in enumerate(batch.inputs)},
         **batch.keywords,
         **({"the target": batch.targets} if batch.named_targets is None else batch.named_targets),
     }
-    return [name for name, tensor in given.items() if tensor.dtype == torch.float64]
+    return [name for name, tensor in tensors.items() if tensor.dtype == torch.float64]

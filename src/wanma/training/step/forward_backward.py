@@ -125,16 +125,16 @@ class ForwardBackward:
         if self._parallel_model.pipeline is not None:
             remaining = iter(batches)
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
-            while some := list(islice(remaining, _EVALUATION_MICRO_BATCHES_PER_STAGE * self._plan.pp)):
-                real = iter(self._stacked(some).real.to(self._parallel_mesh.device).chunk(len(some)))
+            while chunk := list(islice(remaining, _EVALUATION_MICRO_BATCHES_PER_STAGE * self._plan.pp)):
+                is_real = iter(self._stacked(chunk).real.to(self._parallel_mesh.device).chunk(len(chunk)))
 
-                def loss(output: Tensor, of_batch: Tensor, real: Iterator[Tensor] = real) -> Tensor:
-                    metrics.add(output, of_batch, next(real))
-                    return self._pipeline_loss.sum(output, of_batch)
+                def loss(output: Tensor, targets: Tensor, is_real: Iterator[Tensor] = is_real) -> Tensor:
+                    metrics.add(output, targets, next(is_real))
+                    return self._pipeline_loss.sum(output, targets)
 
-                some_loss, some_targets = self._run_pipeline(some, 1.0, loss, backward=False)
-                loss_sum += some_loss
-                targets += some_targets
+                chunk_loss, chunk_targets = self._run_pipeline(chunk, 1.0, loss, backward=False)
+                loss_sum += chunk_loss
+                targets += chunk_targets
         else:
             with torch.no_grad():
                 for batch in batches:
@@ -195,10 +195,10 @@ class ForwardBackward:
         except Exception as error:
             if float64_tensor_names(part) or to_job_error(error, self._plan) is not None:
                 raise  # explained further up
-            told = forward_error(error, module, part.inputs, part.keywords, part.samples.tolist())
-            if told is None:
+            user_error = forward_error(error, module, part.inputs, part.keywords, part.samples.tolist())
+            if user_error is None:
                 raise
-            raise told from error
+            raise user_error from error
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Return the sequence positions of the activations that this rank holds; None for all."""
@@ -213,13 +213,13 @@ class ForwardBackward:
         assert pipeline is not None
         stacked = self._stacked(batches)
         positions = self._positions(stacked)
-        whole = shard_sequence(stacked.to(self._parallel_mesh.device), self._parallel_mesh)
+        local_batch = shard_sequence(stacked.to(self._parallel_mesh.device), self._parallel_mesh)
         run = pipeline.forward_backward if backward else pipeline.evaluate
-        scaled = run(whole, positions, len(batches), loss)
+        scaled = run(local_batch, positions, len(batches), loss)
         if backward:
             self._parallel_model.tied_weights.all_reduce_gradients()
         return self._mask_duplicate_losses(
-            scaled.double() / loss_multiplier, (whole.targets != IGNORE_INDEX).sum()
+            scaled.double() / loss_multiplier, (local_batch.targets != IGNORE_INDEX).sum()
         )
 
     def _stacked(self, batches: list[Batch]) -> Batch:

@@ -33,19 +33,19 @@ def update_model_statistics(
     """
     if not parallel_model.statistics_modules:
         return {}
-    here = {
+    local_modules = {
         name: module
         for part in parallel_model.model_parts
         for name, module in find_step_statistics_modules(part).items()
     }
-    taken = {name: module.pop_sums() for name, module in here.items()}
+    local_sums = {name: module.pop_sums() for name, module in local_modules.items()}
     if not applied:
         return {}
     zeros = torch.zeros((), dtype=torch.float64, device=parallel_mesh.device)
     packed = torch.cat(
         [
-            torch.cat([part.flatten().to(zeros) for part in taken[name]])
-            if name in here
+            torch.cat([part.flatten().to(zeros) for part in local_sums[name]])
+            if name in local_modules
             else zeros.expand(module.statistics_numel)
             for name, module in parallel_model.statistics_modules.items()
         ]
@@ -61,9 +61,9 @@ def update_model_statistics(
             strict=True,
         )
     )
-    for name, module in here.items():
-        parts = sums[name].split([part.numel() for part in taken[name]])
-        module.apply_sums(*(total.view_as(part) for total, part in zip(parts, taken[name], strict=True)))
+    for name, module in local_modules.items():
+        parts = sums[name].split([part.numel() for part in local_sums[name]])
+        module.apply_sums(*(total.view_as(part) for total, part in zip(parts, local_sums[name], strict=True)))
     return _expert_metrics(
         [
             sums[name]

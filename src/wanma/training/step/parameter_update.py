@@ -97,14 +97,14 @@ def reduce_step_totals(
     sites = parallel_mesh.plan.sites
     by_site = torch.zeros(2, sites, dtype=torch.float64, device=parallel_mesh.device)
     by_site[:, parallel_mesh.site] = torch.stack([share, target_count.double()])
-    own = [float(is_drain_requested), float(is_suspend_requested), *extra_terms]
-    added = torch.tensor(own, dtype=torch.float64, device=parallel_mesh.device)
+    local_requests = [float(is_drain_requested), float(is_suspend_requested), *extra_terms]
+    added = torch.tensor(local_requests, dtype=torch.float64, device=parallel_mesh.device)
     numbers = torch.cat([by_site.view(-1), loss_sum.detach().double().view(1), added])
     if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(numbers)
-    given = numbers.tolist()
-    squares, counts = given[:sites], given[sites : 2 * sites]
-    total_loss, stops, pauses, *others = given[2 * sites :]
+    totals = numbers.tolist()
+    squares, counts = totals[:sites], totals[sites : 2 * sites]
+    total_loss, drain_requests, suspend_requests, *extra_sums = totals[2 * sites :]
     total_targets = sum(counts)
     if total_targets == 0:
         raise WanmaError(
@@ -112,7 +112,7 @@ def reduce_step_totals(
             "check the targets in the data: all of them are masked",
         )
     corrections = _gradient_multipliers(counts, effective_loss_multiplier, normalization)
-    norms = [math.sqrt(square) * one for square, one in zip(squares, corrections, strict=True)]
+    norms = [math.sqrt(square) * correction for square, correction in zip(squares, corrections, strict=True)]
     if (
         loss_scale is not None
         and loss_scale.enabled
@@ -125,9 +125,9 @@ def reduce_step_totals(
         target_count=total_targets,
         gradient_norm=mean if sites > 1 else norms[0],
         gradient_multiplier=corrections[parallel_mesh.site],
-        is_drain_requested=stops > 0,
-        is_suspend_requested=pauses > 0,
-        extra_sums=tuple(others),
+        is_drain_requested=drain_requests > 0,
+        is_suspend_requested=suspend_requests > 0,
+        extra_sums=tuple(extra_sums),
         site_gradient_norm=norms[parallel_mesh.site],
         site_target_counts=tuple(counts),
         has_gradients=normalization is None or normalization.target_count != 0,
@@ -140,8 +140,10 @@ def _gradient_multipliers(
     """Return each site's factor from its gradients to those of the mean loss, by the sites' target counts."""
     if normalization is None:
         return [1.0 / (count * effective_loss_multiplier) if count else 0.0 for count in counts]
-    of = sum(counts) if normalization.target_count is None else normalization.target_count
-    return [1.0 / (of * normalization.effective_loss_multiplier) if of else 0.0] * len(counts)
+    target_count = sum(counts) if normalization.target_count is None else normalization.target_count
+    return [1.0 / (target_count * normalization.effective_loss_multiplier) if target_count else 0.0] * len(
+        counts
+    )
 
 
 def call_gradient_hooks(
@@ -177,8 +179,8 @@ def _largest(named_optimizer: NamedOptimizer, parallel_mesh: ParallelMesh) -> fl
     """Return the magnitude of the largest element of the gradients of all ranks."""
     largest = torch.zeros((), device=parallel_mesh.device)
     gradients = [local_tensor(gradient) for gradient in named_optimizer.gradients()]
-    if held := [gradient for gradient in gradients if gradient.numel() > 0]:
-        largest = torch.stack(torch._foreach_norm(held, math.inf)).max().to(largest)
+    if non_empty := [gradient for gradient in gradients if gradient.numel() > 0]:
+        largest = torch.stack(torch._foreach_norm(non_empty, math.inf)).max().to(largest)
     if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
@@ -203,8 +205,8 @@ def reduce_delayed_gradient_norm(
     )
     if parallel_mesh.plan.world_size > 1:
         dist.all_reduce(square)
-    of = totals.target_count if normalization.target_count is None else normalization.target_count
-    correction = 1.0 / (of * normalization.effective_loss_multiplier)
+    target_count = totals.target_count if normalization.target_count is None else normalization.target_count
+    correction = 1.0 / (target_count * normalization.effective_loss_multiplier)
     norm = math.sqrt(float(square) / parallel_mesh.plan.sites) * correction
     return replace(
         totals,
@@ -277,21 +279,25 @@ def describe_non_finite(
         non_finite_sample_names: names of this rank's samples that are not finite themselves.
     """
     share = local_squared_norm(named_optimizer.owned_gradients(), parallel_mesh.plan)
-    mine = (not bool(torch.isfinite(loss_sum)), not bool(torch.isfinite(share)), non_finite_sample_names)
-    verdicts = [mine] * parallel_mesh.plan.world_size
+    local_verdict = (
+        not bool(torch.isfinite(loss_sum)),
+        not bool(torch.isfinite(share)),
+        non_finite_sample_names,
+    )
+    verdicts = [local_verdict] * parallel_mesh.plan.world_size
     if parallel_mesh.plan.world_size > 1:
-        dist.all_gather_object(verdicts, mine)
+        dist.all_gather_object(verdicts, local_verdict)
     by_loss = [rank for rank, (loss_broke, _, _) in enumerate(verdicts) if loss_broke]
     by_gradient = [rank for rank, (_, gradient_broke, _) in enumerate(verdicts) if gradient_broke]
     ranks = by_loss or by_gradient
     samples = list(dict.fromkeys(name for _, _, names in verdicts for name in names))
-    more = f" and {len(samples) - _MAX_NAMES_IN_MESSAGE} more" if len(samples) > _MAX_NAMES_IN_MESSAGE else ""
-    because = (
-        f"; {', '.join(samples[:_MAX_NAMES_IN_MESSAGE])}{more}: NaN or infinity in the data"
+    rest = f" and {len(samples) - _MAX_NAMES_IN_MESSAGE} more" if len(samples) > _MAX_NAMES_IN_MESSAGE else ""
+    cause = (
+        f"; {', '.join(samples[:_MAX_NAMES_IN_MESSAGE])}{rest}: NaN or infinity in the data"
         if samples
         else ""
     )
     return (
         f"the loss is {totals.loss} and the gradient norm {totals.gradient_norm}; non-finite on "
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{because}"
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{cause}"
     )
