@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from support.ranks import run_ranks
 from wanma.collectives.balanced_owners import assign_balanced_owners
 from wanma.collectives.compression import bucket_tensors as pieces_module
 from wanma.collectives.compression.bucket_tensors import BucketTensor, ErrorFeedback
-from wanma.collectives.compression.compressor_table import ERROR_FEEDBACK_METHODS, make_compressor
+from wanma.collectives.compression.compression_traits import ERROR_FEEDBACK_METHODS
+from wanma.collectives.compression.compressor_table import make_compressor
 from wanma.collectives.compression.half_precision_codecs import BFloat16Codec, BlockScaledFloat16Codec
 from wanma.collectives.compression.hierarchical import HierarchicalCompressor, NodeGroups, split_among_ranks
 from wanma.collectives.compression.int8_codec import NATIVE_SOURCE, BlockwiseInt8Codec
@@ -32,7 +33,7 @@ STEPS = 4
 SHAPES = ((24, 40), (7,), (6, 130))
 """Shapes of gradients; rows that 3 ranks can share, but for the vector."""
 SHARE, RANK = 0.1, 2
-METHODS: tuple[Compression, ...] = ("none", "bf16", "fp16", "int8", "topk", "powersgd")
+METHODS: tuple[Compression, ...] = get_args(Compression)
 ROUNDING = {"none": 0.0, "bf16": 2**-8, "fp16": 2**-11}
 """Half of the last place, relative; twice, on the way there and back."""
 

@@ -9,17 +9,13 @@ from hypothesis import strategies as st
 
 from wanma.collectives.compression import bucket_tensors as module
 from wanma.collectives.compression.bucket_tensors import (
-    CODEC_BLOCK_ELEMENTS,
     BucketTensor,
     compute_row_elements,
     slice_bucket,
 )
-from wanma.collectives.compression.compressor_table import ERROR_FEEDBACK_METHODS
-from wanma.collectives.compression.overlap import MAX_IN_FLIGHT
+from wanma.collectives.compression.compression_traits import CODEC_BLOCK_ELEMENTS
 from wanma.collectives.compression.power_sgd import choose_approximation_rank, draw_initial_q
 from wanma.collectives.compression.top_k import TopK
-from wanma.planner.cost import gradient_collectives as cost
-from wanma.planner.memory.model_states import COMPRESSION_CHUNK_BYTES
 
 
 @given(st.lists(st.integers(0, 3000), max_size=6), st.integers(1, 4))
@@ -63,9 +59,3 @@ def test_an_iteration_begins_alike_on_every_rank_and_elsewhere_for_every_tensor(
 @pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (50, 1), (100, 1), (101, 2), (1000, 10)])
 def test_at_least_one_element_of_a_tensor_is_sent(length: int, kept: int) -> None:
     assert TopK(0.01).count_selected(length) == kept
-
-
-def test_the_planner_knows_which_methods_keep_errors_and_how_much_goes_at_once() -> None:
-    assert cost.ERROR_FEEDBACK_METHODS == ERROR_FEEDBACK_METHODS
-    assert (cost.CODEC_CHUNK_ELEMENTS, cost.CHUNKS_IN_FLIGHT) == (module.MAX_SLICE_ELEMENTS, MAX_IN_FLIGHT)
-    assert COMPRESSION_CHUNK_BYTES == 4 * module.MAX_SLICE_ELEMENTS * MAX_IN_FLIGHT

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support.ranks import run_ranks
 from wanma.collectives.all_reduce.site_all_reduce import CODECS
 from wanma.collectives.all_reduce.site_all_reduce import SiteAllReduce as SumOf
-from wanma.collectives.compression.bucket_tensors import CODEC_BLOCK_ELEMENTS
+from wanma.collectives.compression.compression_traits import CODEC_BLOCK_ELEMENTS
+from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import OuterCompression
-from wanma.planner.cost.site_synchronization import WIRE_ELEMENT_BYTES
+from wanma.planner.cost.site_synchronization import wire_element_bytes
 
 SIZE = 1000  # no multiple of a block
 
@@ -81,4 +82,4 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
 @pytest.mark.parametrize("compression", ["bf16", "int8"])
 def test_forecasts_know_what_travels(compression: OuterCompression) -> None:
     encoded = CODECS[compression].encode(torch.ones(1, CODEC_BLOCK_ELEMENTS))
-    assert WIRE_ELEMENT_BYTES[compression] * CODEC_BLOCK_ELEMENTS == encoded.numel()
+    assert wire_element_bytes(Plan(), compression) * CODEC_BLOCK_ELEMENTS == encoded.numel()

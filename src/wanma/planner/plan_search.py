@@ -18,7 +18,7 @@ from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
-from wanma.planner.cost.gradient_collectives import SEARCHED_COMPRESSIONS
+from wanma.planner.cost.compression_cost import SEARCHED_COMPRESSIONS
 from wanma.planner.forecast.plan_forecast import time_unavailable_reason
 from wanma.planner.forecast.problem import (
     USABLE_DEVICE_MEMORY_SHARE,

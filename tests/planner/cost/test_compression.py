@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
+from wanma.collectives.compression.compression_traits import MAX_SLICE_ELEMENTS
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
+from wanma.planner.cost.compression_cost import COMPRESSION_COSTS
 from wanma.planner.cost.gradient_collectives import (
-    CODEC_CHUNK_ELEMENTS,
-    CODEC_KERNELS,
-    CODEC_TRAFFIC_BYTES,
-    CPU_INT8_TRAFFIC_BYTES,
     GradientCollectives,
     error_feedback_bytes,
     reduction_sent_bytes,
@@ -39,7 +37,8 @@ def summing(kind: Compression, whole_bytes: float = 4.0, **fields: Any) -> Gradi
 
 
 def moving(kind: Compression, elements: float = ELEMENTS) -> float:
-    return memory_bound_seconds(NODES.chip, elements * CODEC_TRAFFIC_BYTES[kind], CODEC_KERNELS[kind])
+    cost = COMPRESSION_COSTS[kind]
+    return memory_bound_seconds(NODES.chip, elements * cost.traffic_bytes, cost.kernels)
 
 
 @pytest.mark.parametrize(("kind", "share"), [("bf16", 2 / 4), ("fp16", 2 / 4), ("int8", 1 / 4)])
@@ -50,9 +49,9 @@ def test_replicas_of_a_hybrid_take_their_links_for_less_time(kind: Compression, 
 
 
 def test_of_replicas_on_cpus_one_part_is_made_smaller_while_another_travels() -> None:
-    parts, part = 100, float(CODEC_CHUNK_ELEMENTS)
+    cost, parts, part = COMPRESSION_COSTS["int8"], 100, float(MAX_SLICE_ELEMENTS)
     one, nothing = (summing("int8").all_reduce(ONE_EACH, size) - moving("int8", size) for size in (part, 1.0))
-    computing = memory_bound_seconds(NODES.chip, part * CPU_INT8_TRAFFIC_BYTES, CODEC_KERNELS["int8"])
+    computing = memory_bound_seconds(NODES.chip, part * cost.cpu_traffic_bytes, cost.kernels)
     assert computing < moving("int8", part), "on processors its codec is compiled"
     bandwidth, latency = one - nothing, nothing
     travelling = parts * bandwidth + parts / 2 * latency

@@ -8,17 +8,20 @@ that of an all-reduce.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wanma.collectives.compression.bucket_tensors import align_up
-from wanma.collectives.compression.half_precision_codecs import BFloat16Codec
-from wanma.collectives.compression.int8_codec import BlockwiseInt8Codec
+from wanma.collectives.compression.compressor_table import make_codec
 from wanma.collectives.compression.quantized import Codec
 from wanma.job.sections.parallel import OuterCompression
 
-CODECS: dict[OuterCompression, Codec] = {"bf16": BFloat16Codec(), "int8": BlockwiseInt8Codec()}
+CODECS: dict[OuterCompression, Codec] = {
+    name: codec for name in get_args(OuterCompression) if (codec := make_codec(name)) is not None
+}
 """Codec of each compression; a compression without one sends the values as they are."""
 
 

@@ -1,5 +1,6 @@
 """Compressed sums of gradients over a process group, in fewer bytes than the gradients have.
 
+    compression_traits      properties of each method that other rooms rely on
     half_precision_codecs   bf16, and fp16 with a scale that cannot overflow
     int8_codec              int8 with a scale for each block
     top_k                   the largest elements of each tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,17 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.collectives.compression.compression_traits import CODEC_BLOCK_ELEMENTS, MAX_SLICE_ELEMENTS
 from wanma.collectives.compression.overlap import CollectiveSteps, require_work
-
-CODEC_BLOCK_ELEMENTS = 256
-"""Multiple of elements at which tensors start in a buffer, so that no block with a scale spans two."""
-MAX_SLICE_ELEMENTS = 1 << 21
-"""Most elements that are compressed at once.
-
-That takes a few times 8 MB beside the gradients, for each of the sums in flight; with fewer elements the
-network's latency would matter more than its bandwidth.
-"""
-
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather of one tensor; the second name is the older one: torch 2.13 warns of it, 2.11 has no other."""
@@ -95,6 +87,30 @@ class Compressor(Protocol):
         self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
     ) -> Iterator[CollectiveSteps[int]]:
         """Put the sum of this rank's row of each piece into its result."""
+
+
+class SingleSumCompressor(ABC):
+    """Compressor that sums all tensors of a bucket at once, in one sum."""
+
+    def all_reduce(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        yield self._all_reduce(tensors, group)
+
+    def reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> Iterator[CollectiveSteps[int]]:
+        yield self._reduce_scatter(tensors, group)
+
+    @abstractmethod
+    def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
+        """Put the sum over the ranks into each tensor's values; return the bytes sent."""
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
+    ) -> CollectiveSteps[int]:
+        """Put the sum of this rank's row of each tensor into its result; return the bytes sent."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Table of compressors by the names that a job file gives them."""
+"""Table of compressors and codecs by the names that a job file gives them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from wanma.collectives.compression.bucket_tensors import Compressor
 from wanma.collectives.compression.half_precision_codecs import BFloat16Codec, BlockScaledFloat16Codec
 from wanma.collectives.compression.int8_codec import BlockwiseInt8Codec
 from wanma.collectives.compression.power_sgd import PowerSGD
-from wanma.collectives.compression.quantized import QuantizedCompressor
+from wanma.collectives.compression.quantized import Codec, QuantizedCompressor
 from wanma.collectives.compression.top_k import TopK
 from wanma.collectives.compression.uncompressed import IdentityCompressor
 from wanma.job.sections.parallel import Compression
-
-ERROR_FEEDBACK_METHODS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
-"""Compressions with error feedback: values that they leave out are added to the next gradient."""
 
 
 def make_compressor(
@@ -27,12 +24,27 @@ def make_compressor(
         top_k_fraction: fraction of each tensor's elements that 'topk' sends, in (0, 1].
         native_library: `int8_codec.NATIVE_SOURCE`, compiled; None: it is not compiled.
     """
-    methods: dict[Compression, Compressor] = {
+    codec = make_codec(name, native_library)
+    if codec is not None:
+        return QuantizedCompressor(codec)
+    others: dict[Compression, Compressor] = {
         "none": IdentityCompressor(),
-        "bf16": QuantizedCompressor(BFloat16Codec()),
-        "fp16": QuantizedCompressor(BlockScaledFloat16Codec()),
-        "int8": QuantizedCompressor(BlockwiseInt8Codec(native_library)),
         "topk": TopK(top_k_fraction),
         "powersgd": PowerSGD(),
     }
-    return methods[name]
+    return others[name]
+
+
+def make_codec(name: Compression, native_library: Path | None = None) -> Codec | None:
+    """Return the codec of a compression that encodes values; None for one that does not.
+
+    Args:
+        name: compression as the job file names it.
+        native_library: as for `make_compressor`.
+    """
+    codecs: dict[Compression, Codec] = {
+        "bf16": BFloat16Codec(),
+        "fp16": BlockScaledFloat16Codec(),
+        "int8": BlockwiseInt8Codec(native_library),
+    }
+    return codecs.get(name)

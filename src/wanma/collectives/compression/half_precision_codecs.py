@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import CODEC_BLOCK_ELEMENTS
+from wanma.collectives.compression.compression_traits import CODEC_BLOCK_ELEMENTS
 from wanma.collectives.compression.quantized import Codec
 
 _MAX_EXPONENT = 15

@@ -126,17 +126,17 @@ class HierarchicalCompressor:
                 error = part.tensor.residual[0, part.start : part.stop]
                 place += error
                 error.zero_()
-        mine = work.new_empty(row)
-        reduce_scatter(mine, work.view(-1), group=within)
+        owned_values = work.new_empty(row)
+        reduce_scatter(owned_values, work.view(-1), group=within)
         del work, place  # while the compressed values travel
         own = [part for part in slices if part.owner == me]
-        pieces = [_owned_tensor(part, mine) for part in own]
+        pieces = [_owned_tensor(part, owned_values) for part in own]
         sent = yield from self._sum_between_nodes(pieces)
         for part, piece in zip(own, pieces, strict=True):
             if _has_residual(part.tensor):
                 part.tensor.residual[0, part.start : part.stop] = piece.residual[0]
-        sums = mine.new_empty(within.size(), row)
-        all_gather(sums.view(-1), mine, group=within)
+        sums = owned_values.new_empty(within.size(), row)
+        all_gather(sums.view(-1), owned_values, group=within)
         for part in slices:
             part.tensor.values[0, part.start : part.stop] = sums[part.owner, part.buffer_range]
         return sent
@@ -179,9 +179,9 @@ def split_among_ranks(slices: Sequence[BucketSlice], ranks: int) -> list[OwnedSl
     return parts
 
 
-def _owned_tensor(owned_slice: OwnedSlice, mine: Tensor) -> BucketTensor:
+def _owned_tensor(owned_slice: OwnedSlice, owned_values: Tensor) -> BucketTensor:
     """Return a part as a piece for the compressor between nodes; the values include the error feedback."""
-    values = mine[None, owned_slice.buffer_range]
+    values = owned_values[None, owned_slice.buffer_range]
     memory = ErrorFeedback(torch.zeros_like(values)) if _has_residual(owned_slice.tensor) else None
     return BucketTensor(values, None, owned_slice.tensor.matrix_columns, memory)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import CODEC_BLOCK_ELEMENTS
+from wanma.collectives.compression.compression_traits import CODEC_BLOCK_ELEMENTS
 from wanma.collectives.compression.quantized import Codec
 
 NATIVE_SOURCE = Path(__file__).parent / "native" / "blockwise.cpp"

@@ -11,6 +11,8 @@ from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from wanma.collectives.compression.compression_traits import MAX_IN_FLIGHT
+
 T = TypeVar("T")
 
 CollectiveSteps: TypeAlias = Generator[dist.Work | None, None, T]
@@ -18,9 +20,6 @@ CollectiveSteps: TypeAlias = Generator[dist.Work | None, None, T]
 
 It yields None where other ranks wait and this one has nothing to wait for.
 """
-
-MAX_IN_FLIGHT = 2
-"""Number of sums in progress: one that computes, and one in communication."""
 
 
 def run_interleaved(sums: Iterable[CollectiveSteps[T]], max_in_flight: int = MAX_IN_FLIGHT) -> list[T]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import BucketTensor, all_reduce
+from wanma.collectives.compression.bucket_tensors import (
+    BucketTensor,
+    SingleSumCompressor,
+    all_reduce,
+)
 from wanma.collectives.compression.overlap import CollectiveSteps
 from wanma.collectives.compression.uncompressed import FP32_BYTES, compute_all_reduce_bytes
 
@@ -17,7 +21,7 @@ MIN_COMPRESSION_RATIO = 2.0
 """Least ratio of a matrix's size to that of its two thin matrices for it to be compressed."""
 
 
-class PowerSGD:
+class PowerSGD(SingleSumCompressor):
     """Compressor by low rank: one step of subspace iteration on the sum of the ranks' matrices M.
 
     Each step starts from the result of the last (Vogels et al. 2019, algorithm 1 and 2, with warm start):
@@ -34,16 +38,6 @@ class PowerSGD:
     """
 
     collectives_per_sum = 2
-
-    def all_reduce(
-        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
-    ) -> Iterator[CollectiveSteps[int]]:
-        yield self._all_reduce(tensors, group)
-
-    def reduce_scatter(
-        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
-    ) -> Iterator[CollectiveSteps[int]]:
-        yield self._reduce_scatter(tensors, group)
 
     def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
         bases, sent = yield from self._bases(tensors, group)

@@ -110,7 +110,7 @@ class QuantizedCompressor:
         With a codec that keeps errors the other ranks' rows become their encoding errors.
         """
         me = group.rank()
-        mine = rows[me].clone()
+        own_row = rows[me].clone()
         encoded = (
             self.codec.encode_with_residual(rows)
             if self.codec.uses_error_feedback
@@ -118,7 +118,7 @@ class QuantizedCompressor:
         )
         received = yield from all_to_all_rows(encoded, group)
         parts = self.codec.decode(received)
-        parts[me] = mine
+        parts[me] = own_row
         return parts.sum(0), (group.size() - 1) * encoded.shape[1]
 
     def _fill(self, rows: Tensor, slices: Sequence[BucketSlice]) -> None:

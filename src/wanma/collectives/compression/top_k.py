@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.bucket_tensors import BucketTensor, all_gather_rows, all_to_all_rows
+from wanma.collectives.compression.bucket_tensors import (
+    BucketTensor,
+    SingleSumCompressor,
+    all_gather_rows,
+    all_to_all_rows,
+)
 from wanma.collectives.compression.overlap import CollectiveSteps
 
 VALUE_AND_INDEX_BYTES = 8
 """Bytes of a sent element: a value in fp32, and its index in 32 bits."""
 
 
-class TopK:
+class TopK(SingleSumCompressor):
     """Compressor that sends the `fraction` of each tensor's elements with the largest absolute values.
 
     The other elements stay in the error feedback, where they grow until they are sent (Stich et al. 2018,
@@ -36,16 +41,6 @@ class TopK:
     def count_selected(self, length: int) -> int:
         """Return the number of elements sent of `length`: at least one."""
         return min(max(math.ceil(self.fraction * length), 1), length)
-
-    def all_reduce(
-        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
-    ) -> Iterator[CollectiveSteps[int]]:
-        yield self._all_reduce(tensors, group)
-
-    def reduce_scatter(
-        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
-    ) -> Iterator[CollectiveSteps[int]]:
-        yield self._reduce_scatter(tensors, group)
 
     def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
         message, offsets = self._select_largest(tensors)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.compression.bucket_tensors import BucketTensor, all_reduce, all_to_all_rows
+from wanma.collectives.compression.bucket_tensors import (
+    BucketTensor,
+    SingleSumCompressor,
+    all_reduce,
+    all_to_all_rows,
+)
 from wanma.collectives.compression.overlap import CollectiveSteps
 
 FP32_BYTES = 4
 
 
-class IdentityCompressor:
+class IdentityCompressor(SingleSumCompressor):
     """Compressor that loses nothing: gradients are summed in fp32."""
 
     collectives_per_sum = 1
-
-    def all_reduce(
-        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
-    ) -> Iterator[CollectiveSteps[int]]:
-        yield self._all_reduce(tensors, group)
-
-    def reduce_scatter(
-        self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup
-    ) -> Iterator[CollectiveSteps[int]]:
-        yield self._reduce_scatter(tensors, group)
 
     def _all_reduce(self, tensors: Sequence[BucketTensor], group: dist.ProcessGroup) -> CollectiveSteps[int]:
         sizes = [piece.length for piece in tensors]

@@ -24,7 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from wanma.collectives.compression import int8_codec
 from wanma.collectives.compression.bucket_tensors import BucketTensor, Compressor, ErrorFeedback
-from wanma.collectives.compression.compressor_table import ERROR_FEEDBACK_METHODS, make_compressor
+from wanma.collectives.compression.compression_traits import COMPRESSION_TRAITS, ERROR_FEEDBACK_METHODS
+from wanma.collectives.compression.compressor_table import make_compressor
 from wanma.collectives.compression.hierarchical import HierarchicalCompressor, NodeGroups
 from wanma.collectives.compression.overlap import CollectiveSteps, run_interleaved
 from wanma.collectives.compression.power_sgd import choose_approximation_rank, draw_initial_q
@@ -215,14 +216,14 @@ class GradientCompression:
                     yield from method.all_reduce(pieces, group)
                 else:
                     by_nodes = HierarchicalCompressor(
-                        method, self._node_groups, splits_tensors=kind != "powersgd"
+                        method, self._node_groups, splits_tensors=not COMPRESSION_TRAITS[kind].is_low_rank
                     )
                     self._uncompressed_bytes += by_nodes.compute_uncompressed_bytes(pieces)
                     yield from by_nodes.all_reduce(pieces)
 
     def _compression_of(self, layout: GradientLayout) -> Compression:
         kind = self._plan.compression_for_parameter(layout.name)
-        if kind == "powersgd" and not self._approximation_rank(layout):
+        if COMPRESSION_TRAITS[kind].is_low_rank and not self._approximation_rank(layout):
             return "none"
         return kind
 
@@ -243,7 +244,7 @@ class GradientCompression:
         if memory is None:
             error = torch.zeros(layout.shard_count, layout.elements_per_shard, device=device)
             memory = self._error_feedbacks[layout.name] = ErrorFeedback(error)
-            if self._compression_of(layout) == "powersgd":
+            if COMPRESSION_TRAITS[self._compression_of(layout)].is_low_rank:
                 memory.power_sgd_q = torch.empty(
                     layout.matrix_columns, self._approximation_rank(layout), device=device
                 )
@@ -260,10 +261,12 @@ class GradientCompression:
 
 def build_compression(parallel_mesh: ParallelMesh, seed: int) -> GradientCompression | None:
     """Create the compression that the plan asks for; None without compression. Every rank calls it."""
-    if not parallel_mesh.plan.compression_methods:
+    methods = parallel_mesh.plan.compression_methods
+    if not methods:
         return None
-    rounds = "int8" in parallel_mesh.plan.compression_methods and parallel_mesh.device.type == "cpu"
-    native = build_and_check_library(int8_codec.NATIVE_SOURCE) if rounds else None
+    has_native_codec = any(COMPRESSION_TRAITS[method].has_native_codec for method in methods)
+    needs_library = has_native_codec and parallel_mesh.device.type == "cpu"
+    native = build_and_check_library(int8_codec.NATIVE_SOURCE) if needs_library else None
     return GradientCompression(
         parallel_mesh.plan, seed, parallel_mesh.device, build_node_groups(parallel_mesh), native
     )

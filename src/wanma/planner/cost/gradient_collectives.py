@@ -7,12 +7,17 @@ of the plan matches. Pure functions, without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
+from wanma.collectives.compression.compression_traits import (
+    COMPRESSION_TRAITS,
+    ERROR_FEEDBACK_METHODS,
+    MAX_IN_FLIGHT,
+    MAX_SLICE_ELEMENTS,
+)
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Compression
+from wanma.planner.cost.compression_cost import COMPRESSION_COSTS
 from wanma.planner.hardware_model.collective_time import (
     Algorithm,
     RankGroup,
@@ -25,46 +30,9 @@ from wanma.planner.hardware_model.collective_time import (
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import memory_bound_seconds
 
-ENCODED_ELEMENT_BYTES: Mapping[Compression, float] = MappingProxyType(
-    {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256}
-)
-"""Bytes per gradient element in each of two phases, with a scale for each block of 256."""
-
-TOPK_ELEMENT_BYTES = 8.0
-"""Bytes per element that top-k sends: its value and its index."""
-
-POWERSGD_MATRIX_SIDE = 1024.0
-"""Assumed side, in elements, of the matrices that PowerSGD factorises; larger ones compress better."""
-
-CODEC_TRAFFIC_BYTES: Mapping[Compression, float] = MappingProxyType(
-    {"bf16": 42.0, "fp16": 86.0, "int8": 122.0, "topk": 60.0, "powersgd": 32.0}
-)
-"""Bytes per element that a method reads and writes, if each of its operations passes once through memory."""
-
-CPU_INT8_TRAFFIC_BYTES = 66.0
-"""The same for int8 where its codec is compiled for the CPU: each way one pass over the encoded values, the
-result and the error; beside it copies of gradients and error feedback into a buffer, and of the sums out of
-it."""
-
-CODEC_KERNELS: Mapping[Compression, int] = MappingProxyType(
-    {"bf16": 8, "fp16": 20, "int8": 24, "topk": 12, "powersgd": 12}
-)
-"""Approximate number of kernels for each bucket."""
-
-CODEC_CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT = 1 << 21, 2
-"""Elements of one message of a codec, and number of messages in flight; a test compares both with
-`collectives.compression`."""
-
 HIERARCHICAL_TRAFFIC_BYTES, HIERARCHICAL_KERNELS = 36.0, 8
 """Bytes per element and kernels of a hierarchical all-reduce, beside the method: copies of gradients and
 error feedback into a buffer, and of the sums out of another."""
-
-ERROR_FEEDBACK_METHODS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
-"""Methods with error feedback; a test compares them with `collectives.compression`."""
-
-SEARCHED_COMPRESSIONS: tuple[Compression, ...] = ("bf16", "int8")
-"""Methods that `auto` tries where a job allows compression. The others change training more, or save less
-time."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +61,9 @@ class GradientCollectives:
             return all_reduce_seconds(machine, group, elements * self.uncompressed_element_bytes, algorithm)
         inside = group.members_within(machine.links[0], machine.device_count)
         by_machines = algorithm == "hierarchical" and 1 < inside < group.size
-        is_cut = kind in ENCODED_ELEMENT_BYTES or (by_machines and kind == "topk")
-        parts = self._message_count(elements, is_chunked=is_cut)
+        splits_by_node = by_machines and not COMPRESSION_TRAITS[kind].is_low_rank
+        is_chunked = COMPRESSION_COSTS[kind].exchange == "all_to_all_and_all_gather" or splits_by_node
+        parts = self._message_count(elements, is_chunked=is_chunked)
         if not by_machines:
             return self._overlapped_seconds(kind, group, elements, parts)
         within, whole = RankGroup(inside, group.stride), elements * self.uncompressed_element_bytes
@@ -110,14 +79,16 @@ class GradientCollectives:
 
     def _transfer_seconds(self, kind: Compression, group: RankGroup, elements: float) -> float:
         """Return the seconds of the messages of a compressed all-reduce."""
-        if kind == "topk":
-            sent = elements * self.plan.compression_share * TOPK_ELEMENT_BYTES
-            return all_gather_seconds(self.hardware, group, group.size * sent)
-        if kind == "powersgd":
-            return all_reduce_seconds(self.hardware, group, elements * self._low_rank_bytes())
-        sent = elements * ENCODED_ELEMENT_BYTES[kind]
-        exchanged = all_to_all_seconds(self.hardware, group, sent)
-        return exchanged + all_gather_seconds(self.hardware, group, sent)
+        cost = COMPRESSION_COSTS[kind]
+        sent = elements * cost.message_element_bytes(self.plan)
+        match cost.exchange:
+            case "all_gather":
+                return all_gather_seconds(self.hardware, group, group.size * sent)
+            case "all_reduce":
+                return all_reduce_seconds(self.hardware, group, sent)
+            case "all_to_all_and_all_gather":
+                exchanged = all_to_all_seconds(self.hardware, group, sent)
+                return exchanged + all_gather_seconds(self.hardware, group, sent)
 
     def _message_count(self, elements: float, *, is_chunked: bool) -> int:
         """Return the number of messages in which a rank reduces all its gradients.
@@ -132,7 +103,7 @@ class GradientCollectives:
             if self.plan.computes_on_master_weights
             else elements
         )
-        return max(math.ceil(elements / (min(CODEC_CHUNK_ELEMENTS, together) if is_chunked else together)), 1)
+        return max(math.ceil(elements / (min(MAX_SLICE_ELEMENTS, together) if is_chunked else together)), 1)
 
     def _overlapped_seconds(
         self,
@@ -155,7 +126,7 @@ class GradientCollectives:
         computing = messages * self._codec_seconds(kind, elements / messages) + compute_seconds
         if not leaves_innermost_level(self.hardware, group):
             return messages * first + rest + computing
-        travelling = max(messages / CHUNKS_IN_FLIGHT, 1.0) * first + rest
+        travelling = max(messages / MAX_IN_FLIGHT, 1.0) * first + rest
         return max(travelling, computing) + min(travelling, computing) / messages
 
     def reduce_scatter(self, group: RankGroup, elements: float, *, compressed: bool) -> float:
@@ -169,31 +140,29 @@ class GradientCollectives:
             return 0.0
         if kind == "none":
             return reduce_scatter_seconds(machine, group, elements * self.uncompressed_element_bytes)
-        if kind == "powersgd":
-            return all_reduce_seconds(
-                machine, group, elements * self._low_rank_bytes()
-            ) + self._codec_seconds(kind, elements)
-        each = (
-            self.plan.compression_share * TOPK_ELEMENT_BYTES
-            if kind == "topk"
-            else ENCODED_ELEMENT_BYTES[kind]
-        )
-        return all_to_all_seconds(machine, group, elements * each) + self._codec_seconds(kind, elements)
+        cost = COMPRESSION_COSTS[kind]
+        sent = elements * cost.message_element_bytes(self.plan)
+        exchange_seconds = all_reduce_seconds if cost.exchange == "all_reduce" else all_to_all_seconds
+        return exchange_seconds(machine, group, sent) + self._codec_seconds(kind, elements)
 
     def _kind(self) -> Compression:
         """Return the plan's method, or "none" where it would not make elements smaller."""
         kind = self.plan.compression
-        return "none" if ENCODED_ELEMENT_BYTES.get(kind, 0.0) >= self.uncompressed_element_bytes else kind
-
-    def _low_rank_bytes(self) -> float:
-        """Return the bytes per element of PowerSGD's two thin factors in fp32."""
-        return 4.0 * self.plan.compression_rank * 2 / POWERSGD_MATRIX_SIDE
+        if kind == "none":
+            return kind
+        cost = COMPRESSION_COSTS[kind]
+        is_encoded = cost.exchange == "all_to_all_and_all_gather"
+        if is_encoded and cost.message_element_bytes(self.plan) >= self.uncompressed_element_bytes:
+            return "none"
+        return kind
 
     def _codec_seconds(self, kind: Compression, elements: float) -> float:
         """Return the seconds that the method computes on the device for so many elements."""
-        is_compiled = kind == "int8" and self.plan.device == "cpu"
-        moved = CPU_INT8_TRAFFIC_BYTES if is_compiled else CODEC_TRAFFIC_BYTES[kind]
-        return memory_bound_seconds(self.hardware.chip, elements * moved, CODEC_KERNELS[kind])
+        cost = COMPRESSION_COSTS[kind]
+        moved = cost.traffic_bytes
+        if self.plan.device == "cpu" and cost.cpu_traffic_bytes is not None:
+            moved = cost.cpu_traffic_bytes
+        return memory_bound_seconds(self.hardware.chip, elements * moved, cost.kernels)
 
 
 def error_feedback_bytes(plan: Plan, unsharded_elements: float, sharded_elements: float) -> float:
@@ -224,13 +193,14 @@ def reduction_sent_bytes(plan: Plan, unsharded_elements: float) -> tuple[float, 
     )
     of_each = (ranks - 1) / ranks * elements  # once; an all-reduce sends it twice
     plain = (1 if scatters else 2) * 4.0 * of_each
-    match plan.compression:
-        case "none":
-            return plain, plain
-        case "topk":
-            chosen = TOPK_ELEMENT_BYTES * plan.compression_share * of_each
-            return (chosen if scatters else ranks * chosen), plain
-        case "powersgd":
-            return 2 * 4.0 * of_each * 2 * plan.compression_rank / POWERSGD_MATRIX_SIDE, plain
-        case kind:
-            return plain * ENCODED_ELEMENT_BYTES[kind] / 4.0, plain
+    if plan.compression == "none":
+        return plain, plain
+    cost = COMPRESSION_COSTS[plan.compression]
+    message_bytes = cost.message_element_bytes(plan) * of_each
+    match cost.exchange:
+        case "all_gather":
+            return (message_bytes if scatters else ranks * message_bytes), plain
+        case "all_reduce":
+            return 2 * message_bytes, plain
+        case "all_to_all_and_all_gather":
+            return (1 if scatters else 2) * message_bytes, plain

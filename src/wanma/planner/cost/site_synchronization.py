@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import OuterCompression
+from wanma.planner.cost.compression_cost import COMPRESSION_COSTS
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.hardware_model.collective_time import RankGroup, all_gather_seconds, all_reduce_seconds
 from wanma.planner.hardware_model.model import HardwareModel
 from wanma.planner.hardware_model.operator_time import memory_bound_seconds
-
-WIRE_ELEMENT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
-"""Bytes per element of a pseudo-gradient as it is sent, by compression method."""
 
 _STATUS_BYTES = 128.0
 """Bytes of the status that ranks exchange after every step: losses, norms, requests to stop."""
@@ -54,26 +53,31 @@ def site_exchange(
     Args:
         parameters: parameters of the rank with most of them, before `tp` and sharding.
     """
-    seldom = plan.synchronization
-    if seldom is None:
+    synchronization = plan.synchronization
+    if synchronization is None:
         return None
     sites = RankGroup(plan.sites, plan.ranks_per_site)
-    mine = _exchanged_parameters(plan, framework, parameters, trainable_share)
+    exchanged = _exchanged_parameters(plan, framework, parameters, trainable_share)
     sent = site_sent_bytes(plan, framework, parameters, trainable_share)
-    told = all_reduce_seconds(hardware, sites, _STATUS_BYTES)
-    if not seldom.has_local_weights:
-        beside = min(seldom.staleness, 1)  # more may be in flight, but each step sends as much again
-        return SiteExchange(sent, all_reduce_seconds(hardware, sites, sent), 1.0, beside, 0.0, told)
-    if seldom.compression == "none":
+    status_seconds = all_reduce_seconds(hardware, sites, _STATUS_BYTES)
+    if not synchronization.has_local_weights:
+        beside = min(synchronization.staleness, 1)  # more may be in flight, but each step sends as much again
+        return SiteExchange(sent, all_reduce_seconds(hardware, sites, sent), 1.0, beside, 0.0, status_seconds)
+    if synchronization.compression == "none":
         seconds = all_reduce_seconds(hardware, sites, sent)
     else:
         seconds = all_gather_seconds(hardware, sites, sent * plan.sites)
     # Pseudo-gradient written, read and rounded; outer weights, momentum and the site's weights read and
     # written.
-    moved = mine * 4.0 * (3 + 2 + (2 if seldom.momentum else 0) + 2)
-    update = memory_bound_seconds(hardware.chip, moved) / seldom.every
+    moved = exchanged * 4.0 * (3 + 2 + (2 if synchronization.momentum else 0) + 2)
+    update = memory_bound_seconds(hardware.chip, moved) / synchronization.every
     return SiteExchange(
-        sent, seconds, seldom.fragments / seldom.every, seldom.overlap_steps, update if mine else 0.0, told
+        sent,
+        seconds,
+        synchronization.fragments / synchronization.every,
+        synchronization.overlap_steps,
+        update if exchanged else 0.0,
+        status_seconds,
     )
 
 
@@ -81,13 +85,18 @@ def site_sent_bytes(
     plan: Plan, framework: FrameworkTraits, parameters: float, trainable_share: float
 ) -> float:
     """Return the bytes that one rank sends in one exchange between sites; arguments as in `site_exchange`."""
-    seldom = plan.synchronization
-    if seldom is None:
+    synchronization = plan.synchronization
+    if synchronization is None:
         return 0.0
-    mine = _exchanged_parameters(plan, framework, parameters, trainable_share)
-    if not seldom.has_local_weights:
-        return mine * framework.gradient_bytes
-    return mine / seldom.fragments * WIRE_ELEMENT_BYTES[seldom.compression]
+    exchanged = _exchanged_parameters(plan, framework, parameters, trainable_share)
+    if not synchronization.has_local_weights:
+        return exchanged * framework.gradient_bytes
+    return exchanged / synchronization.fragments * wire_element_bytes(plan, synchronization.compression)
+
+
+def wire_element_bytes(plan: Plan, compression: OuterCompression) -> float:
+    """Return the bytes per element of a pseudo-gradient as it is sent."""
+    return 4.0 if compression == "none" else COMPRESSION_COSTS[compression].message_element_bytes(plan)
 
 
 def _exchanged_parameters(

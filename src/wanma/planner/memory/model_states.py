@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from wanma.collectives.compression.compression_traits import MAX_IN_FLIGHT, MAX_SLICE_ELEMENTS
 from wanma.job.forecast.forecast import Workload
 from wanma.job.plan.plan import OPTIMIZER_CHUNK_PARAMETERS, Plan
 from wanma.job.sections.train import TrainSection
@@ -118,8 +119,8 @@ def _frozen_bytes(plan: Plan, compute: float, master: float) -> float:
     return master if plan.fp8 and plan.shard == "parameters" and plan.tp == 1 else compute
 
 
-COMPRESSION_CHUNK_BYTES = 1 << 24
-"""Bytes of gradients that are compressed in one go; a test compares it with `collectives.compression`."""
+_COMPRESSION_CHUNK_BYTES = 4 * MAX_SLICE_ELEMENTS * MAX_IN_FLIGHT
+"""Bytes of gradients that are compressed in one go."""
 _COMPRESSION_COPIES = 3
 """Approximate number of copies of those gradients that compression and decompression take beside them."""
 
@@ -371,7 +372,7 @@ def _sharded_model_states(  # noqa: C901, PLR0915  # one balance of many terms t
                 final += together
 
     if plan.compression_methods and plan.data_parallel_size * plan.cp > 1:
-        final += _COMPRESSION_COPIES * min(rank_parameters.total * master, COMPRESSION_CHUNK_BYTES)
+        final += _COMPRESSION_COPIES * min(rank_parameters.total * master, _COMPRESSION_CHUNK_BYTES)
 
     averaged = trainable_share if casts_frozen_weights else 1.0
     average = sharded_elements * master * averaged * int(weight_average)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from wanma.collectives.compression.compression_traits import COMPRESSION_TRAITS
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import bytes_text
-from wanma.planner.cost.gradient_collectives import (
-    SEARCHED_COMPRESSIONS,
-    error_feedback_bytes,
-    reduction_sent_bytes,
-)
+from wanma.planner.cost.compression_cost import SEARCHED_COMPRESSIONS
+from wanma.planner.cost.gradient_collectives import error_feedback_bytes, reduction_sent_bytes
 
 
 def requests_compression(job: Job) -> bool:
@@ -56,11 +54,19 @@ def unsupported_compression_error(plan: Plan, cluster: Cluster) -> JobError | No
             "unset parallel.compression, or set train.precision = 'fp32'",
         )
     unlike = "parallel.batch_shares" if plan.batch_shares else f"{len(cluster.nodes)} kinds of nodes"
-    if "powersgd" in methods and (plan.batch_shares or len(cluster.nodes) > 1):
+    diverging = sorted(
+        method for method in methods if not COMPRESSION_TRAITS[method].sums_equal_across_devices
+    )
+    if diverging and (plan.batch_shares or len(cluster.nodes) > 1):
+        others = " or ".join(
+            f"'{method}'"
+            for method, traits in COMPRESSION_TRAITS.items()
+            if traits.has_error_feedback and traits.sums_equal_across_devices
+        )
         return JobError(
-            f"parallel.compression = 'powersgd' on different devices ({unlike}): each rank computes the "
-            "sum itself and rounds it differently, so the replicas diverge",
-            "use 'int8' or 'topk': their sums have the same bits on all devices",
+            f"parallel.compression = '{diverging[0]}' on different devices ({unlike}): each rank computes "
+            "the sum itself and rounds it differently, so the replicas diverge",
+            f"use {others}: their sums have the same bits on all devices",
         )
     return None
 
@@ -71,8 +77,11 @@ def unused_compression_key_error(job: Job) -> JobError | None:
     methods = {parallel.compression, *(group.compression for group in parallel.compression_groups)}
     if parallel.auto and "compression" in parallel.allow:
         methods |= set(SEARCHED_COMPRESSIONS)
-    for key, method in {"share": "topk", "rank": "powersgd", "from_step": None}.items():
-        name = f"compression_{key}"
+    method_by_key: dict[str, str | None] = {
+        traits.job_key: method for method, traits in COMPRESSION_TRAITS.items() if traits.job_key
+    }
+    method_by_key["compression_from_step"] = None  # every method reads it
+    for name, method in method_by_key.items():
         value, default = getattr(parallel, name), type(parallel).model_fields[name].default
         is_used = method in methods if method is not None else bool(methods - {"none"})
         if value != default and not is_used:
@@ -92,16 +101,17 @@ def compression_text(plan: Plan) -> str:
     """
     if not plan.compression_methods:
         return ""
-    words = {
-        "none": "uncompressed",
-        "topk": f"by top-k ({100 * plan.compression_share:g}%)",
-        "powersgd": f"by PowerSGD (rank {plan.compression_rank})",
+    phrases = {
+        method: traits.phrase.format(percent=100 * plan.compression_share, rank=plan.compression_rank)
+        for method, traits in COMPRESSION_TRAITS.items()
     }
-    told = [words.get(plan.compression, f"in {plan.compression}")]
-    told += [f"{match} {words.get(kind, f'in {kind}')}" for match, kind in plan.compression_groups]
+    parts = [
+        phrases[plan.compression],
+        *(f"{match} {phrases[kind]}" for match, kind in plan.compression_groups),
+    ]
     if plan.compression_from_step:
-        told.append(f"from step {plan.compression_from_step} on")
-    return ", ".join(told)
+        parts.append(f"from step {plan.compression_from_step} on")
+    return ", ".join(parts)
 
 
 def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
