@@ -147,7 +147,7 @@ class Steps(NullSupervisorClient):
 
 
 def _run(worker: WorkerContext, case: Case) -> Outcome:
-    from wanma.collectives.shared_memory.errors import SharedMemoryError
+    from wanma.elastic.failure import is_secondary_error
 
     control: Any = worker.supervisor_client
     try:
@@ -162,14 +162,12 @@ def _run(worker: WorkerContext, case: Case) -> Outcome:
         if case.entry == "train":
             _hand_back(own.make(), trained)
         return Outcome("trained", trained=trained)
-    except SharedMemoryError:
-        return Outcome("error", "peer: " + traceback.format_exc())
-    except WanmaError as error:
-        return Outcome("refused" if control.done == 0 else "late", str(error))
-    except BaseException:
-        text = traceback.format_exc()
-        lost = "Connection closed by peer" in text or "Connection reset" in text
-        return Outcome("error", ("peer: " if lost else "") + text)
+    except BaseException as error:
+        if is_secondary_error(error):  # as the supervisor judges it: whatever another rank says explains more
+            return Outcome("error", "peer: " + traceback.format_exc())
+        if isinstance(error, WanmaError):
+            return Outcome("refused" if control.done == 0 else "late", str(error))
+        return Outcome("error", traceback.format_exc())
 
 
 def _train(worker: WorkerContext, case: Case, own: Any) -> None:
