@@ -26,7 +26,7 @@ import psutil
 from benchmarks.pace import product_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "docs" / "results"
 PACKAGES = ("wanma", "torch", "accelerate", "lightning", "deepspeed", "numpy")
 
 

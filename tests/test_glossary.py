@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GLOSSARY = ROOT / "docs" / "glossary.md"
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 ROWS = re.findall(
     r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \| `(wanma\.[\w.]+)` \|$", GLOSSARY.read_text(), re.MULTILINE
 )

@@ -19,7 +19,7 @@ SEARCHED = re.compile(r"(plans searched in ).*")
 def shown() -> list[tuple[str, str]]:
     """(command, output) of each block without a language, whose command is the last one before it."""
     found = []
-    for page in ("planner.md", "auto.md"):
+    for page in ("guides/plan.md", "guides/automatic-plan.md"):
         command = ""
         for match in BLOCK.finditer((DOCS / page).read_text()):
             command = match[1] or command
@@ -42,7 +42,7 @@ def test_a_command_prints_what_the_document_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A document may leave lines out; an ellipsis stands for what it leaves out of one."""
-    job = (DOCS / "planner.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    job = (DOCS / "guides" / "plan.md").read_text().partition("```toml\n")[2].partition("```")[0]
     (tmp_path / "llama.toml").write_text(job)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

@@ -3,7 +3,7 @@
     python -m benchmarks.planner.memory_runs --runs 3     # three that are not measured yet; again to carry on
     python -m benchmarks.planner.memory_runs              # only the report
 
-State is in benchmarks/results/planner-memory-runs.json, the report a section of planner-memory.md.
+State is in docs/results/planner-memory-runs.json, the report a section of planner-memory.md.
 """
 
 from __future__ import annotations

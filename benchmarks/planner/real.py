@@ -8,7 +8,7 @@
 A run's steps count only where other programs left the machine alone. The machine may be the guest of another
 whose other guests slow it down, which no counter shows: so all cases run in turn, in rounds, each round in an
 order of its own, and slow stretches fall on all of them alike. Runs of two other models correct the
-calibration, as `wanma plan --learn` does. State and report are in benchmarks/results/planner-real.*.
+calibration, as `wanma plan --learn` does. State and report are in docs/results/planner-real.*.
 """
 
 from __future__ import annotations

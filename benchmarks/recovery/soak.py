@@ -1,6 +1,6 @@
 """Soak test: a run under repeated faults ends with the weights of an undisturbed one.
 
-    python benchmarks/recovery/soak.py --minutes 30 --write       # into docs/reliability.md
+    python benchmarks/recovery/soak.py --minutes 30 --write       # into docs/concepts/recovery.md
     python benchmarks/recovery/soak.py --minutes 1 --every 8 --seed 7
 
 First the complete job runs undisturbed and without its pauses, then the same job at the pace that makes it

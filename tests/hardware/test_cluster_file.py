@@ -292,7 +292,7 @@ def test_a_written_cluster_reads_back_equal(cluster: Cluster) -> None:
     assert loaded(export_cluster(cluster)) == cluster
 
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "describe-a-cluster.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_lists_every_key_as_it_is_accepted() -> None:

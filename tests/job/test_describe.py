@@ -55,5 +55,5 @@ def test_the_starter_file_shows_every_key_at_its_default() -> None:
 
 
 def test_the_guide_is_what_the_command_prints() -> None:
-    page = REPOSITORY / "docs" / "job-file.md"
-    assert page.read_text() == reference_markdown(), "run: wanma job --markdown > docs/job-file.md"
+    page = REPOSITORY / "docs" / "reference" / "job-file.md"
+    assert page.read_text() == reference_markdown(), "run: wanma job --markdown > docs/reference/job-file.md"

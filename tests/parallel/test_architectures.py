@@ -19,7 +19,7 @@ from support.architectures import (
     tiny_config,
 )
 
-PAGE = Path(support.architectures.__file__).parents[2] / "docs" / "architectures.md"
+PAGE = Path(support.architectures.__file__).parents[2] / "docs" / "reference" / "architectures.md"
 SAMPLED = {
     # Multipliers around the blocks, in stages with and without blocks.
     "granite": ("pp 2, blocks last", "pp 2, blocks first"),

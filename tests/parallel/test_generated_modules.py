@@ -19,7 +19,7 @@ from support.generated.judge import Judge, judging
 from support.generated.shrink import shrink
 from support.generated.survey import ROWS, Survey, account, documented, survey, words
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-modules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "module-features.md"
 SEED = 1
 """Seed of the combinations of every day."""
 

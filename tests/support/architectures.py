@@ -2,7 +2,7 @@
 
     python -m support.architectures                # all of them, on all layouts
     python -m support.architectures llama granite  # some; a line of JSON for each
-    python -m support.architectures --table lines  # of such lines: the table of docs/architectures.md
+    python -m support.architectures --table lines  # of such lines: docs/reference/architectures.md
 
 Each gets a tiny config in which nothing is neutral: multipliers, caps, scalings and dropout of every kind,
 windows shorter than a sequence. What wanma refuses is mended as its error says, and tried again. What it
@@ -367,7 +367,7 @@ def sweep(kinds: Iterable[str], layouts: Mapping[str, Plan]) -> Iterator[Verdict
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
-    """Table of each architecture's result in Markdown: docs/architectures.md holds it."""
+    """Table of each architecture's result in Markdown: docs/reference/architectures.md holds it."""
     names = [*LAYOUTS, *EDGES]
     lines = ["| architecture | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
     refusals: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The table of faults in docs/reliability.md: a row per fault that a test has met.
+"""The table of faults in docs/concepts/recovery.md: a row per fault that a test has met.
 
 A test notes its row (fixture `note` of tests/faults) after all that it asserts. `python
 benchmarks/recovery/matrix.py` runs the tests and collects the rows; it reads nothing but these.

@@ -29,7 +29,7 @@ STEP_KEYS = (
     "memory_bytes",
     "mfu",
 )
-"""Required keys of a step record, defined in docs/run-directory.md."""
+"""Required keys of a step record, defined in docs/reference/run-directory.md."""
 
 
 class Sink(Protocol):

@@ -353,7 +353,7 @@ def _default_layout(job: Job, cluster: Cluster, device: str) -> ParallelSection:
 
     All GPUs become one sharded replica; on CPUs one process per node uses all cores. One process was the
     faster on the CPUs measured, for the same cores: two ranks pay for communication what threads share for
-    nothing (docs/performance.md).
+    nothing (docs/results/performance.md).
     """
     parallel = job.parallel
     if parallel.dp_shard > 1:
@@ -371,7 +371,7 @@ def _layout_reason(job: Job, plan: Plan) -> str:
         return f"{plan.world_size} GPUs found; {plan.shard} sharded over {plan.dp_shard} of them"
     return (
         "one process per node with all its cores: on CPUs, threads are faster than ranks "
-        "(docs/performance.md)"
+        "(docs/results/performance.md)"
     )
 
 

@@ -31,14 +31,14 @@ RESTART_SECONDS = {"cpu": 0.5, "cuda": 10.0}
 """Restart time, in seconds, from the last step of one plan to the first of the next, by device.
 
 The transfer of the state is not included. CPUs: a failure costs 0.42 s to the end of the next new step
-(benchmarks/results/recovery.md). GPUs: an assumption, for drivers and the connections of NCCL. A supervisor
+(docs/results/recovery.md). GPUs: an assumption, for drivers and the connections of NCCL. A supervisor
 that has measured its own restart time passes that.
 """
 
 STATE_BYTES_PER_SECOND = 0.9e9
 """Rate, in bytes/s, at which a node reads its part of the state from disk and checks its hashes.
 
-It is taken to be that of writing: 0.40 GB in 0.455 s on two cores (docs/performance.md).
+It is taken to be that of writing: 0.40 GB in 0.455 s on two cores (docs/results/performance.md).
 """
 
 DATA_PARALLEL_KEYS = frozenset(

@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only each so manieth")
     parser.add_argument("--share", default="0/1", help="of several processes: this one's number / how many")
     parser.add_argument("--log", type=Path, help="verdicts go there, a line of JSON each")
-    parser.add_argument("--table", type=Path, nargs="+", help="such files: the tables of docs/own-modules.md")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="such files: tables of docs/reference/module-features.md"
+    )
     parser.add_argument("--case", help="one case: 'Case(...)'")
     parser.add_argument("--source", action="store_true", help="print its program")
     parser.add_argument("--no-shrink", action="store_true")

@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     set_completer(about, _complete_key_names)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="print a commented job file to start from")
-    form.add_argument("--markdown", action="store_true", help="print the page docs/job-file.md")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/reference/job-file.md")
     form.add_argument("--upgrade", metavar="FILE", nargs="+", help="rename old keys of job files, in place")
     parser.add_argument(
         "--dry-run", action="store_true", help="with --upgrade: print the changes, and write nothing"

@@ -16,7 +16,7 @@ from wanma.hardware.catalogue.device_kind import (
 _V100 = "NVIDIA V100 datasheet (DS-V100, January 2020)"
 _A100 = "NVIDIA A100 datasheet (June 2021; the 40 GB PCIe card: November 2020)"
 _H100 = "NVIDIA H100 datasheet (2023), figures with sparsity halved"
-_H100_96 = f"{_H100}; memory and limit of 500 W as torchtitan's docs/performance.md states them"
+_H100_96 = f"{_H100}; memory and limit of 500 W as torchtitan's docs/results/performance.md states them"
 _H200 = "NVIDIA H200 datasheet (2024), figures with sparsity halved"
 _B200 = "NVIDIA Blackwell architecture technical brief (2024), HGX B200, figures with sparsity halved"
 _GB200 = "NVIDIA GB200 NVL72 datasheet (2024), a 72nd of the rack, figures with sparsity halved"

@@ -1,4 +1,4 @@
-"""Generated reference of the job file: a commented starter file, and `docs/job-file.md`."""
+"""Generated reference of the job file: a commented starter file, and `docs/reference/job-file.md`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _template_line(key: KeySchema) -> str:
 
 
 def reference_markdown() -> str:
-    """Return the text of `docs/job-file.md`."""
+    """Return the text of `docs/reference/job-file.md`."""
     return _INTRODUCTION + "\n".join([*map(markdown_table, schema_tables()), _renamed()])
 
 

@@ -274,8 +274,8 @@ def overlaps_gradient_reduction(plan: Plan, hardware: HardwareModel) -> bool:
     """Return whether gradients are reduced beside the last backward.
 
     On CPUs they are where a network between nodes transfers them: within one node the transfer takes the
-    cores that compute (docs/performance.md). Gradients of a pipeline are complete only after its backwards,
-    and compressed ones are reduced after them too.
+    cores that compute (docs/results/performance.md). Gradients of a pipeline are complete only after its
+    backwards, and compressed ones are reduced after them too.
     """
     if plan.device != "cpu":
         return True

@@ -281,7 +281,7 @@ def forecast_uncertainty(
 
     Compute matches its forecast within 12 %, and each kind of communication adds its uncertainty; expert
     parallelism adds most, since its load and host time are known least. About 90 % of the published
-    measurements lie inside (benchmarks/results/planner.md).
+    measurements lie inside (docs/results/planner.md).
 
     Args:
         mesh_sizes: sizes of pp, tp, cp, and all data ranks.

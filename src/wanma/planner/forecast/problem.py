@@ -26,12 +26,12 @@ USABLE_DEVICE_MEMORY_SHARE = 0.93
 """Share of a GPU's memory that a forecast may fill.
 
 CUDA's and NCCL's part and what the allocator leaves unused are forecast; where runs reported what they had
-reserved, forecasts were at most 3 % below it (benchmarks/results/planner-memory.md).
+reserved, forecasts were at most 3 % below it (docs/results/planner-memory.md).
 """
 USABLE_HOST_MEMORY_SHARE = 0.85
 """Share of a node's host memory that a forecast may fill; the system and other programs need the rest.
 
-Forecasts for CPUs were up to 5 % below real runs (benchmarks/results/planner-memory.md).
+Forecasts for CPUs were up to 5 % below real runs (docs/results/planner-memory.md).
 """
 
 DIRTY_PAGE_SHARE = 0.15

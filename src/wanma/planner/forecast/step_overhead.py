@@ -33,7 +33,7 @@ HANDOFF_SECONDS = 100e-6
 CPU_COPY_BYTES_PER_SECOND = 6.5e9
 """Rate, in bytes/s, at which a rank on a CPU copies its part of the state while training waits.
 
-Measured: 0.2 GB in 0.030 s (docs/performance.md).
+Measured: 0.2 GB in 0.030 s (docs/results/performance.md).
 """
 HASH_BYTES_PER_SECOND = 0.65e9
 """Rate of SHA-256 on one core beside the write, in bytes/s."""

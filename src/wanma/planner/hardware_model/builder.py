@@ -323,13 +323,13 @@ _CPU_FRAMEWORK_OVERHEAD = FrameworkOverhead(
     300 * _CPU_OPERATOR_SECONDS,
 )
 """Framework overhead in operator times: per kernel, and per block that is split or sharded, from calibrations
-of a Xeon of 2 cores (benchmarks/results/planner-real.json)."""
+of a Xeon of 2 cores (docs/results/planner-real.json)."""
 _SHARED_MEMORY_START_SECONDS = 20e-6
 _SHARED_MEMORY_STEP_SECONDS = 15e-6
 _SHARED_MEMORY_BYTES_PER_SECOND = 4.4e9
 """Latencies and rate between processes of one node over shared memory, measured with two ranks: 64 KiB are
-summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, used where there is no
-compiler, takes three to eight times as long."""
+summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/results/performance.md). Gloo, used where there is
+no compiler, takes three to eight times as long."""
 
 
 def _threads_per_rank(node: NodeGroup, ranks: int, threads: int | None) -> int:

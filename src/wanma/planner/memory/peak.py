@@ -48,7 +48,7 @@ class FragmentationShares(NamedTuple):
 
 _ON_GPU = FragmentationShares(0.12, 0.12, 0.0)
 """Shares of torch's allocator: 10 to 16 % of temporary tensors in torchtitan's runs of December 2024, which
-state their reserved memory (benchmarks/results/planner-memory.md)."""
+state their reserved memory (docs/results/planner-memory.md)."""
 
 _ON_CPU = FragmentationShares(0.0, 0.1, 1.0)
 """Shares of glibc's heap, which keeps freed memory, under the settings of `elastic` workers. Long-lived
