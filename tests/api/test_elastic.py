@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from wanma.api.launch.script_launch import parse_cluster_section
-from wanma.api.run.replanning import JobReplanner, is_elastic, require_fixed_nodes
+from wanma.api.run.replanning import JobReplanner
 from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.recovery.replan import ReplanRequest
 from wanma.hardware.cluster_file.shorthand import parse_shorthand
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError
+from wanma.job.file.cluster_overrides import parse_cluster_section
+from wanma.job.node_range import is_elastic, require_fixed_nodes
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.planner.job_planner import plan_for_job
@@ -137,4 +138,4 @@ def test_who_fixes_the_plan_itself_refuses_such_a_job() -> None:
     with pytest.raises(JobError, match=r"cluster.nodes = '2..3': a loop needs a fixed number"):
         require_fixed_nodes(of, "a loop")
     with pytest.raises(JobError, match=r"wanma launch needs a fixed number"):
-        parse_cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"])
+        parse_cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"], "wanma launch", "")

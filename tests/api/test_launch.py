@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
-from wanma.api.launch.script_launch import Program, _launch_fingerprint, launch_script, parse_cluster_section
+from wanma.api.launch.script_launch import Program, _launch_fingerprint, launch_script
 from wanma.hardware.discovery.node import discover_node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.file.loading import load_job
@@ -159,14 +159,12 @@ def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_pa
     assert len({agreed(first, "x"), agreed(other, "x"), agreed(first, "y"), agreed(first, "x", ranks=1)}) == 4
 
 
-def test_only_the_cluster_is_for_the_command_to_say() -> None:
-    assert (
-        parse_cluster_section(["cluster.hang_timeout_seconds=9", "cluster.nodes=1"]).hang_timeout_seconds == 9
-    )
-    with pytest.raises(JobError, match=r"train\.steps is not a key of \[cluster\]"):
-        parse_cluster_section(["cluster.hang_timeout_seconds=9", "train.steps=3"])
-    with pytest.raises(JobError, match=r"hang_timeout_second.*Did you mean 'cluster\.hang_timeout_seconds'"):
-        parse_cluster_section(["cluster.hang_timeout_second=9"])
+def test_keys_of_other_sections_belong_in_the_script(tmp_path: Path) -> None:
+    program = Program(str(tmp_path / "absent.py"))
+    with pytest.raises(JobError, match=r"wanma launch: train\.steps is not a key of \[cluster\]") as refused:
+        launch_script(program, 1, run_directory=tmp_path / "run", overrides=["train.steps=3"])
+    assert "set other keys in the script's job" in refused.value.hint
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_launch_that_cannot_start_is_recorded_as_failed(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.bench.collectives.benchmark import bench_collectives, parse_cluster_section
+from wanma.bench.collectives.benchmark import bench_collectives, parse_benchmark_cluster
 from wanma.cli.main import main
 from wanma.job.errors import JobError
 
@@ -98,7 +98,7 @@ def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path
         (["--algorithms", "butterfly"], "unknown name 'butterfly'"),
         (["--dtypes", "int3"], "unknown name 'int3'"),
         (["--set", "train.steps=3"], "train.steps is not a key of [cluster]"),
-        (["--nodes", "2..3"], "the number of nodes must be fixed"),
+        (["--nodes", "2..3"], "cluster.nodes = '2..3': wanma bench needs a fixed number of nodes"),
         (["--nodes", "2", "--save"], "--save with --nodes 2"),
         (["--ranks", "64", "--sizes", "16G"], "64 ranks with up to 3 buffers of 16.0 GiB need"),
     ],
@@ -118,5 +118,5 @@ def test_several_numbers_of_ranks_are_for_one_machine() -> None:
 
 
 def test_options_say_where_it_runs() -> None:
-    section = parse_cluster_section(["cluster.nodes=2", "cluster.network_interface=eth1"])
+    section = parse_benchmark_cluster(["cluster.nodes=2", "cluster.network_interface=eth1"])
     assert (section.nodes, section.network_interface) == (2, "eth1")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import check_callbacks
 from wanma.api.run.model_override import override_model_name
-from wanma.api.run.replanning import require_fixed_nodes
 from wanma.api.run.run_records import (
     count_events,
     job_change_notes,
@@ -31,6 +30,7 @@ from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
 from wanma.job.file.loading import to_job
 from wanma.job.forecast.forecast import Workload
+from wanma.job.node_range import require_fixed_nodes
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import (
     OUTSIDE_SESSION_PHASE,

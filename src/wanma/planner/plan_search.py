@@ -15,6 +15,7 @@ from functools import partial
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast.forecast import Workload
+from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import DEFAULT_BUCKET_BYTES, Plan
 from wanma.job.sections.job import Job
 from wanma.models.config.dimensions import DecoderConfig
@@ -79,10 +80,9 @@ def search_plans(
         fleet = build_heterogeneous_hardware(cluster, USABLE_DEVICE_MEMORY_SHARE, calibration)
         start = replace(_base_plan(job, problem.cluster), compile=True)
         # An elastic run cannot know in advance which node groups are left.
-        is_elastic = job.cluster.min_nodes not in (None, job.cluster.nodes)
-        placed = partial(_search_placed, problem, fleet, start, keep, as_meshes=not is_elastic)
+        placed = partial(_search_placed, problem, fleet, start, keep, as_meshes=not is_elastic(job))
         tasks.append(SearchTask(placed, GRIDS_PER_LAYER * dimensions.layers))
-        if not is_elastic:
+        if not is_elastic(job):
             unlike = partial(_search_unlike, problem, fleet, start, keep)
             tasks.append(SearchTask(unlike, GRIDS_PER_PAIR * math.comb(len(fleet.pools), 2)))
     found = merge_results(run_searches(tasks), keep)

@@ -117,8 +117,8 @@ def test_a_node_whose_vote_stays_does_not_take_part_again_yet(
     link = alone.attached()
     link._handle_coordinator_loss("no heartbeat for 21 s", is_dead=False)
     link.send(TerminationReport(4000, 3, ()))
-    link._failover.observed_since -= 100
-    link._failover.may_take_over()
+    link._takeover.failover.observed_since -= 100
+    link._takeover.failover.may_take_over()
     assert generation_claims.coordinator_lost_votes(tmp_path, 7) == {1}
     with monkeypatch.context() as patch:
         patch.setattr(generation_claims, "withdraw_vote", fails)

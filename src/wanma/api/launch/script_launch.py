@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from wanma.api.launch.script_record import ScriptRecord
-from wanma.api.run.replanning import require_fixed_nodes
 from wanma.api.run.run_records import count_events, lock_run, record_run_end
-from wanma.api.session import SCRIPT_MODEL, SESSION_EVENT
+from wanma.api.session import SESSION_EVENT
 from wanma.elastic.launch_config import LaunchConfig
 from wanma.elastic.workers.environment import make_worker_environment
 from wanma.elastic.workers.worker_output import OUTPUT_EVENT
@@ -25,8 +24,8 @@ from wanma.engines.local import run_local as run_local
 from wanma.hardware.discovery.network_interfaces import check_interface
 from wanma.hardware.discovery.node import discover_node
 from wanma.hardware.discovery.topology_address import resolve_topology_address
-from wanma.job.errors import JobError, WanmaError
-from wanma.job.file.loading import parse_override, to_job
+from wanma.job.errors import WanmaError
+from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event
@@ -101,7 +100,12 @@ def launch_script(
     Raises:
         WanmaError: an error before anything was started.
     """
-    section = parse_cluster_section(overrides)
+    section = parse_cluster_section(
+        overrides,
+        "wanma launch",
+        "give keys of [cluster] only, e.g. cluster.hang_timeout_seconds=900; set other keys in the "
+        "script's job",
+    )
     check_interface(section.network_interface)
     run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
@@ -125,24 +129,6 @@ def launch_script(
         if run.job.exists():  # a session was opened here: this is a training
             record_run_end(run, failure, console.write, earlier)
     return exit_code
-
-
-def parse_cluster_section(overrides: Sequence[str]) -> ClusterSection:
-    """Return the `[cluster]` section of `overrides`; the script itself decides on the rest of the job.
-
-    Raises:
-        JobError: a key of another section, or a wrong value.
-    """
-    for text in overrides:
-        if (path := parse_override(text).path)[0] != "cluster":
-            raise JobError(
-                f"wanma launch: {'.'.join(path)} is not a key of [cluster]",
-                "give keys of [cluster] only, e.g. cluster.hang_timeout_seconds=900; set other keys in the "
-                "script's job",
-            )
-    job = to_job({"model": {"factory": SCRIPT_MODEL}}, overrides)
-    require_fixed_nodes(job, "wanma launch")
-    return job.cluster
 
 
 def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> LaunchConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.run.callback_thread import CallbackThread, load_callbacks
-from wanma.api.run.replanning import is_elastic, make_replanner
+from wanma.api.run.replanning import make_replanner
 from wanma.api.run.run_records import (
     count_events,
     job_change_notes,
@@ -36,6 +36,7 @@ from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.callbacks import Callback
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.file.serialization import job_hash
+from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
 from wanma.job.run.worker import Event

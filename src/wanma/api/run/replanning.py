@@ -16,6 +16,7 @@ from wanma.elastic.workers.environment import make_worker_environment
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.forecast.forecast import Workload
+from wanma.job.node_range import is_elastic
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.observe.units import count_text
@@ -24,25 +25,6 @@ from wanma.planner.hardware_model.calibration import load_calibration
 from wanma.planner.preparation.job_planning import PreparedJob, job_dimensions, peak_flops_per_second
 from wanma.planner.replan import ReplanResult, replan
 from wanma.planner.rules.capabilities import check_supported
-
-
-def is_elastic(job: Job) -> bool:
-    """Return True if the number of nodes may change."""
-    return job.cluster.min_nodes is not None and job.cluster.min_nodes < job.cluster.nodes
-
-
-def require_fixed_nodes(job: Job, feature: str) -> None:
-    """Refuse a job with a variable number of nodes, for callers whose plan is fixed.
-
-    Raises:
-        JobError: the job's number of nodes may change.
-    """
-    if is_elastic(job):
-        raise JobError(
-            f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}': {feature} needs a fixed "
-            "number of nodes",
-            f"set cluster.nodes = {job.cluster.nodes} without cluster.min_nodes, or use `wanma train`",
-        )
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from wanma.hardware.discovery.resource_limits import usable_memory_bytes
 from wanma.hardware.discovery.topology_address import resolve_topology_address
 from wanma.job.cluster import Cluster, NodeGroup
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.file.loading import parse_override, to_job
+from wanma.job.file.cluster_overrides import parse_cluster_section
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.cluster import ClusterSection
 from wanma.observe.units import bytes_text
@@ -90,7 +90,7 @@ def bench_collectives(
     """
     if seconds <= 0:
         raise JobError(f"--seconds {seconds:g}: must be above 0", "give at least 1")
-    section = parse_cluster_section(overrides)
+    section = parse_benchmark_cluster(overrides)
     check_interface(section.network_interface)
     (node,) = discover_node().nodes
     uses_gpus = section.device != "cpu"
@@ -131,25 +131,15 @@ class _BenchmarkContext:
     calibration: Calibration
 
 
-def parse_cluster_section(overrides: Sequence[str]) -> ClusterSection:
+def parse_benchmark_cluster(overrides: Sequence[str]) -> ClusterSection:
     """Return the `[cluster]` section of `overrides`.
 
     Raises:
-        JobError: a key of another section, or a wrong value.
+        JobError: a key of another section, a wrong value, or a range of nodes.
     """
-    for text in overrides:
-        if (path := parse_override(text).path)[0] != "cluster":
-            raise JobError(
-                f"wanma bench: {'.'.join(path)} is not a key of [cluster]",
-                "give keys of [cluster] only, e.g. cluster.network_interface=eth1",
-            )
-    section = to_job({"model": {"preset": "gpt-1m"}}, overrides).cluster
-    if section.min_nodes is not None and section.min_nodes < section.nodes:
-        raise JobError(
-            f"wanma bench: the number of nodes must be fixed (given: '{section.min_nodes}..{section.nodes}')",
-            f"give --nodes {section.nodes}",
-        )
-    return section
+    return parse_cluster_section(
+        overrides, "wanma bench", "give keys of [cluster] only, e.g. cluster.network_interface=eth1"
+    )
 
 
 def _check_memory(selection: BenchmarkSelection, ranks: int, device: str) -> None:

@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, parse_cluster_section
+    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, parse_benchmark_cluster
     from wanma.bench.collectives.calibration import check_calibration_writable, save_to_calibration
     from wanma.bench.collectives.output_files import check_writable, write_results
     from wanma.bench.collectives.selection import DEFAULT_SIZES
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     overrides = [*arguments.set, *_cluster_overrides(arguments)]
     if arguments.save:
-        check_calibration_writable(parse_cluster_section(overrides).nodes)
+        check_calibration_writable(parse_benchmark_cluster(overrides).nodes)
     if arguments.out is not None:
         check_writable(arguments.out)
     sweeps = bench_collectives(

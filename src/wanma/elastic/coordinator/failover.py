@@ -2,7 +2,8 @@
 
 The shared run directory decides, not the clock: a generation number can be claimed there only once
 (`wanma.job.run.generation_claims`), and a coordinator with a successor can write nothing any more. Time only
-decides when an attempt is worth it. `may_take_over` is the rule; `FailoverState` gathers its facts.
+decides when an attempt is worth it. `may_take_over` is the rule; `FailoverState` gathers its facts;
+`wanma.elastic.membership.coordinator_takeover` acts on it.
 """
 
 from __future__ import annotations

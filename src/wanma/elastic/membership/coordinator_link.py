@@ -13,7 +13,8 @@ from typing import Protocol
 
 from wanma.elastic.coordinator.coordinator_server import CoordinatorDriver
 from wanma.elastic.launch_config import LaunchConfig
-from wanma.elastic.membership.tcp_link import JoinRequestFactory, OnLost, OnMessage, TcpLink
+from wanma.elastic.membership.coordinator_takeover import OnLost, OnMessage
+from wanma.elastic.membership.tcp_link import JoinRequestFactory, TcpLink
 from wanma.elastic.protocol.messages import Message, StartCommand
 from wanma.elastic.protocol.shared_secret import load_rendezvous_secret
 from wanma.elastic.transport.endpoint import resolve_endpoint

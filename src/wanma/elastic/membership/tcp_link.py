@@ -4,8 +4,8 @@
                          └──────────coordinator lost──────────> orphaned ──another one──> attached
 
 A connection that is lost costs nothing: it is made again, and messages in flight are sent again. When the
-coordinator itself is lost, the ranks here are ended, and this node joins the coordinator that has claimed the
-run since, or claims it (`failover`). A coordinator that dies before the first start is simply replaced.
+coordinator itself is lost, the ranks here are ended, and this node joins its successor or becomes it
+(`coordinator_takeover`). A coordinator that dies before the first start is simply replaced.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from socket import socket
 from typing import Literal
 
 from wanma.elastic.coordinator.coordinator_server import CoordinatorServer
-from wanma.elastic.coordinator.failover import FailoverState
-from wanma.elastic.coordinator.user_notices import SIGNAL_BY_EXIT_CODE
-from wanma.elastic.launch_config import LaunchConfig, get_hostname
+from wanma.elastic.coordinator.failover import FailoverState, InheritedRun
+from wanma.elastic.launch_config import LaunchConfig
+from wanma.elastic.membership.coordinator_takeover import (
+    CoordinatorTakeover,
+    OnLost,
+    OnMessage,
+    find_coordinator_claim,
+    is_claim_visible,
+)
 from wanma.elastic.protocol.framing import new_nonce
 from wanma.elastic.protocol.messages import (
-    AbortCommand,
-    AbortRequest,
     ChannelReply,
     ChannelRequest,
-    CompletionNotice,
     DrainCommand,
     DrainRequest,
     Heartbeat,
@@ -37,8 +41,6 @@ from wanma.elastic.protocol.messages import (
     RedirectCommand,
     Refusal,
     StartCommand,
-    TerminateCommand,
-    TerminationReport,
 )
 from wanma.elastic.transport.connection import Connection
 from wanma.elastic.transport.endpoint import (
@@ -58,14 +60,8 @@ from wanma.job.run.generation_claims import Claim
 
 logger = logging.getLogger("wanma.elastic")
 
-CLAIM_POLL_SECONDS = 0.1
-"""Time, in seconds, between two searches for another coordinator."""
-
 JoinRequestFactory = Callable[[str], JoinRequest]
 """Function that makes the request to join, given the local address that reaches the coordinator."""
-OnMessage = Callable[[Message], None]
-OnLost = Callable[[str], None]
-"""Function that gets the reason, in words, why the coordinator is lost for good."""
 
 
 class TcpLink:
@@ -97,8 +93,8 @@ class TcpLink:
         self._unreachable_generations: set[int] = set()
         """Generations of claims with nobody at their endpoint."""
         self._start: StartCommand | None = None
-        self._failover: FailoverState | None = None
-        self._termination: TerminationReport | None = None
+        self._takeover: CoordinatorTakeover | None = None
+        """Search for the successor of a lost coordinator; None unless this node is orphaned."""
         self._pending_drain_request: DrainRequest | None = None
         """Stop request of this node's user, until the coordinator has received it."""
         self._address = endpoint.address[0]
@@ -120,15 +116,15 @@ class TcpLink:
             if isinstance(message, DrainRequest):
                 self._pending_drain_request = message
             self._channel.send(message)
-        elif self._state == "orphaned":
-            if isinstance(message, TerminationReport):
-                self._termination = message
-            elif isinstance(message, DrainRequest | AbortRequest):
-                self._on_message(AbortCommand(message.exit_code))
+        elif self._takeover is not None:
+            self._takeover.receive(message)
 
     def close(self, linger: bool) -> None:
         """Close the link; with `linger`, not before the others have the coordinator's last message."""
         self._state = "closed"
+        if self._takeover is not None:
+            self._takeover.close()
+            self._takeover = None
         self._cancel_attempt()
         self._channel.detach()
         for host in self._replaced_servers:
@@ -157,10 +153,8 @@ class TcpLink:
         else:
             self._tried_claim, self._endpoint = None, self._rendezvous
             if self._server is None and (listener := listen_at(self._endpoint)) is not None:
-                self._server = CoordinatorServer(
-                    self._launch, self._endpoint, self._secret, listener, self._loop
-                )
-        self._connect()
+                self.host_coordinator(self._endpoint, listener)
+        self.dial()
 
     def _handle_search_failure(self, failure: ConnectionFailure) -> None:
         now = time.monotonic()
@@ -207,7 +201,7 @@ class TcpLink:
 
     # Connections ---------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def dial(self) -> None:
         """Dial the coordinator's endpoint, unless that is in progress."""
         if self._connection_attempt is None:
             self._connection_attempt = ConnectionAttempt(
@@ -250,28 +244,13 @@ class TcpLink:
             else:
                 self._send_join_request(connection, address, reply, None)
         elif self._state == "orphaned":
-            assert self._failover is not None
-            assert self._termination is not None
-            if reply.coordinator_id == self._failover.claim.coordinator:
-                was = PreviousMembership(
-                    self._failover.start.generation, self._failover.start.node_rank, self._termination
-                )
-                try:
-                    self._failover.withdraw_votes()
-                except OSError as error:  # a remaining vote would count; the next attempt retries
-                    logger.warning(
-                        "cannot withdraw the vote against the coordinator at %s: %s",
-                        self._endpoint.text,
-                        error,
-                    )
-                    connection.close()
-                    return
-                self._failover = None
-                self._send_join_request(connection, address, reply, was)
-                self._notify(f"rejoined the run at {self._endpoint.text}")
-            else:
+            assert self._takeover is not None
+            if (previous := self._takeover.confirm_coordinator(reply.coordinator_id)) is None:
                 connection.close()
-                self._failover.is_dead = True
+            else:
+                self._takeover = None
+                self._send_join_request(connection, address, reply, previous)
+                self._notify(f"rejoined the run at {self._endpoint.text}")
         elif reply.coordinator_id != self._coordinator_id:
             connection.close()
             self._handle_coordinator_loss("another process answers at its endpoint", is_dead=True)
@@ -309,8 +288,8 @@ class TcpLink:
         if self._state == "seeking":
             self._handle_search_failure(failure)
         elif self._state == "orphaned":
-            assert self._failover is not None
-            self._failover.is_dead = self._failover.is_dead or gone
+            assert self._takeover is not None
+            self._takeover.report_failure(is_dead=gone)
         elif gone and self._state != "closed":
             self._handle_coordinator_loss("its process has ended", is_dead=True)
         elif self._state == "cut":
@@ -318,7 +297,7 @@ class TcpLink:
 
     def _reconnect(self) -> None:
         if self._state == "cut":
-            self._connect()
+            self.dial()
 
     def _handle_disconnect(self, reason: str) -> None:
         """Dial again after the end of a connection, which may be a fault of the network."""
@@ -326,7 +305,7 @@ class TcpLink:
             logger.info("%s: %s", self._endpoint.text, reason)
             self._channel.detach()
             self._state, self._retry_seconds = "cut", 0.02
-            self._connect()
+            self.dial()
 
     def _handle_message(self, message: Message) -> None:
         self._last_heard = time.monotonic()
@@ -354,7 +333,7 @@ class TcpLink:
             if silence > self._launch.heartbeat_timeout_seconds:
                 self._handle_coordinator_loss(f"no heartbeat for {silence:.0f} s", is_dead=False)
             elif silence > self._launch.heartbeat_timeout_seconds / 2:
-                self._connect()  # the old connection may be broken
+                self.dial()  # the old connection may be broken
         if self._state == "attached" and self._channel.connection is not None:
             self._channel.connection.send(Heartbeat(self._channel.received_count))
         self._loop.call_later(self._launch.heartbeat_timeout_seconds / 4, self._send_heartbeats)
@@ -388,98 +367,49 @@ class TcpLink:
         try:
             claim = (
                 successor_claim
-                if successor_claim is not None and self._sees_claim(successor_claim)
-                else self._find_coordinator_claim()
+                if successor_claim is not None and is_claim_visible(run, successor_claim)
+                else find_coordinator_claim(run, self._coordinator_id, self._start, self._read_newest_claim())
             )
             if claim is None or not self._launch.max_restarts:
                 self._on_lost(lost)
                 return
-            self._failover = FailoverState(
+            failover = FailoverState(
                 run, self._start, claim, self._launch.heartbeat_timeout_seconds, reason, is_dead
             )
         except OSError as error:
             self._on_lost(f"{lost}; cannot read the claims in {run}: {error}")
             return
         self._notify(f"{lost}; terminating the ranks on this node")
-        self._state, self._termination = "orphaned", None
-        self._deadline = time.monotonic() + self._launch.start_timeout_seconds
+        self._state = "orphaned"
+        self._takeover = CoordinatorTakeover(
+            self._launch,
+            failover,
+            make_endpoint(self._address, self._rendezvous.address[1]),
+            self,
+            self._loop,
+            self._on_message,
+            self._on_lost,
+        )
         self._endpoint = self._resolve_or_reuse(claim.place)
-        self._on_message(TerminateCommand())
-        if self._pending_drain_request is not None:  # it may be lost: ranks would start here again
-            self._on_message(AbortCommand(self._pending_drain_request.exit_code))
-            return
-        self._try_failover()
+        self._takeover.begin(self._pending_drain_request)
 
-    def _sees_claim(self, claim: Claim) -> bool:
-        return generation_claims.read_claim(self._launch.run_directory, claim.generation) is not None
+    def redirect(self, place: str) -> None:
+        """Turn to the coordinator at another endpoint, without dialling it."""
+        self._cancel_attempt()
+        self._endpoint = self._resolve_or_reuse(place)
 
-    def _find_coordinator_claim(self) -> Claim | None:
-        """Return the coordinator's claim; None: this node's run directory does not show it."""
-        assert self._start is not None
-        for claim in (
-            self._read_newest_claim(),
-            generation_claims.read_claim(self._launch.run_directory, self._start.generation),
-        ):
-            if claim is not None and claim.coordinator == self._coordinator_id:
-                return claim
-        return None
-
-    def _try_failover(self) -> None:
-        """Look for another coordinator, or become it, as soon as no rank of this node lives."""
-        if self._state != "orphaned":
-            return
-        assert self._failover is not None
-        if self._termination is not None:
-            try:
-                self._check_claims(self._failover)
-            except OSError as error:  # the next attempt may succeed; the deadline stays
-                logger.warning("cannot read the claims of the run: %s", error)
-            ended = self._failover.claim.ended
-            if ended is not None and (ended == 0 or ended in SIGNAL_BY_EXIT_CODE):
-                self._on_message(CompletionNotice(ended))
-                return
-            if ended is not None:
-                self._on_lost("the run has ended; the nodes that ended it show the cause")
-                return
-            if time.monotonic() > self._deadline:
-                self._on_lost(
-                    f"lost the coordinator at {self._endpoint.text}: {self._failover.reason}. It did "
-                    f"not answer within {self._launch.start_timeout_seconds:.0f} s "
-                    "(cluster.start_timeout_seconds), and its process may still run: this node stops, so "
-                    "that the run does not continue twice"
-                )
-                return
-            if self._failover.claim.place:
-                self._connect()
-        self._loop.call_later(CLAIM_POLL_SECONDS, self._try_failover)
-
-    def _check_claims(self, failover: FailoverState) -> None:
-        failover.refresh()
-        if failover.claim.place and failover.claim.place != self._endpoint.text:
-            self._cancel_attempt()
-            self._endpoint = self._resolve_or_reuse(failover.claim.place)
-        if failover.claim.ended is None and failover.may_take_over():
-            self._take_over(failover)
-
-    def _take_over(self, failover: FailoverState) -> None:
-        """Claim the run and host it here, at the rendezvous' port if it is free: firewalls let it pass."""
-        place = make_endpoint(self._address, self._rendezvous.address[1])
-        if (listener := listen_at(place)) is None:
-            listener = listen_on_free_port(self._address)
-            listener.setblocking(False)
-            place = make_endpoint(self._address, int(listener.getsockname()[1]))
-        number, me = failover.claim.generation + 1, get_hostname()
-        claim = Claim(number, place.text, new_nonce(), me, failover.start.node_rank)
-        past = failover.inherit_run(me)
-        if not generation_claims.create_claim(self._launch.run_directory, claim):
-            listener.close()
-            return
-        failover.follow_claim(claim)
-        self._notify(f"failover: this node now runs the coordinator, at {place.text}")
+    def host_coordinator(
+        self,
+        place: Endpoint,
+        listener: socket,
+        claim: Claim | None = None,
+        inherited_run: InheritedRun | None = None,
+    ) -> None:
+        """Host the run's coordinator on this node, and turn to it; `claim`: of a run that is taken over."""
         self._cancel_attempt()
         self._endpoint = place
         self._server = CoordinatorServer(
-            self._launch, place, self._secret, listener, self._loop, claim=claim, inherited_run=past
+            self._launch, place, self._secret, listener, self._loop, claim=claim, inherited_run=inherited_run
         )
 
     def _notify(self, text: str) -> None:
