@@ -59,6 +59,34 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
     assert load_job(write(tmp_path, MODEL + '[data]\ntext = "stdlib"\n')).data.text == ["stdlib"]
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("train.optimiser", "'train.optimizer'"),
+        ("train.max_steps", "'train.steps'"),
+        ("train.grad_clip", "'train.gradient_clip'"),
+        ("train.weight_dacay", "'train.weight_decay'"),
+        ("data.sequence", "'data.sequence_length'"),
+        ("parallel.microbatch", "'parallel.micro_batch'"),
+        ("cluster.hang_timeout", "'cluster.hang_timeout_seconds'"),
+        ("checkpoint.every_step", "'checkpoint.every_steps'"),
+        ("observe.tensorbord", "'observe.tensorboard'"),
+        ("train.dp_shrad", "'parallel.dp_shard'"),
+        ("parallel.cotext", "'parallel.cp_method', the new name of 'parallel.context'"),
+        ("parallel.sequnce", "'parallel.sequence_parallel', the new name of 'parallel.sequence'"),
+        ("cluster.retry", "'cluster.max_restarts', the new name of 'cluster.retries'"),
+        ("checkpoint.snapshot", "'checkpoint.in_memory_every_steps', the new name of 'checkpoint.snapshots'"),
+        ("train.statistics_groups", "'model.batch_norm_group', the new name of 'model.statistics_group'"),
+    ],
+)
+def test_a_misspelt_key_leads_to_a_key_of_its_own_section_first(
+    tmp_path: Path, given: str, meant: str
+) -> None:
+    text = refusal(write(tmp_path, f"{MODEL}\n"), f"{given}=1")
+    first = text.splitlines()[0]
+    assert first == f"override 1 on the command line: unknown key '{given}'. Did you mean {meant}?"
+
+
 def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, MODEL + "\n[train]\nstpes = 3\n"))
     assert text.splitlines()[0] == "job.toml:5: unknown key 'train.stpes'. Did you mean 'train.steps'?"

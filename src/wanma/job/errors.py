@@ -105,5 +105,10 @@ def missing_extra_error(package: str, extra: str, purpose: str) -> WanmaError:
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest choice; empty if no choice is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    close = closest_match(word, choices)
+    return "" if close is None else f" Did you mean '{close}'?"
+
+
+def closest_match(word: str, choices: Iterable[str], min_similarity: float = 0.6) -> str | None:
+    """Return the choice that is most like `word`; None if none reaches `min_similarity` (0 .. 1)."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=min_similarity)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import JobError, missing_extra_error
+from wanma.job.errors import JobError, closest_match, missing_extra_error
 from wanma.job.file.key_lines import KeyPath, Token, toml_key_lines, toml_tokens, yaml_key_lines, yaml_tokens
 
 _TEMPLATE_HINT = "print one to start from with `wanma job --toml`"
@@ -89,9 +88,8 @@ def read_text(path: Path, what: str = "job file", starter: str | None = None) ->
 def _closest_name_hint(path: Path) -> str:
     """Return a hint with the closest name among the job files nearby, compared without the common suffix."""
     near = {file.stem: file for file in reversed(_job_files(path))}
-    names = dict.fromkeys((path.stem, path.name))
-    close = [name for one in names for name in difflib.get_close_matches(one, near, n=1, cutoff=0.6)]
-    return f" Did you mean '{near[close[0]]}'?" if close else ""
+    close = closest_match(path.stem, near) or closest_match(path.name, near)
+    return "" if close is None else f" Did you mean '{near[close]}'?"
 
 
 def _nearby_files_hint(path: Path, missing_file_hint: str | None) -> str:

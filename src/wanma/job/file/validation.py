@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from wanma.job.errors import JobError, did_you_mean
+from wanma.job.errors import JobError, closest_match, did_you_mean
 from wanma.job.file.key_lines import KeyPath
+from wanma.job.file.renamed_keys import KEYS
 from wanma.job.file.schema import TableSchema, schema_keys, schema_tables
 from wanma.job.file.serialization import toml_value
 from wanma.job.sections.base import Section
@@ -158,19 +158,24 @@ def _unknown_key_text(path: KeyPath, root: type[Section]) -> str:
             "" if meant else f" There are: {', '.join(root.model_fields)}."
         )
     prefix = f"{key_path_text(tuple(holder))}."
-    table = _find_table(inside, root)
-    here = difflib.get_close_matches(name, [key.name for key in table.keys] if table else [], n=1)
-    names = {key.name: key.path for key in reversed(schema_keys(root).values())}
-    elsewhere = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     if name in root.model_fields:
-        meant = f" [{name}] is a section of its own."
-    elif here and name not in names:
-        meant = f" Did you mean '{prefix}{here[0]}'?"
-    elif elsewhere:
-        meant = f" Did you mean '{names[elsewhere[0]]}'?"
+        return f"unknown key '{prefix}{name}'. [{name}] is a section of its own."
+    former = KEYS if root is Job else {}
+    own = {old.rpartition(".")[2]: old for old in (*former, *schema_keys(root)) if _section(old) == inside}
+    present = {key.name: key.path for key in reversed(schema_keys(root).values())}
+    everywhere = {**{old.rpartition(".")[2]: old for old in former}, **present}
+    if name not in present and (close := closest_match(name, own)) is not None:
+        key, here = own[close], f"{prefix}{close}"
+    elif (close := closest_match(name, everywhere, min_similarity=0.8)) is not None:
+        key = here = everywhere[close]
     else:
-        meant = ""
-    return f"unknown key '{prefix}{name}'.{meant}"
+        return f"unknown key '{prefix}{name}'."
+    meant = f"'{former[key]}', the new name of '{key}'" if key in former else f"'{here}'"
+    return f"unknown key '{prefix}{name}'. Did you mean {meant}?"
+
+
+def _section(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _not_a_table_text(path: KeyPath, table: TableSchema, kind: str, given: dict[str, Any]) -> str:
