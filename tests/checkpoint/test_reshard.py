@@ -82,8 +82,8 @@ def test_a_damaged_copy_is_made_good_by_another(held: Held) -> None:
     got = run_ranks(_take, 2, (images,))
     assert [one[1] for one in got] == [
         [
-            "the in-memory checkpoint of step 5, rank 2, is damaged on node 0",
-            "no node has the in-memory checkpoint of step 5, rank 2",
+            "the memory file of step 5, rank 2, is damaged on node 0",
+            "no node has the memory file of step 5, rank 2",
         ]
     ] * 2
     images[1] = replace(images[1], restore_paths={**images[1].restore_paths, 2: other.images(2).own_paths})

@@ -105,7 +105,7 @@ def test_a_snapshot_that_finds_no_memory_says_so_and_leaves_the_one_before(
     monkeypatch.setattr(MemoryFileWriter, "reserve", none_left)
     snapshots.start(2, tensors(2), {})
     with pytest.raises(
-        WanmaError, match="no host memory for the in-memory checkpoints of rank 0: Cannot allocate memory"
+        WanmaError, match="no host memory for the memory files of rank 0: Cannot allocate memory"
     ):
         snapshots.wait_for_copy()
     assert held.steps() == {1}
@@ -136,7 +136,7 @@ def test_killed_in_mid_copy_the_image_counts_for_nothing_and_the_other_is_whole(
     for name, tensor in tensors(2).items():
         assert torch.equal(into[name], tensor), name
     _, problems = find_local_checkpoint(held.images(0), 3, 0, 1, [0])
-    assert problems == ["there is no in-memory checkpoint of step 3 on this node"]
+    assert problems == ["the node of rank 0 has no memory file of step 3"]
 
 
 def _die_in_mid_copy(held: Held, where: str) -> None:
@@ -166,9 +166,7 @@ def test_a_flipped_bit_is_found() -> None:
     take(InMemoryCheckpointer(held.images(0), 0, 1, 1), 1, 2)
     held.flip(0, 2, HEADER_BYTES + 3000)
     _, problems = find_local_checkpoint(held.images(0, held, 2), 2, 0, 1, [0])
-    assert problems == [
-        "the in-memory checkpoint of step 2, rank 0, is damaged: its content differs from its hash"
-    ]
+    assert problems == ["the memory file of step 2, rank 0, is damaged: its content differs from its hash"]
     assert restored(held, 1)[0]["model.count"] == 1
 
 
@@ -177,14 +175,14 @@ def test_images_of_two_runs_are_not_put_together() -> None:
     for rank in range(2):
         take(InMemoryCheckpointer(held.images(rank), rank, 2, generation=rank), 4)
     _, problems = find_local_checkpoint(held.images(0, held, 4), 4, 0, 2, [0, 1])
-    assert problems == ["the in-memory checkpoints of step 4 come from different generations"]
+    assert problems == ["the memory files of step 4 come from different generations"]
 
 
 def test_a_rank_without_an_image_is_named() -> None:
     held = Held(2)
     take(InMemoryCheckpointer(held.images(0), 0, 2, 1), 4)
     _, problems = find_local_checkpoint(held.images(0, held, 4), 4, 0, 1, [0])
-    assert problems == ["rank 1 has no complete in-memory checkpoint of step 4"]
+    assert problems == ["rank 1 has no complete memory file of step 4"]
 
 
 def test_other_nodes_ranks_need_no_image_here_where_the_layout_stays() -> None:
@@ -198,10 +196,10 @@ def test_other_nodes_ranks_need_no_image_here_where_the_layout_stays() -> None:
     assert load_tensors(found.open_source(), into, rank=1, world_size=2) == ({"step": 4}, {"random": 4})
     assert into["model.count"] == 4
     assert find_local_checkpoint(here, 4, 1, 2, [1], "b")[1] == [
-        "rank 0 has no complete in-memory checkpoint of step 4"
+        "rank 0 has no complete memory file of step 4"
     ]
     assert find_local_checkpoint(here, 4, 0, 2, [0], "a")[1] == [
-        "rank 0 has no complete in-memory checkpoint of step 4"
+        "rank 0 has no complete memory file of step 4"
     ]
 
 

@@ -175,7 +175,7 @@ def test_an_image_that_is_damaged_counts_for_nothing_at_the_partner(pair: Any) -
     held, kept, files = pair
     held.flip(1, 5, HEADER_BYTES + BYTES - 1)
     assert run_ranks(_exchange, 2, (files, (1, 1), 5)) == [
-        "the in-memory checkpoint of step 5, rank 1, was received damaged: its content differs from its hash",
+        "the memory file of step 5, rank 1, was received damaged: its content differs from its hash",
         "",
     ]
     assert [head.step for head in kept.heads(0)] == [5, 4]
@@ -186,7 +186,7 @@ def test_a_rank_without_an_image_is_not_waited_for(pair: Any) -> None:
     _, kept, files = pair
     assert run_ranks(_exchange_nothing_on_rank_0, 2, (files,)) == [
         "",
-        "rank 0 has no complete in-memory checkpoint to send",
+        "rank 0 has no complete memory file to send",
     ]
     assert [head.step for head in kept.heads(0)] == [4]
     assert [head.step for head in kept.heads(1)] == [5, 4]
@@ -203,7 +203,7 @@ def _exchange_nothing_on_rank_0(worker: WorkerContext, files: list[MemoryFilePat
 def test_a_partner_without_memory_says_so_and_takes_nothing(pair: Any) -> None:
     _, kept, files = pair
     assert run_ranks(_exchange_without_memory_on_rank_0, 2, (files,)) == [
-        "no memory for the in-memory checkpoint received from rank 1: Cannot allocate memory",
+        "no host memory for the memory file of rank 1: Cannot allocate memory",
         "",
     ]
     assert [head.step for head in kept.heads(1)] == [4]
@@ -291,7 +291,7 @@ def test_what_nobody_has_is_named_and_nothing_is_fetched() -> None:
         replace(held.images(0), restore_paths={0: held.images(0).own_paths}, restore_step=6),
         replace(new.images(0), restore_step=6),
     ]
-    lost = "the in-memory checkpoint of step 6, rank 1, is missing on node 1 and on its partner, node 0"
+    lost = "the memory file of step 6, rank 1, is missing on node 1 and on its partner, node 0"
     got = run_ranks(_fetch, 2, (images, (1, 1), 6))
     assert [(problems, fetched) for _, problems, fetched, _ in got] == [([lost], 0)] * 2
     assert new.heads(0) == []
@@ -309,6 +309,6 @@ def test_a_copy_that_was_damaged_is_not_taken_up() -> None:
     ]
     got = run_ranks(_fetch, 2, (images, (1, 1), 6))
     assert got[1][1] == [
-        "the in-memory checkpoint of step 6, rank 1, was received damaged: its content differs from its hash"
+        "the memory file of step 6, rank 1, was received damaged: its content differs from its hash"
     ]
-    assert got[1][3] == ["there is no in-memory checkpoint of step 6 on this node"]
+    assert got[1][3] == ["the node of rank 1 has no memory file of step 6"]

@@ -100,7 +100,7 @@ def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(tmp_path: Pa
     after = Nodes()
     workers = after.workers({0: {0: before.own.images(0).own_paths}, 1: {}}, step)
     run = run_job(tmp_path / "run", text, PLAN, workers=workers)
-    assert f"the in-memory checkpoint of step {step}, rank 1, is missing on node 1" in told(run)
+    assert f"the memory file of step {step}, rank 1, is missing on node 1" in told(run)
     assert '"source": "checkpoint", "step": 2,' in told(run)
     assert run.losses == whole.losses
 

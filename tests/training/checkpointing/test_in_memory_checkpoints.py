@@ -66,7 +66,7 @@ def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path:
     run, _ = recover(tmp_path / "run", text, plan, held, 3)
     assert (
         "the in-memory checkpoint of step 3 is not used: "
-        "the in-memory checkpoint of step 3, rank 1, is damaged" in messages(run)
+        "the memory file of step 3, rank 1, is damaged" in messages(run)
     )
     assert '"source": "checkpoint", "step": 2,' in messages(run)
     assert run.losses == whole.losses
@@ -137,7 +137,7 @@ def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_pat
         patch="support.faults:rank_1_has_no_memory_for_snapshots",
         workers=workers(held, range(2)),
     )
-    told = "in-memory checkpoints are disabled: in-memory checkpoints of this node's ranks need"
+    told = "in-memory checkpoints are disabled: the memory files of this node's ranks need"
     assert messages(run).count(told) == 1
     assert held.steps() == set()
     assert run.losses == whole.losses
@@ -145,7 +145,7 @@ def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_pat
 
 def test_a_job_that_insists_on_snapshots_fails_without_memory(tmp_path: Path) -> None:
     held = Held(1)
-    with pytest.raises(AssertionError, match="of memory, but only"):
+    with pytest.raises(AssertionError, match=r"need .*, but only .* of memory are free"):
         run_job(
             tmp_path / "run",
             job(tmp_path, 2),

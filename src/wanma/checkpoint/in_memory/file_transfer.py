@@ -89,7 +89,7 @@ def send_memory_file(
         try:
             image = MemoryFileReader(path)
         except (OSError, ValueError) as error:
-            problem = f"the in-memory checkpoint of rank {owner} cannot be sent: {error}"
+            problem = f"the memory file of rank {owner} cannot be sent: {error}"
     packed = image.header.pack() if image is not None else bytes(PACKED_HEADER_BYTES)
     packed += _CHUNK.pack(chunk_bytes)
     yield _require_work(
@@ -114,14 +114,12 @@ def receive_memory_file(
     head = unpack_header(packed[:PACKED_HEADER_BYTES].numpy().tobytes())
     (chunk_bytes,) = _CHUNK.unpack(packed[PACKED_HEADER_BYTES:].numpy().tobytes())
     if head is None or not head.is_complete:
-        return f"rank {owner} has no complete in-memory checkpoint to send"
+        return f"rank {owner} has no complete memory file to send"
     problem, memory = "", memoryview(b"")
     try:
         memory = _reserve_memory(writer, head)
     except OSError as error:
-        problem = (
-            f"no memory for the in-memory checkpoint received from rank {owner}: {error.strerror or error}"
-        )
+        problem = f"no host memory for the memory file of rank {owner}: {error.strerror or error}"
     answer = torch.tensor([_REJECT if problem else _ACCEPT], dtype=torch.uint8)
     yield _require_work(dist.isend(answer, source, group, owner))
     if problem:
@@ -132,7 +130,7 @@ def receive_memory_file(
         digest.update(chunk.numpy().data)
     if digest.digest() != head.digest:
         return (
-            f"the in-memory checkpoint of step {head.step}, rank {owner}, was received damaged: "
+            f"the memory file of step {head.step}, rank {owner}, was received damaged: "
             "its content differs from its hash"
         )
     writer.finish_received(head)

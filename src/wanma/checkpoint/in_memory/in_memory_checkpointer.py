@@ -316,8 +316,7 @@ class InMemoryCheckpointer:
 
     def _out_of_memory_error(self, error: OSError) -> WanmaError:
         return WanmaError(
-            f"no host memory for the in-memory checkpoints of rank {self._header.rank}: "
-            f"{error.strerror or error}",
+            f"no host memory for the memory files of rank {self._header.rank}: {error.strerror or error}",
             "set checkpoint.in_memory_every_steps = 'off', use more nodes, or shard the state "
             "(parallel.shard)",
         )
@@ -352,8 +351,7 @@ class _BufferedMemoryFile:
             status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             if int(status) != 0:
                 raise WanmaError(
-                    f"cannot pin {self._memory.numel():,} bytes of host memory for in-memory checkpoints: "
-                    f"{status}",
+                    f"cannot pin {self._memory.numel():,} bytes of host memory for a memory file: {status}",
                     "raise the limit of locked memory (ulimit -l), or set "
                     "checkpoint.in_memory_every_steps = 'off'",
                 )
@@ -447,12 +445,12 @@ def find_local_checkpoint(
     """
     readers = open_memory_files(memory_files.restore_paths, step)
     if not readers:
-        return LocalCheckpoint(readers), [f"there is no in-memory checkpoint of step {step} on this node"]
+        return LocalCheckpoint(readers), [
+            f"the node of rank {node_ranks[0]} has no memory file of step {step}"
+        ]
     headers = [reader.header for reader in readers.values()]
     if len({(header.generation, header.world_size, header.layout_hash) for header in headers}) > 1:
-        return LocalCheckpoint(readers), [
-            f"the in-memory checkpoints of step {step} come from different generations"
-        ]
+        return LocalCheckpoint(readers), [f"the memory files of step {step} come from different generations"]
     expected: Sequence[int] = range(headers[0].world_size)
     if not readers.keys() >= set(expected) and (world_size, hash_layout(layout)) == (
         headers[0].world_size,
@@ -460,11 +458,10 @@ def find_local_checkpoint(
     ):
         expected = node_ranks  # shards of other nodes' earlier ranks are needed by other nodes' present ranks
     missing = sorted(set(expected) - readers.keys())
-    problems = [f"rank {owner} has no complete in-memory checkpoint of step {step}" for owner in missing]
+    problems = [f"rank {owner} has no complete memory file of step {step}" for owner in missing]
     rank_share = sorted(readers)[list(node_ranks).index(rank) :: len(node_ranks)]
     problems += [
-        f"the in-memory checkpoint of step {step}, rank {owner}, is damaged: its content differs from its "
-        "hash"
+        f"the memory file of step {step}, rank {owner}, is damaged: its content differs from its hash"
         for owner in rank_share
         if not readers[owner].is_valid()
     ]

@@ -91,7 +91,7 @@ def gather_for_reshard(
                 try:
                     local_files[owner] = MemoryFileReader(path)
                 except (OSError, ValueError) as error:
-                    problems.append(f"the in-memory checkpoint of rank {owner} was not received: {error}")
+                    problems.append(f"the memory file of rank {owner} was not received: {error}")
         problems_by_rank = _all_gather_objects(problems, worker)  # all ranks have opened the received files
     problems = list(dict.fromkeys(text for texts in problems_by_rank for text in texts))
     if problems:
@@ -207,8 +207,7 @@ def _open_and_verify(
         if not reader.is_valid():
             del readers[owner]  # another node may have a valid one
             problems.append(
-                f"the in-memory checkpoint of step {step}, rank {owner}, is damaged on node "
-                f"{worker.node_rank}"
+                f"the memory file of step {step}, rank {owner}, is damaged on node {worker.node_rank}"
             )
     return readers, problems
 
@@ -229,17 +228,17 @@ def _merge_rank_manifests(
 ) -> tuple[Manifest | None, list[str]]:
     """Merge the rank manifests into one; of equal boxes those on this node take precedence."""
     if not rank_manifests:
-        return None, [f"no node has an in-memory checkpoint of step {step}"]
+        return None, [f"no node has a memory file of step {step}"]
     world_size = next(iter(rank_manifests.values()))["world_size"]
     if lost := sorted(set(range(world_size)) - rank_manifests.keys()):
-        return None, [f"no node has the in-memory checkpoint of step {step}, rank {owner}" for owner in lost]
+        return None, [f"no node has the memory file of step {step}, rank {owner}" for owner in lost]
     order = [*sorted(local_owners), *sorted(rank_manifests.keys() - set(local_owners))]
     try:
         merged = merge_rank_manifests(
             [rank_manifests[owner] for owner in order], step, None, rank_manifests[0]["state"]
         )
     except (WanmaError, ValueError, KeyError, TypeError) as error:
-        return None, [f"the in-memory checkpoint of step {step} cannot be read: {error}"]
+        return None, [f"the memory files of step {step} cannot be read: {error}"]
     return merged, []
 
 

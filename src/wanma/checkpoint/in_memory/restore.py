@@ -89,6 +89,6 @@ def _lost_text(owner: int, step: int, local_world_sizes: tuple[int, ...]) -> str
     node = node_of(owner, local_world_sizes)
     partner = (node + 1) % len(local_world_sizes)
     return (
-        f"the in-memory checkpoint of step {step}, rank {owner}, is missing on node {node} and on its "
+        f"the memory file of step {step}, rank {owner}, is missing on node {node} and on its "
         f"partner, node {partner}"
     )

@@ -371,8 +371,8 @@ class InMemoryCheckpoints:
         free = min(psutil.virtual_memory().available, usable_memory_bytes())
         if needed > free:
             raise WanmaError(
-                f"in-memory checkpoints of this node's ranks need {bytes_text(needed)} of memory, but "
-                f"only {bytes_text(free)} are free",
+                f"the memory files of this node's ranks need {bytes_text(needed)}, but only "
+                f"{bytes_text(free)} of memory are free",
                 "set checkpoint.in_memory_every_steps = 'off', use more nodes, or shard the state "
                 "(parallel.shard)",
             )
