@@ -119,7 +119,7 @@ def _workload(case: Case, meaning: Meaning) -> Workload:
     if case.software.architecture == "llama":
         return workload
     first, blocks, last = workload.layers
-    # Beside the gains of two normalisations, which RMS normalisations have as well.
+    # Beside the gains of two normalizations, which RMS normalizations have as well.
     biases = 7 * dimensions.hidden + dimensions.feed_forward
     ends = (
         (first, last) if meaning != "blocks" else (replace(first, parameters=0), replace(last, parameters=0))

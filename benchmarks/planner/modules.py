@@ -72,14 +72,14 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, width: int, out: int, stride: int, groups: int) -> None:
         super().__init__()
         self.branch = nn.Sequential(
-            *_normalised(channels, width, 1),
+            *_normalized(channels, width, 1),
             nn.ReLU(inplace=True),
-            *_normalised(width, width, 3, stride, groups),
+            *_normalized(width, width, 3, stride, groups),
             nn.ReLU(inplace=True),
-            *_normalised(width, out, 1),
+            *_normalized(width, out, 1),
         )
         self.carry = (
-            nn.Sequential(*_normalised(channels, out, 1, stride))
+            nn.Sequential(*_normalized(channels, out, 1, stride))
             if channels != out or stride > 1
             else nn.Identity()
         )
@@ -90,7 +90,7 @@ class Bottleneck(nn.Module):
         return result
 
 
-def _normalised(
+def _normalized(
     channels: int, out: int, window: int, stride: int = 1, groups: int = 1
 ) -> tuple[nn.Module, nn.Module]:
     convolution = nn.Conv2d(channels, out, window, stride, window // 2, groups=groups, bias=False)
@@ -106,7 +106,7 @@ def residual_network(counts: tuple[int, ...], groups: int, width: int) -> nn.Mod
             stride = 2 if stage > 0 and number == 0 else 1
             blocks.append(Bottleneck(channels, width << stage, 256 << stage, stride, groups))
             channels = 256 << stage
-    stem = (*_normalised(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    stem = (*_normalized(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
     return nn.Sequential(*stem, *blocks, *head)
 

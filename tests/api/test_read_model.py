@@ -186,7 +186,7 @@ def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> Non
     assert decided.workload is not None
 
 
-def test_batch_normalisation_says_how_many_samples_belong_together() -> None:
+def test_batch_normalization_says_how_many_samples_belong_together() -> None:
     own = {"factory": "own_models:classifier", "batch_norm_group": 8}
     pictures = TensorDataset(torch.zeros(10, 3, 32, 32), torch.zeros(10, dtype=torch.int64))
     made = read_model(to_job({"model": own}), {"data": pictures}).workload

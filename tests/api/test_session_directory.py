@@ -202,7 +202,7 @@ def test_a_session_that_fails_is_recorded_as_failed_and_carries_on(tmp_path: Pat
     assert loop(text, tmp_path) == list(range(14, 28))
 
 
-def test_an_example_gives_model_flops_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_gives_model_flops_utilization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "peak_flops_per_second", lambda *_: 1e9)
     with wanma.session(session_job(), run_directory=tmp_path) as session:
         model = session.prepare(seeded(Plain), example=torch.empty(2, 8, device="meta"))
@@ -216,7 +216,7 @@ def test_an_example_gives_model_flops_utilisation(tmp_path: Path, monkeypatch: p
         assert step["mfu"] == pytest.approx(flops * 7 / step["step_seconds"] / 1e9)
 
 
-def test_without_an_example_the_utilisation_is_unknown(
+def test_without_an_example_the_utilization_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "peak_flops_per_second", lambda *_: 1e9)

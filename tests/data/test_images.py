@@ -106,7 +106,7 @@ def test_npz_with_a_test_set_in_a_folder(tmp_path: Path) -> None:
     assert test.labels.tolist() == labels[:4].tolist()
 
 
-def test_batches_are_normalised_by_the_training_set(tmp_path: Path) -> None:
+def test_batches_are_normalized_by_the_training_set(tmp_path: Path) -> None:
     images = RANDOM.integers(0, 256, (40, 4, 4, 3), dtype=np.uint8)
     images[..., 2] = 7  # a constant channel must not divide by zero
     np.savez(tmp_path / "x.npz", images=images, labels=np.arange(40) % 2)

@@ -205,7 +205,7 @@ def test_rotation_depends_on_the_distance_of_positions_only() -> None:
 @pytest.mark.parametrize("head_norm", [False, True])
 def test_head_norm_makes_attention_independent_of_the_queries_scale(head_norm: bool) -> None:
     model = Decoder(DecoderConfig(1, 32, 4, 2, 96, 64, explicit_head_dim=16, qk_norm=head_norm)).double()
-    # With identity the scores double; with normalised heads nothing but epsilon changes.
+    # With identity the scores double; with normalized heads nothing but epsilon changes.
     before = model(tokens())
     with torch.no_grad():
         model.layers["0"].attention.query.weight.mul_(2)

@@ -326,7 +326,7 @@ def test_numbers_of_samples_do_not_matter() -> None:
         )
 
 
-def test_normalisation_over_groups_is_counted_once() -> None:
+def test_normalization_over_groups_is_counted_once() -> None:
     single, grouped = (
         build_section_workload(
             ModelSection(preset="resnet-18", batch_norm_group=group),

@@ -27,7 +27,7 @@ def norm(group: int, **keys: object) -> GroupedBatchNorm:
 IMAGES = torch.randn(12, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def test_one_group_is_torchs_own_batch_normalisation() -> None:
+def test_one_group_is_torchs_own_batch_normalization() -> None:
     ours, theirs = norm(12), nn.BatchNorm2d(3).double()
     theirs.load_state_dict(ours.state_dict())
     torch.testing.assert_close(ours(IMAGES), theirs(IMAGES), rtol=1e-12, atol=1e-12)
@@ -134,7 +134,7 @@ def test_modules_that_couple_samples_are_named_until_they_are_converted() -> Non
     assert find_sample_coupling_modules(nn.SyncBatchNorm(3)) == ["SyncBatchNorm"]
 
 
-def test_instance_normalisation_that_keeps_statistics_is_named() -> None:
+def test_instance_normalization_that_keeps_statistics_is_named() -> None:
     model = nn.Sequential(nn.InstanceNorm1d(3), nn.InstanceNorm2d(3, track_running_stats=True))
     assert find_instance_norm_statistics(model) == ["1"]
     assert find_instance_norm_statistics(nn.Sequential(nn.BatchNorm1d(3))) == []
@@ -153,7 +153,7 @@ def test_a_converted_model_keeps_its_state_and_computes_the_same_where_the_group
     assert isinstance(convert_batch_norm(nn.BatchNorm1d(4), 2), GroupedBatchNorm)
 
 
-def test_batch_normalisation_without_running_statistics_is_refused_by_name() -> None:
+def test_batch_normalization_without_running_statistics_is_refused_by_name() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False))
     with pytest.raises(WanmaError, match="cannot convert BatchNorm2d '0'"):
         convert_batch_norm(model, 4)

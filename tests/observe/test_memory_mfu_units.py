@@ -1,4 +1,4 @@
-"""Memory readers, model FLOPs utilisation, and numbers as people read them."""
+"""Memory readers, model FLOPs utilization, and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_this_process_has_a_peak() -> None:
     assert peak_memory_bytes() >= resident_memory().resident_bytes // 2 > 1 << 20
 
 
-def test_utilisation_is_model_flops_over_peak() -> None:
+def test_utilization_is_model_flops_over_peak() -> None:
     # 32 samples of 6 GFLOP in 2 s on 2 devices of 100 GFLOP/s: 96 of 200 GFLOP/s.
     assert model_flops_utilization(6e9, 32, 2.0, 2, 1e11) == pytest.approx(0.48)
 
 
 @pytest.mark.parametrize(("seconds", "peak"), [(0.0, 1e12), (1.0, None), (1.0, 0.0)])
-def test_utilisation_is_unknown_without_time_or_peak(seconds: float, peak: float | None) -> None:
+def test_utilization_is_unknown_without_time_or_peak(seconds: float, peak: float | None) -> None:
     assert model_flops_utilization(1e9, 1, seconds, 1, peak) is None
 
 

@@ -1,4 +1,4 @@
-"""Capabilities of the runtime as the planner publishes them, beside its behaviour."""
+"""Capabilities of the runtime as the planner publishes them, beside its behavior."""
 
 from __future__ import annotations
 

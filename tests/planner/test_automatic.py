@@ -339,7 +339,7 @@ def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_a
 # ------------------------------------------------------------------ statistics over groups of samples
 
 
-def test_a_module_that_normalises_over_groups_of_samples_gets_micro_batches_of_whole_ones() -> None:
+def test_a_module_that_normalizes_over_groups_of_samples_gets_micro_batches_of_whole_ones() -> None:
     asked = job({"auto": True}, train={"global_batch": 24}, model={"factory": "a:b", "batch_norm_group": 4})
 
     def whole(together: int) -> list[bool]:
@@ -363,7 +363,7 @@ def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
     assert "set train.global_batch to a multiple of 4" in refusal.value.hint
 
 
-def test_model_flops_utilisation_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:
+def test_model_flops_utilization_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:
     mixed = parse_shorthand("1x8 H100 + 1x8 A100, 8x200G")
     where = {"nodes": 2, "rendezvous": "a:1"}
     asked = job({"auto": True}, cluster=where, train={"global_batch": 512})

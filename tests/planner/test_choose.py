@@ -183,7 +183,7 @@ def test_the_smallest_batch_of_a_ramp_bounds_the_micro_batch() -> None:
 # ------------------------------------------------------------------ statistics over groups of samples
 
 
-def test_batch_normalisation_gets_whole_groups() -> None:
+def test_batch_normalization_gets_whole_groups() -> None:
     model = {"preset": "resnet-18", "batch_norm_group": 4}
     plan = planned(BOX, model=model, train={"global_batch": 24}, parallel={"dp_replicate": 2}).plan
     assert all(len(run) % 4 == 0 for rank in (0, 1) for run in plan.micro_batches(24, rank))

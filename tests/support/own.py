@@ -41,7 +41,7 @@ class PartlyLabelled(Numbers):
 
 
 class Tagger(nn.Module):
-    """Tokens to a class at every position, with normalisation, dropout and equal blocks."""
+    """Tokens to a class at every position, with normalization, dropout and equal blocks."""
 
     def __init__(
         self, vocabulary: int = 16, hidden: int = 12, dropout: float = 0.0, tied: bool = False
@@ -64,12 +64,12 @@ class Tagger(nn.Module):
         return logits
 
 
-class Normalised(nn.Module):
-    """A classifier with torch's own batch normalisation."""
+class Normalized(nn.Module):
+    """A classifier with torch's own batch normalization."""
 
     def __init__(self, features: int = 8, classes: int = 4) -> None:
         super().__init__()
-        self.first = nn.Linear(features, 16, bias=False)  # normalisation would take a bias away again
+        self.first = nn.Linear(features, 16, bias=False)  # normalization would take a bias away again
         self.norm = nn.BatchNorm1d(16)
         self.last = nn.Linear(16, classes)
 

@@ -123,7 +123,7 @@ def local(
 
     Args:
         offsets: of each fragment, named by how its parameters begin, how many steps before a multiple of
-            `every` it is synchronised; default: the whole model, at the multiples.
+            `every` it is synchronized; default: the whole model, at the multiples.
         late: steps between taking the difference and applying it.
         mix: of its own weights, what a site then keeps.
         together: first steps that all take together.

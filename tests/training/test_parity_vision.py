@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.compare import one_process, same_numbers, spread_over
-from support.own import Noisy, Normalised, Numbers, Poisoned, Tagger, save_images, seeded
+from support.own import Noisy, Normalized, Numbers, Poisoned, Tagger, save_images, seeded
 from support.ranks import Outcome
 from support.text import REAL_TEXT
 from wanma.job.plan.plan import Plan
@@ -108,14 +108,14 @@ def test_resnet_and_its_running_statistics_are_those_of_one_process(
     ],
     ids=str,
 )
-def test_batch_normalisation_of_ones_own_module_becomes_grouped(plan: Plan, tmp_path: Path) -> None:
-    objects = {"model": seeded(Normalised), "data": Numbers()}
+def test_batch_normalization_of_ones_own_module_becomes_grouped(plan: Plan, tmp_path: Path) -> None:
+    objects = {"model": seeded(Normalized), "data": Numbers()}
     one = one_process(tmp_path / "one", numbers_job(), 8, objects=objects)
     other = spread_over(tmp_path / "run", numbers_job(), plan, objects=objects)
     same_numbers(one, other)
     assert one.tensors()["model.norm.num_batches_tracked"] == STEPS
     # Its names are torch's, so that the user's own module takes them.
-    Normalised().double().load_state_dict(
+    Normalized().double().load_state_dict(
         {name.removeprefix("model."): t for name, t in one.tensors().items() if name.startswith("model.")}
     )
 
@@ -128,14 +128,14 @@ def test_rows_that_are_no_whole_groups_are_refused_with_the_keys_to_change(tmp_p
             tmp_path / "run",
             numbers_job(global_batch=6),
             Plan(dp_replicate=2, micro_batch=3),
-            objects={"model": seeded(Normalised), "data": Numbers()},
+            objects={"model": seeded(Normalized), "data": Numbers()},
         )
 
 
 def test_statistics_of_a_skipped_step_are_forgotten(tmp_path: Path) -> None:
     job = numbers_job(non_finite="skip", steps=2, precision="fp32", learning_rate=1000.0, gradient_clip=0.0)
     run = one_process(
-        tmp_path / "run", job, 8, objects={"model": seeded(Normalised), "data": Poisoned(bad=range(48))}
+        tmp_path / "run", job, 8, objects={"model": seeded(Normalized), "data": Poisoned(bad=range(48))}
     )
     tensors = run.tensors()
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())

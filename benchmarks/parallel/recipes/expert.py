@@ -3,7 +3,7 @@
 torchtitan 0.2.2: models/moe/moe.py (router, reorderer, and the experts one after the other, which it keeps
 beside the grouped product that needs a GPU), distributed/expert_parallel.py, `ExpertParallel`,
 distributed/parallel_dims.py (meshes), models/llama4/infra/parallelize.py, `apply_fsdp`, and
-components/optimizer.py (the bias). Left out, in favour of this recipe: padding of each expert's rows, which
+components/optimizer.py (the bias). Left out, in favor of this recipe: padding of each expert's rows, which
 only grouped products need, and explicit prefetching, for which there is no second stream here. Scores weigh
 the experts' outputs, as in torchtitan's DeepSeek-V3 (`score_before_experts=False`).
 """

@@ -1,7 +1,7 @@
 """Tensor parallelism in plain torch, with and without sequence parallelism, loss parallel in both.
 
 With it: torchtitan 0.2.2, models/llama3/infra/parallelize.py, `apply_tp`. Without: its main branch,
-models/qwen3/parallelize.py, `apply_non_moe_tp` with enable_sp=False, but for one thing that is in favour of
+models/qwen3/parallelize.py, `apply_non_moe_tp` with enable_sp=False, but for one thing that is in favor of
 this recipe: the residual stream is a plain tensor and no DTensor, whose every operation costs more.
 """
 

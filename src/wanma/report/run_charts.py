@@ -22,7 +22,7 @@ def run_charts(report: Report) -> list[Chart]:
         _gradient(report),
         _learning_rate(report),
         Chart("MFU", [_column(report, "mfu", "MFU", 3)], "", percent_text, _percent),
-        Chart("GPU utilisation", [_column(report, "gpu_utilization", "busy", 1)], "", percent_text, _percent),
+        Chart("GPU utilization", [_column(report, "gpu_utilization", "busy", 1)], "", percent_text, _percent),
         Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
     ]
     shown = [chart for chart in every if any(math.isfinite(y) for line in chart.series for y in line.ys)]

@@ -30,7 +30,7 @@ class Feature:
     parts: bool = False
     """The samples decide which of its modules are called."""
     layers: bool = False
-    """Batch normalisation: several micro-batches need `model.batch_norm_group`."""
+    """Batch normalization: several micro-batches need `model.batch_norm_group`."""
 
 
 def block(init: str, forward: str, more: str = "", **traits: bool) -> Feature:

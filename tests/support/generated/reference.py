@@ -1,7 +1,7 @@
 """A plain PyTorch loop over the global batch: what every case is measured against.
 
 Of wanma it takes what is documented to be wanma's own: the order of the samples, dropout keyed by sample, and
-batch normalisation over groups of samples.
+batch normalization over groups of samples.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from support.coupled import (
     weighted_by_the_batch,
     with_an_average,
 )
-from support.own import Normalised, Numbers, Plain, Tagger, seeded
+from support.own import Normalized, Numbers, Plain, Tagger, seeded
 from support.ranks import Outcome, run_here, run_job, run_ranks
 from wanma.job.plan.plan import Plan
 from wanma.job.run.run_directory import RunDirectory
@@ -105,7 +105,7 @@ class Tokens(Numbers):
 
 HARMLESS: dict[str, tuple[Any, Any]] = {
     "dropout": (lambda: Tagger(dropout=0.5), Tokens),
-    "grouped batch normalisation": (lambda: convert_batch_norm(Normalised(), 6), Numbers),
+    "grouped batch normalization": (lambda: convert_batch_norm(Normalized(), 6), Numbers),
 }
 
 

@@ -123,7 +123,7 @@ def make_replanner(
     """Return the replanner of a job; None if the number of nodes is fixed.
 
     Raises:
-        JobError: other numbers of nodes cannot be planned, because the model cannot be analysed.
+        JobError: other numbers of nodes cannot be planned, because the model cannot be analyzed.
     """
     if not is_elastic(job):
         return None

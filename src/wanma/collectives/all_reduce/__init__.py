@@ -1,1 +1,1 @@
-"""Asynchronous all-reduce: of a gradient bucket, and, optionally quantised, between sites."""
+"""Asynchronous all-reduce: of a gradient bucket, and, optionally quantized, between sites."""

@@ -1,6 +1,6 @@
-"""Asynchronous all-reduce between sites, optionally quantised.
+"""Asynchronous all-reduce between sites, optionally quantized.
 
-Without compression it is a plain all-reduce. Quantised, every rank sends its encoded values to all others,
+Without compression it is a plain all-reduce. Quantized, every rank sends its encoded values to all others,
 and each adds up all of them, in the order of the ranks and in full precision: a sum of rounded numbers is not
 rounded again, and is the same on every rank. The cost is that of an all-gather, which for two ranks equals
 that of an all-reduce.

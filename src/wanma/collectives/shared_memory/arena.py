@@ -134,7 +134,7 @@ class Arena:
         return self._heap.high_water_bytes
 
     def allocate_tensor(self, elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialised tensor (elements,) that all ranks of the group can read and write.
+        """Return an uninitialized tensor (elements,) that all ranks of the group can read and write.
 
         Returns:
             The tensor; None if the heap has no room for it, or the node no memory.

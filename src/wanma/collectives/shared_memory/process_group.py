@@ -97,7 +97,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ tensors in place
 
     def allocate_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor (elements,) that collectives of this group use without copies.
+        """Return an uninitialized tensor (elements,) that collectives of this group use without copies.
 
         Without room in the heap it is a plain tensor, and collectives give the same result.
         """
@@ -114,7 +114,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             parts: elements and data type of one rank's part, for each tensor.
 
         Returns:
-            For each tensor, uninitialised, the whole (ranks × part,) and this rank's part of it (part,): the
+            For each tensor, uninitialized, the whole (ranks × part,) and this rank's part of it (part,): the
             same memory, which autograd does not track. None if there is no room.
         """
         bytes_of = [self._ranks * elements * dtype.itemsize for elements, dtype in parts]

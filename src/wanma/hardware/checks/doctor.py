@@ -47,7 +47,7 @@ WRITE_PROBE_BYTES = 32 * 2**20
 
 EXTRAS = {
     "tensorboard": ("tensorboard", "TensorBoard files"),
-    "gpu": ("pynvml", "GPU utilisation and power"),
+    "gpu": ("pynvml", "GPU utilization and power"),
     "yaml": ("yaml", "job files in YAML"),
 }
 """Optional extra → (module that proves its presence, purpose)."""

@@ -1,4 +1,4 @@
-"""Schema of a cluster file: one typed section per table, with bounds and one-line help; no behaviour."""
+"""Schema of a cluster file: one typed section per table, with bounds and one-line help; no behavior."""
 
 from __future__ import annotations
 

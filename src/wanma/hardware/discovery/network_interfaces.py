@@ -5,7 +5,7 @@
     way = find_route_from("10.0.0.5")                  # the one that has an address of this node
 
 Bridges and virtual interfaces of containers and virtual machines are never chosen automatically: they only
-lead to this node. They are recognised by the names that their tools give them; a container's own `eth0` is
+lead to this node. They are recognized by the names that their tools give them; a container's own `eth0` is
 virtual too, but is the right one inside the container.
 """
 

@@ -30,7 +30,7 @@ def discover_node(environment: Mapping[str, str] = os.environ) -> Cluster:
     """Return this node as a cluster of one; its devices are the GPUs that a process here would see.
 
     Args:
-        environment: the environment variables; `CUDA_VISIBLE_DEVICES` is honoured as CUDA does.
+        environment: the environment variables; `CUDA_VISIBLE_DEVICES` is honored as CUDA does.
 
     Raises:
         WanmaError: there is an NVIDIA driver, and it does not answer.

@@ -231,7 +231,7 @@ class Forecast:
     """Memory that the allocator reserves and no tensor uses."""
     reasons: tuple[str, ...] = ()
     step: StepTime | None = None
-    """Forecast step time; None if the rates of the hardware are unknown, or the model cannot be analysed."""
+    """Forecast step time; None if the rates of the hardware are unknown, or the model cannot be analyzed."""
     samples_per_second: float | None = None
     model_flops_utilisation: float | None = None
     """Model FLOPs without recompute divided by the devices' peak in the plan's precision, 0 .. 1."""

@@ -73,7 +73,7 @@ class Synchronization:
 
     def __post_init__(self) -> None:
         if min(self.sites, self.every, self.fragments) < 1:
-            raise ValueError(f"sites, steps between synchronisations and fragments are at least 1: {self}")
+            raise ValueError(f"sites, steps between synchronizations and fragments are at least 1: {self}")
         if min(self.synchronous_steps, self.overlap_steps, self.staleness) < 0:
             raise ValueError(f"numbers of steps are not negative: {self}")
         if self.has_local_weights and self.fragments > self.every:

@@ -1,1 +1,1 @@
-"""Sections of the job file: one typed, frozen model per table, without behaviour."""
+"""Sections of the job file: one typed, frozen model per table, without behavior."""

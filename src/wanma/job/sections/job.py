@@ -1,4 +1,4 @@
-"""Job: all sections of a job file, each typed in a file of its own in this folder; no behaviour.
+"""Job: all sections of a job file, each typed in a file of its own in this folder; no behavior.
 
 `wanma job` prints their content. Cross-field rules that need only the job are validators of the sections;
 rules that need the nodes or the model belong to the planner.

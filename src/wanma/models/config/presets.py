@@ -13,8 +13,8 @@ from wanma.models.config.dimensions import DecoderConfig
 # when the data does not say: bytes (256 and special tokens, rounded to 320) or GPT-2's, rounded.
 #
 # The last has all of GPT-3's matrices, in its shapes: 174.57B parameters, of its 174.60B, and its FLOPs. It
-# lacks GPT-3's biases and learned positions (0.04B), and has RMS normalisation, rotary positions, and dense
-# attention in every layer, where GPT-3 has layer normalisation and bands in every second layer.
+# lacks GPT-3's biases and learned positions (0.04B), and has RMS normalization, rotary positions, and dense
+# attention in every layer, where GPT-3 has layer normalization and bands in every second layer.
 OWN_PRESETS: dict[str, DecoderConfig] = {
     "gpt-1m": DecoderConfig(4, 128, 4, 4, 384, 320),
     "gpt-10m": DecoderConfig(6, 384, 6, 6, 1024, 320),

@@ -43,7 +43,7 @@ _MATMUL_CLASSES = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
-# User-written classes are recognised by the usual ending of their names. transformers' Conv1D is a
+# User-written classes are recognized by the usual ending of their names. transformers' Conv1D is a
 # linear layer with its weight transposed.
 _NORM_CLASS_NAME = re.compile(r"Norm(\d*[dD])?$")
 _EMBEDDING_CLASS_NAME = re.compile(r"Embeddings?$")

@@ -237,7 +237,7 @@ _FREE_OPERATORS = frozenset(
         aten._unsafe_view.default,
     }
 )
-"""Operators without a kernel that the comparison of storages does not recognise as views."""
+"""Operators without a kernel that the comparison of storages does not recognize as views."""
 
 _WRITE_ONLY_OPERATORS = frozenset(
     {

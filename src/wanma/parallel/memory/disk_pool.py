@@ -77,7 +77,7 @@ class DiskPool:
             self.folder.rmdir()
 
     def allocate(self, size: int) -> Tensor:
-        """Allocate `size` bytes, uninitialised: (size,) uint8.
+        """Allocate `size` bytes, uninitialized: (size,) uint8.
 
         Raises:
             WanmaError: the disk is full, or the folder cannot be written to.
@@ -92,7 +92,7 @@ class DiskPool:
         return torch.frombuffer(self._files[-1], dtype=torch.uint8, count=max(size, 1), offset=start)[:size]
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Allocate a contiguous tensor of the same shape and dtype, uninitialised."""
+        """Allocate a contiguous tensor of the same shape and dtype, uninitialized."""
         flat = self.allocate(tensor.numel() * tensor.element_size())
         return flat.view(tensor.dtype).view(tensor.shape)
 

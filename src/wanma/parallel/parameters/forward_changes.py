@@ -1,4 +1,4 @@
-"""Detection of weights that a model's forward changes: clamped, renormalised, or averaged from a student.
+"""Detection of weights that a model's forward changes: clamped, renormalized, or averaged from a student.
 
 A plain loop over the global batch makes such a change once a step and keeps it. Here a model that computes
 with its state keeps it too, which is the same where all replicas make the same change, once, or where making

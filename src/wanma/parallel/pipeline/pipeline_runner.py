@@ -361,6 +361,6 @@ _CHANGED_MEANWHILE = "has been modified by an inplace operation"
 """Part of torch's message about a tensor that changed before its backward."""
 _SPLIT_BACKWARD_ERRORS = {
     "backward through the graph a second": "a parameter that one stage uses twice",
-    "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalisation",
+    "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalization",
 }
 """Parts of torch's messages when it fails to take a backward apart, and the cause of each."""

@@ -2,7 +2,7 @@
 
 Parameters are DTensors, which is what sharding, checkpoints and norms want of them; the arithmetic is
 on plain tensors. Torch's tensor-parallel styles compute in DTensors instead: any module then runs
-operator by operator through their dispatch (on a CPU a normalisation loses its fused path), and the
+operator by operator through their dispatch (on a CPU a normalization loses its fused path), and the
 gradient of an embedding that is split by tokens is whole on every rank.
 """
 

@@ -36,8 +36,8 @@ class FrameworkTraits:
     """Traits of a training framework that change cost; defaults are those of wanma's own runtime."""
 
     architecture: Literal["llama", "gpt"] = "llama"
-    """Kind of the layers around the matrices: RMS normalisation and rotary positions ("llama"), or layer
-    normalisation, biases, dropout and learned positions ("gpt"). The model's dimensions give the number of
+    """Kind of the layers around the matrices: RMS normalization and rotary positions ("llama"), or layer
+    normalization, biases, dropout and learned positions ("gpt"). The model's dimensions give the number of
     matrices of a feed-forward network."""
     attention: Literal["fused", "scores"] = "fused"
     """Attention kernel; "scores" stores and computes every score, also those that a causal model masks."""
@@ -175,10 +175,10 @@ def block_cost(
     halves = full or (plan.recompute == "selective" and framework.selective_recompute == "products")
     precision = matmul_precision(plan, framework)
 
-    # Two normalisations, and two branches that join the residual stream (with bias and dropout in GPT).
+    # Two normalizations, and two branches that join the residual stream (with bias and dropout in GPT).
     is_gpt = framework.architecture == "gpt"
     join = (7.0, 5.0) if is_gpt else (6.0, 4.0)
-    # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products.
+    # RMS normalization has no kernel of its own in eager PyTorch: a square, a mean, a root and two products.
     norm = (4.0, 8.0, 1) if framework.fuses_pointwise or is_gpt else (14.0, 24.0, 5)
     if add.is_eager_on_cpu:
         join, norm = CPU_RESIDUAL_ADD, (*CPU_NORM, 5)
@@ -274,7 +274,7 @@ def _attention(
         two = matmul_seconds(
             chip, sequence_length, sequence_length, width, plan.precision, batch
         ) + matmul_seconds(chip, sequence_length, width, sequence_length, plan.precision, batch)
-        # Scaled, masked, normalised in one kernel; dropout in another, with its mask.
+        # Scaled, masked, normalized in one kernel; dropout in another, with its mask.
         forward = two + memory_bound_seconds(chip, scores * 9.0, 2)
         add.add_attention(
             forward,
@@ -429,7 +429,7 @@ def head_cost(
     hardware: HardwareModel,
     framework: FrameworkTraits,
 ) -> LayerCost:
-    """Return the cost of the last normalisation, the logits in compute precision and the loss over them."""
+    """Return the cost of the last normalization, the logits in compute precision and the loss over them."""
     if dimensions.vocabulary is None:
         raise ValueError("a forecast needs dimensions with a vocabulary")
     add = _accumulator(hardware, framework, plan)

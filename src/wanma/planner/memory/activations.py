@@ -21,7 +21,7 @@ ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 UNSPLIT_ACTIVATION_SHARE = 0.25
 """Share of a block's saved activations that tensor parallelism does not split, where the operators are not
-known: inputs and outputs of its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section
+known: inputs and outputs of its normalizations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section
 4.2.1: 10 of 34 bytes)."""
 
 INPUT_SHARE = 1 / 16
@@ -145,7 +145,7 @@ _SCORES = "scores"
 
 
 def _norm_and_dropout(half: str, dimensions: DecoderConfig, framework: FrameworkTraits) -> list[SavedTensor]:
-    """Return the saved tensors of the normalisation before a half of a block, and of its dropout."""
+    """Return the saved tensors of the normalization before a half of a block, and of its dropout."""
     hidden = dimensions.hidden
     tensors = [
         SavedTensor(f"{half} norm's input", hidden, "sequence"),

@@ -1,6 +1,6 @@
 """Model states of one rank: parameters, gradients and optimizer state, in bytes.
 
-Sharded states follow Rajbhandari et al. 2020, section 5; FSDP2's additional memory follows its own behaviour
+Sharded states follow Rajbhandari et al. 2020, section 5; FSDP2's additional memory follows its own behavior
 (one unit of communication per block, another for the rest), which tests measure. Frameworks with unsharded
 copies follow Megatron-LM: 2 bytes of weights, 2 or 4 of gradients, and 12 of state per parameter, which a
 distributed optimizer shards over the data ranks.

@@ -88,7 +88,7 @@ def _trace_custom_model(job: Job, objects: dict[str, Any]) -> WorkloadResult:
         )
     except WanmaError as error:
         return WorkloadResult(None, f"no forecast for this model: {error.message}")
-    if "model" in objects:  # training converts its batch normalisation at the start
+    if "model" in objects:  # training converts its batch normalization at the start
         from wanma.models.layers.batch_norm import find_sample_coupling_modules
 
         if find_sample_coupling_modules(objects["model"]):

@@ -1,7 +1,7 @@
 """Allocation of the batch to ranks by their speed, and the decision when a move pays. Pure functions.
 
 A rank's time for a step is a fixed part, such as its optimizer's update, and a part per row. Ranks wait for
-the slowest of them. The best shares minimise the slowest rank's time; they are adopted where they have
+the slowest of them. The best shares minimize the slowest rank's time; they are adopted where they have
 promised enough for long enough, since a move has a price and times are noisy.
 """
 

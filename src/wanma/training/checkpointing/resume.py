@@ -49,7 +49,7 @@ from wanma.training.sites.site_synchronizer import ignored_site_tensors
 from wanma.training.step.early_stopping import EarlyStopping
 
 _PEFT_CONFIG_FILE = "adapter_config.json"
-"""File by which a folder of peft is recognised; its weights are in adapter_model.safetensors."""
+"""File by which a folder of peft is recognized; its weights are in adapter_model.safetensors."""
 _LOW_PRECISION_DTYPES = ("BF16", "F16")
 _MAX_NAMES_IN_MESSAGE = 5
 """Largest number of tensors named in one message."""

@@ -405,7 +405,7 @@ def _refuse_if_found(trainer: Trainer, part: str) -> None:
 
 @contextmanager
 def _eager_without_gradients(trainer: Trainer) -> Iterator[None]:
-    """Disable gradients and compilation, and evaluate grouped normalisation, within the context."""
+    """Disable gradients and compilation, and evaluate grouped normalization, within the context."""
     norms = [
         (module, module.training)
         for part in trainer.state.parallel_model.model_parts

@@ -135,7 +135,7 @@ class Session:
         Args:
             model: module that the user has built.
             example: positional arguments of the model's forward, dim 0 the samples; only shapes and dtypes
-                count. With them the records contain the model FLOPs utilisation, for a loop that runs the
+                count. With them the records contain the model FLOPs utilization, for a loop that runs the
                 model once per batch.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Synchronisation of sites: delayed gradients, local SGD and DiLoCo."""
+"""Synchronization of sites: delayed gradients, local SGD and DiLoCo."""

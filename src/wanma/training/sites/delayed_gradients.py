@@ -29,7 +29,7 @@ DELAYED_PREFIX = "late."
 
 @dataclass(frozen=True)
 class GradientNormalization:
-    """Normalisation of a gradient summed over all sites."""
+    """Normalization of a gradient summed over all sites."""
 
     target_count: float | None
     """Targets of the summed losses; None: those of the current step. 0: no gradient has come yet."""
@@ -114,7 +114,7 @@ class DelayedGradients:
             flush: true if all pending ones are due.
 
         Returns:
-            their normalisation; None where none is due, and parameters have no gradient.
+            their normalization; None where none is due, and parameters have no gradient.
         """
         if len(self._pending) <= (0 if flush else self._staleness):
             return None

@@ -1,4 +1,4 @@
-"""Outer optimizer of sites that synchronise every few steps: local SGD and DiLoCo, by fragments or at once.
+"""Outer optimizer of sites that synchronize every few steps: local SGD and DiLoCo, by fragments or at once.
 
 Every `sync_every` steps the sites average their moves (pseudo-gradients),
 

@@ -1,4 +1,4 @@
-"""Synchronisation of a run's sites, and the tensors of it that a checkpoint keeps.
+"""Synchronization of a run's sites, and the tensors of it that a checkpoint keeps.
 
     gradients    before a step's ranks agree: choice of the gradients that the update takes
     late         after the update: more gradients, where several have come at once
@@ -81,7 +81,7 @@ class SiteSynchronizer:
             is_last: true for the last step of the job.
 
         Returns:
-            their normalisation; None for this site's own, of this step.
+            their normalization; None for this site's own, of this step.
 
         Raises:
             WanmaError: a parameter has a gradient that was frozen when the run began.

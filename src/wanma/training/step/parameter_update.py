@@ -1,4 +1,4 @@
-"""End of an optimizer step: all-reduce of its sums over the world, normalisation, clipping, update.
+"""End of an optimizer step: all-reduce of its sums over the world, normalization, clipping, update.
 
 All numbers on which ranks must agree per step travel in one all-reduce.
 """
@@ -87,7 +87,7 @@ def reduce_step_totals(
         effective_loss_multiplier: ratio of the gradients to those of the summed losses.
         is_suspend_requested: true if this rank was asked to suspend.
         extra_terms: more numbers to add up; as many on every rank.
-        normalization: normalisation of gradients summed over all sites; None: they are of this step and site.
+        normalization: normalization of gradients summed over all sites; None: they are of this step and site.
         loss_scale: scale of the loss, which may be too large for the gradients.
 
     Raises:
@@ -198,7 +198,7 @@ def reduce_delayed_gradient_norm(
         totals: numbers of the step.
         named_optimizer: optimizer of this rank's parameters.
         parallel_mesh: device meshes of the plan.
-        normalization: normalisation of the gradients.
+        normalization: normalization of the gradients.
     """
     square = local_squared_norm(named_optimizer.owned_gradients(), parallel_mesh.plan).to(
         parallel_mesh.device
