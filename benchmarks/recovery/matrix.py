@@ -93,9 +93,9 @@ def matrix(rows: Sequence[Row]) -> str:
 def cell(row: Row) -> str:
     """Return the cost of one fault under one plan."""
     if row["seconds"] is None and row["restored"]:
-        text = f"gives up; {row['repeated_steps']}, {row['restored']}"
+        text = f"run ends; {row['repeated_steps']}, {row['restored']}"
     elif row["seconds"] is None:
-        text = "nobody goes back"
+        text = "no recovery needed"
     else:
         text = f"{row['seconds']:.2f} s, {row['repeated_steps']}, {row['restored']}"
     return text if row["weights"] == SAME_BITS else f"{text}; {row['weights']}"

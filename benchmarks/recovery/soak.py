@@ -76,7 +76,7 @@ in_memory_every_steps = {snapshots}
 
 
 @dataclass(frozen=True)
-class Blow:
+class PlannedFault:
     """Planned fault."""
 
     wait_seconds: float
@@ -86,7 +86,7 @@ class Blow:
 
 
 @dataclass(frozen=True)
-class Struck:
+class InjectedFault:
     """Injected fault."""
 
     kind: str
@@ -107,40 +107,40 @@ def main() -> int:
         folder = Path(name)
         make_inputs(folder)
         began = time.monotonic()
-        with running(folder / "whole", steps, 0.0, "off") as process:
-            finish(process, folder / "whole", 300 + steps)
+        with running(folder / "undisturbed", steps, 0.0, "off") as process:
+            finish(process, folder / "undisturbed", 300 + steps)
         print(f"undisturbed and without pauses: {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
-        with running(folder / "struck", steps, PAUSE_SECONDS, options.snapshots) as process:
-            blows = strike(
+        with running(folder / "disturbed", steps, PAUSE_SECONDS, options.snapshots) as process:
+            faults = inject_faults(
                 process,
-                folder / "struck",
-                plan_blows(options.seed, options.every),
+                folder / "disturbed",
+                plan_faults(options.seed, options.every),
                 deadline=began + 600 + 2 * 60 * options.minutes,
             )
-            finish(process, folder / "struck", 60)
+            finish(process, folder / "disturbed", 60)
         seconds = time.monotonic() - began
-        problems = differences(folder / "whole", folder / "struck", steps)
-        events = read_lines(RunDirectory(folder / "struck" / "run").events)
+        problems = differences(folder / "undisturbed", folder / "disturbed", steps)
+        events = read_lines(RunDirectory(folder / "disturbed" / "run").events)
     recoveries = [event for event in events if event["kind"] == "recovery"]
-    text = summary(blows, recoveries, steps, seconds, problems, command(options))
+    text = summary(faults, recoveries, steps, seconds, problems, command(options))
     print(f"\n{text}")
     if options.write and not problems:
-        LOG.write_text(f"# Soak\n\n{text}\n{story(blows, recoveries)}")
+        LOG.write_text(f"# Soak\n\n{text}\n{event_log(faults, recoveries)}")
         write(text, MARKER)
     return 1 if problems else 0
 
 
-def plan_blows(seed: int, every: float) -> Iterator[Blow]:
+def plan_faults(seed: int, every: float) -> Iterator[PlannedFault]:
     """Yield faults without end, of each kind in its proportion; the same for the same seed."""
     dice = random.Random(seed)
     while True:
         wait = dice.uniform(0.5, 1.5) * every
         (kind,) = dice.choices(list(KINDS), list(KINDS.values()))
-        yield Blow(wait, kind, dice.randrange(RANKS))
+        yield PlannedFault(wait, kind, dice.randrange(RANKS))
 
 
-# ---------------------------------------------------------------- the run and what strikes it
+# ---------------------------------------------------------------- run and fault injection
 
 
 def make_inputs(folder: Path) -> None:
@@ -198,9 +198,9 @@ def tail(place: Path) -> str:
     return f"the end of its output:\n{(place / 'output.log').read_text(errors='replace')[-3000:]}"
 
 
-def strike(
-    process: subprocess.Popen[bytes], place: Path, blows: Iterator[Blow], deadline: float
-) -> list[Struck]:
+def inject_faults(
+    process: subprocess.Popen[bytes], place: Path, faults: Iterator[PlannedFault], deadline: float
+) -> list[InjectedFault]:
     """Inject faults from the end of the first step on until the run has ended, or the deadline."""
     run = RunDirectory(place / "run")
 
@@ -211,65 +211,70 @@ def strike(
         if not goes_on():
             raise BenchmarkError(f"the run came to no first step; {tail(place)}")
         time.sleep(0.05)
-    dealt: list[Struck] = []
-    for blow in blows:
+    injected: list[InjectedFault] = []
+    for fault in faults:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(blow.wait_seconds)
-        while goes_on() and not deal(blow, run, place / "orders"):
+            process.wait(fault.wait_seconds)
+        while goes_on() and not inject(fault, run, place / "orders"):
             time.sleep(0.05)  # nobody is there: the ranks are just being started again
         if not goes_on():
-            return dealt
-        dealt.append(Struck(blow.kind, time.time(), read_lines(run.metrics)[-1]["step"]))
-        print(f"  {stamp(dealt[-1].time)}  step {dealt[-1].step:>6,}  {blow.kind} ({blow.rank})", flush=True)
-    raise AssertionError("there is always another blow")
+            return injected
+        injected.append(InjectedFault(fault.kind, time.time(), read_lines(run.metrics)[-1]["step"]))
+        print(
+            f"  {stamp(injected[-1].time)}  step {injected[-1].step:>6,}  {fault.kind} ({fault.rank})",
+            flush=True,
+        )
+    raise AssertionError("there is always another fault")
 
 
-def deal(blow: Blow, run: RunDirectory, orders: Path) -> bool:
+def inject(fault: PlannedFault, run: RunDirectory, orders: Path) -> bool:
     """Inject a fault; return True if its process existed."""
     pids = [WanmaRun(run.path.parent).newest_process(rank) for rank in range(RANKS)]
     try:
         ranks = [psutil.Process(pid) for pid in pids]
-        match blow.kind:
+        match fault.kind:
             case "SIGKILL of a rank":
-                ranks[blow.rank].kill()
+                ranks[fault.rank].kill()
             case "SIGKILL of both ranks":
                 for rank in ranks:
                     rank.kill()
             case "SIGSTOP of a rank":
-                ranks[blow.rank].suspend()
+                ranks[fault.rank].suspend()
             case "SIGKILL of the fork server":
-                psutil.Process(ranks[blow.rank].ppid()).kill()
+                psutil.Process(ranks[fault.rank].ppid()).kill()
             case "exception in a rank":
-                (orders / str(blow.rank)).touch()
+                (orders / str(fault.rank)).touch()
             case _:
-                raise AssertionError(blow.kind)
+                raise AssertionError(fault.kind)
     except psutil.NoSuchProcess:
         return False
     return True
 
 
-# ---------------------------------------------------------------- what became of it
+# ---------------------------------------------------------------- results
 
 
-def differences(whole: Path, struck: Path, steps: int) -> list[str]:
+def differences(undisturbed: Path, disturbed: Path, steps: int) -> list[str]:
     """Return the differences between the two runs; there should be none."""
-    one, other = WanmaRun(whole), WanmaRun(struck)
+    one, other = WanmaRun(undisturbed), WanmaRun(disturbed)
     records = [read_lines(run.progress) for run in (one, other)]
     problems = []
     if [line["step"] for line in records[1]] != list(range(1, steps + 1)):
-        problems.append("its record does not have every step once")
+        problems.append("the record does not have every step once")
     if [line["loss"] for line in records[0]] != [line["loss"] for line in records[1]]:
-        problems.append("its losses are others")
+        problems.append("the losses differ")
     if one.digest() != other.digest():
-        problems.append("its final weights or optimizer state are others")
+        problems.append("the final weights or optimizer state differ")
     return problems
 
 
-def costs(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, int]]:
+def costs(
+    faults: Sequence[InjectedFault], recoveries: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, float, int]]:
     """Return for each recovery its first fault, the seconds to the next finished step, and repeated steps."""
-    found, left = [], list(blows)
+    found, left = [], list(faults)
     for recovery in recoveries:
-        its = [blow for blow in left if blow.time < recovery["time"]]
+        its = [fault for fault in left if fault.time < recovery["time"]]
         left = left[len(its) :]
         if its:
             found.append((its[0].kind, recovery["time"] - its[0].time, recovery["repeated_steps"]))
@@ -277,7 +282,7 @@ def costs(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> l
 
 
 def summary(
-    blows: Sequence[Struck],
+    faults: Sequence[InjectedFault],
     recoveries: Sequence[Mapping[str, Any]],
     steps: int,
     seconds: float,
@@ -285,35 +290,33 @@ def summary(
     command: str,
 ) -> str:
     """Return the results as Markdown."""
-    rows, found = [], costs(blows, recoveries)
+    rows, found = [], costs(faults, recoveries)
     for kind in KINDS:
         mine = [(cost, again) for what, cost, again in found if what == kind]
         if mine:
             each = [cost for cost, _ in mine]
             spread = f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f})"
             rows.append([kind, str(len(mine)), spread, str(sum(again for _, again in mine))])
-    header = ["what struck", "recoveries", "s to the next step (range)", "steps repeated in all"]
+    header = ["fault", "recoveries", "seconds to the next step (range)", "steps repeated"]
     repeated = sum(repeated for *_, repeated in found)
     lost = sum(cost for _, cost, _ in found)
-    end = (
-        "; ".join(problems) or "every step once, the same losses, and the same bits of weights and optimizer"
-    )
+    end = "; ".join(problems) or "every step once, equal losses, bit-identical weights and optimizer state"
     sources = sorted({str(recovery["source"]) for recovery in recoveries})
     return (
-        f"{seconds / 60:.1f} minutes, {steps:,} steps, {len(blows)} blows, {len(recoveries)} recoveries "
-        f"(from {', '.join(sources) or 'nothing'}), {repeated} steps repeated, {lost:.0f} s lost. Beside the "
-        f"run that nothing happened to: **{end}**.\n\n{table(header, rows)}\n{where_and_when()}:\n\n"
+        f"{seconds / 60:.1f} minutes, {steps:,} steps, {len(faults)} faults, {len(recoveries)} recoveries "
+        f"(from {', '.join(sources) or 'nothing'}), {repeated} steps repeated, {lost:.0f} s lost. Compared "
+        f"with the undisturbed run: **{end}**.\n\n{table(header, rows)}\n{where_and_when()}:\n\n"
         f"    {command}\n"
     )
 
 
-def story(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> str:
+def event_log(faults: Sequence[InjectedFault], recoveries: Sequence[Mapping[str, Any]]) -> str:
     """Return all events in the order of time."""
-    lines = [(blow.time, f"step {blow.step:,}: {blow.kind}") for blow in blows]
+    lines = [(fault.time, f"step {fault.step:,}: {fault.kind}") for fault in faults]
     for event in recoveries:
-        told = f"{event['seconds']:.2f} s, {event['repeated_steps']} repeated"
-        lines.append((event["time"], f"carried on from {event['source']} of step {event['step']:,}; {told}"))
-    return "## All of it\n\n" + "".join(f"    {stamp(at)}  {text}\n" for at, text in sorted(lines))
+        told = f"{event['seconds']:.2f} s, {event['repeated_steps']} steps repeated"
+        lines.append((event["time"], f"resumed from {event['source']}, step {event['step']:,}; {told}"))
+    return "## Events\n\n" + "".join(f"    {stamp(at)}  {text}\n" for at, text in sorted(lines))
 
 
 def stamp(unix: float) -> str:
@@ -332,8 +335,14 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=30.0, help="that the run would take undisturbed (default 30)")
-    add("--every", type=float, default=20.0, metavar="SECONDS", help="about, between two blows (default 20)")
+    add("--minutes", type=float, default=30.0, help="duration of the run without faults (default 30)")
+    add(
+        "--every",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="mean time between two faults (default 20)",
+    )
     add(
         "--seed",
         type=int,

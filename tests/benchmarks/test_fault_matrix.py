@@ -30,13 +30,13 @@ def test_a_line_per_fault_and_a_column_per_plan() -> None:
     rows = [
         Row("killed", "2 replicas", "memory", 1, 0.512),
         Row("slow", "2 replicas", "", 0, None),
-        Row("killed", "8 machines", "partner", 0, 2.0, weights="within 1e-6"),
+        Row("killed", "8 nodes", "partner", 0, 2.0, weights="within 1e-6"),
     ]
     assert module("matrix").matrix([vars(row) for row in rows]) == (
-        "| fault | 2 replicas | 8 machines |\n"
+        "| fault | 2 replicas | 8 nodes |\n"
         "| --- | --- | --- |\n"
         "| killed | 0.51 s, 1, memory | 2.00 s, 0, partner; within 1e-6 |\n"
-        "| slow | nobody goes back |  |\n"
+        "| slow | no recovery needed |  |\n"
     )
 
 
@@ -80,33 +80,39 @@ def test_a_part_of_the_page_is_replaced_and_nothing_else() -> None:
 
 
 def test_the_same_seed_strikes_alike_and_about_as_often_as_asked() -> None:
-    plan = module("soak").plan_blows
-    blows = list(itertools.islice(plan(3, 20.0), 200))
-    assert blows == list(itertools.islice(plan(3, 20.0), 200))
-    assert blows != list(itertools.islice(plan(4, 20.0), 200))
-    assert {blow.kind for blow in blows} == set(module("soak").KINDS)
-    assert {blow.rank for blow in blows} == {0, 1}
-    assert sum(blow.wait_seconds for blow in blows) / 200 == pytest.approx(20, rel=0.1)
-    assert all(10 <= blow.wait_seconds <= 30 for blow in blows)
+    plan = module("soak").plan_faults
+    faults = list(itertools.islice(plan(3, 20.0), 200))
+    assert faults == list(itertools.islice(plan(3, 20.0), 200))
+    assert faults != list(itertools.islice(plan(4, 20.0), 200))
+    assert {fault.kind for fault in faults} == set(module("soak").KINDS)
+    assert {fault.rank for fault in faults} == {0, 1}
+    assert sum(fault.wait_seconds for fault in faults) / 200 == pytest.approx(20, rel=0.1)
+    assert all(10 <= fault.wait_seconds <= 30 for fault in faults)
 
 
-def test_the_time_of_a_recovery_begins_with_the_first_blow_before_it() -> None:
+def test_the_time_of_a_recovery_begins_with_the_first_fault_before_it() -> None:
     soak = module("soak")
     kill, stop = "SIGKILL of a rank", "SIGSTOP of a rank"
-    blows = [soak.Struck(kill, 10.0, 5), soak.Struck(stop, 10.5, 5), soak.Struck(stop, 30.0, 90)]
+    faults = [
+        soak.InjectedFault(kill, 10.0, 5),
+        soak.InjectedFault(stop, 10.5, 5),
+        soak.InjectedFault(stop, 30.0, 90),
+    ]
     recoveries = [
         {"time": 11.5, "repeated_steps": 2, "source": "memory", "step": 4, "seconds": 1.2},
         {"time": 36.0, "repeated_steps": 1, "source": "checkpoint", "step": 80, "seconds": 0.9},
     ]
-    assert soak.costs(blows, recoveries) == [(kill, 1.5, 2), (stop, 6.0, 1)]
-    text = soak.summary(blows, recoveries, 100, 120.0, [], "the command")
-    assert "2.0 minutes, 100 steps, 3 blows, 2 recoveries (from checkpoint, memory), 3 steps repeated" in text
+    assert soak.costs(faults, recoveries) == [(kill, 1.5, 2), (stop, 6.0, 1)]
+    text = soak.summary(faults, recoveries, 100, 120.0, [], "the command")
+    assert (
+        "2.0 minutes, 100 steps, 3 faults, 2 recoveries (from checkpoint, memory), 3 steps repeated" in text
+    )
     assert "| SIGKILL of a rank | 1 | 1.50 (1.50–1.50) | 2 |" in text
-    assert "the same bits of weights and optimizer" in text
-    assert "its losses are others" in soak.summary(blows, recoveries, 9, 1.0, ["its losses are others"], "")
-    lines = soak.story(blows, recoveries).splitlines()[2:]
+    assert "bit-identical weights and optimizer state" in text
+    assert "the losses differ" in soak.summary(faults, recoveries, 9, 1.0, ["the losses differ"], "")
+    lines = soak.event_log(faults, recoveries).splitlines()[2:]
     assert [line.split(maxsplit=1)[1].split(":")[0] for line in lines][:3] == [
-        *("step 5", "step 5", "carried on from memory of step 4; 1.20 s, 2 repeated")
+        *("step 5", "step 5", "resumed from memory, step 4; 1.20 s, 2 steps repeated")
     ]
 
 
@@ -125,7 +131,7 @@ def test_a_run_that_differs_in_anything_is_found_out(tmp_path: Path) -> None:
 
     whole = run("whole", [2.0, 1.0], "a")
     assert soak.differences(whole, run("same", [2.0, 1.0], "a"), 2) == []
-    assert soak.differences(whole, run("loss", [2.0, 1.5], "a"), 2) == ["its losses are others"]
-    weights = "its final weights or optimizer state are others"
+    assert soak.differences(whole, run("loss", [2.0, 1.5], "a"), 2) == ["the losses differ"]
+    weights = "the final weights or optimizer state differ"
     assert soak.differences(whole, run("weights", [2.0, 1.0], "b"), 2) == [weights]
     assert len(soak.differences(whole, run("short", [2.0], "a"), 2)) == 2

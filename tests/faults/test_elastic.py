@@ -66,8 +66,8 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     assert "steps save" in grown["reason"]
     assert ran.out.count("resized: 2 of at most 3 nodes (3 before)") == 1
     assert ran.out.count("resized: 3 of at most 3 nodes (2 before)") == 1
-    note(row("a machine is lost, and the others go on", recovery))
-    note(row("it comes back, and is taken", growth))
+    note(row("a node is lost; the others continue", recovery))
+    note(row("the lost node rejoins", growth))
 
 
 def test_the_machine_that_decides_is_gone_on_without_as_well(
@@ -85,7 +85,7 @@ def test_the_machine_that_decides_is_gone_on_without_as_well(
     change = recovery["change"]
     assert (change["machines_before"], change["machines"], change["most_machines"]) == (3, 2, 3)
     assert change["plan"] == "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
-    note(row("the machine that hosts the coordinator is lost, and the others go on", recovery))
+    note(row("the coordinator's node is lost; the others continue", recovery))
 
 
 def test_half_of_a_tensor_parallel_run_is_gone_on_without(desk: Desk, untroubled: Training) -> None:
@@ -149,7 +149,7 @@ class Gang(Machines):
 
 
 def row(fault: str, change: dict[str, Any]) -> Row:
-    plan, weights = "ZeRO-3 on 2 or 3 machines", f"within {TOLERANCE:g} in fp64"
+    plan, weights = "ZeRO-3 on 2 or 3 nodes", f"within {TOLERANCE:g} in fp64"
     return Row(fault, plan, change["source"], change["repeated_steps"], change["seconds"], weights)
 
 

@@ -42,7 +42,7 @@ def check_whole(training: Training, untroubled: Training, plan: str) -> Row:
     assert recovery["source"] == "partner"
     assert recovery["repeated_steps"] <= 2, "the copy of the step before was under way"
     assert recovery["failure"].startswith("node 0 (")
-    fault = "the machine that hosts the coordinator is lost, and another comes"
+    fault = "the coordinator's node is lost and replaced"
     return Row(fault, plan, recovery["source"], recovery["repeated_steps"], recovery["seconds"])
 
 
@@ -50,7 +50,7 @@ def test_a_run_of_two_machines_survives_its_host(
     desk: Desk, untroubled: Training, note: Callable[[Row], None]
 ) -> None:
     run = lose_the_host(desk, "host-of-two", 2, *SHARDED)
-    note(check_whole(run, untroubled, "ZeRO-3 on 2 machines"))
+    note(check_whole(run, untroubled, "ZeRO-3 on 2 nodes"))
 
 
 @pytest.mark.slow
@@ -60,4 +60,4 @@ def test_a_run_of_three_machines_survives_its_host(desk: Desk, note: Callable[[R
         whole.start(node)
     assert [one.code for one in whole.end()] == [0, 0, 0]
     run = lose_the_host(desk, "host-of-three", 3, *THREE)
-    note(check_whole(run, whole.training, "ZeRO-3 on 3 machines"))
+    note(check_whole(run, whole.training, "ZeRO-3 on 3 nodes"))

@@ -60,7 +60,7 @@ def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
     met = meet(desk, "mistake", *faults, overrides=(NO_CHECKPOINT,))
     assert "the same error occurred twice after step 7: no further restart" in met.ran.text
     check_step_7_is_kept(desk, met, whole)
-    note(Row("an exception at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
+    note(Row("exception in every attempt, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
 
 
 def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
@@ -71,7 +71,7 @@ def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
     assert "2 restarts completed no step beyond step 7 (cluster.max_restarts = 2)" in met.ran.text
     assert met.recoveries[-1]["source"] == "beginning"
     check_step_7_is_kept(desk, met, whole)
-    note(Row("SIGKILL at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
+    note(Row("SIGKILL in every attempt, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
 
 
 @pytest.mark.root
@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_step(
         check_whole(home, training, whole)
         assert list(rescued.glob("*")) == []
         assert training.checkpoints() == ["step-00000012"]
-    note(Row("disk full at the last save, at every try", "2 replicas", "checkpoint", 0, None))
+    note(Row("disk full at the final checkpoint, in every attempt", "2 replicas", "checkpoint", 0, None))
 
 
 @pytest.mark.root
@@ -132,7 +132,7 @@ def test_the_process_that_writes_the_last_copy_may_be_killed_half_way(
     faults = [*in_step_8("raise", 1, 2), *in_rescue("kill")]
     met = meet(desk, "writer", *faults, overrides=(NO_CHECKPOINT,))
     check_step_7_is_kept(desk, met, whole)
-    note(Row("the process that writes the last copy killed half way", "2 replicas", "checkpoint", 0, None))
+    note(Row("SIGKILL of the flush process during its write", "2 replicas", "checkpoint", 0, None))
 
 
 @pytest.mark.full
@@ -148,7 +148,7 @@ def test_where_it_is_killed_again_the_newest_checkpoint_counts(
     assert met.ran.text.count(told) == 1, met.ran.text
     assert met.training.checkpoints() == ["step-00000005"], "no half one is left"
     check_step_5_counts(desk, met, whole)
-    note(Row("that process killed half way, twice", "2 replicas", "checkpoint", 2, None))
+    note(Row("SIGKILL of the flush process during its write, twice", "2 replicas", "checkpoint", 2, None))
 
 
 @pytest.mark.full
@@ -159,7 +159,7 @@ def test_the_supervisor_may_be_killed_while_the_run_gives_up(
     met = meet(desk, "supervisor", *in_step_8("raise", 1, 2), *in_rescue("kill supervisor"))
     assert met.ran.code == -signal.SIGKILL
     check_step_5_counts(desk, met, whole)
-    note(Row("the supervisor killed while the run gives up", "2 replicas", "checkpoint", 2, None))
+    note(Row("SIGKILL of the supervisor during the final flush", "2 replicas", "checkpoint", 2, None))
 
 
 def check_step_5_counts(desk: Desk, met: Met, whole: Training) -> None:
@@ -193,9 +193,9 @@ def test_one_of_two_supervisors_may_be_killed_while_the_run_gives_up(
     ended = both.end()
     assert [one.code for one in ended] == [0, 0], ended[0].text + ended[1].text
     check_whole(ended[0], both.training, untroubled)
-    who = "the supervisor that holds the meeting place" if node == 0 else "the other supervisor"
+    who = "the coordinator's supervisor" if node == 0 else "the other supervisor"
     restored = "partner" if node == 0 else "checkpoint"
-    note(Row(f"{who} killed while the run gives up", "ZeRO-3 on 2 machines", restored, 0, None))
+    note(Row(f"SIGKILL of {who} during the final flush", "ZeRO-3 on 2 nodes", restored, 0, None))
 
 
 @pytest.mark.root
@@ -235,4 +235,4 @@ def test_full_disks_on_two_machines_at_once_cost_no_step(
         check_whole(ended[0], both.training, untroubled)
         assert both.training.checkpoints() == [f"step-{STEPS:08d}"]
         assert [list(state.glob("wanma/rescued/*")) for state in states] == [[], []]
-    note(Row("full disks on two machines at the last save", "ZeRO-3 on 2 machines", "checkpoint", 0, None))
+    note(Row("disk full on two nodes at the final checkpoint", "ZeRO-3 on 2 nodes", "checkpoint", 0, None))

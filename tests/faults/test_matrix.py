@@ -68,67 +68,67 @@ SAVED = Fault("sleep", 0, 7, "forward and backward", argument="1")
 
 CELLS = {
     "SIGKILL in forward": Cell(SIGKILLED, one("kill"), plans="all"),
-    "SIGKILL of rank 0, which serves the store, in the update": Cell(
+    "SIGKILL of rank 0, which serves the store, in the optimizer step": Cell(
         SIGKILLED, one("kill", 0, "update"), plans="all"
     ),
     "SIGKILL at the end of a step": Cell(SIGKILLED, one("kill", phase="step done")),
-    "SIGKILL while it waits for data": Cell(SIGKILLED, one("kill", phase="waiting for data")),
-    "SIGKILL during a save": Cell(SIGKILLED, one("kill", phase="checkpoint", step=5), plans="all"),
-    "SIGSTOP: a hang, which is one after 3 s": Cell(
+    "SIGKILL in data loading": Cell(SIGKILLED, one("kill", phase="waiting for data")),
+    "SIGKILL during a checkpoint": Cell(SIGKILLED, one("kill", phase="checkpoint", step=5), plans="all"),
+    "SIGSTOP: a hang, detected after 3 s": Cell(
         "rank 1 has been in forward and backward of step 7 for",
         one("stop"),
         ("cluster.hang_timeout_seconds=3",),
         plans="all",
     ),
     "crash (SIGSEGV)": Cell("its process was killed by SIGSEGV", one("segfault", 0)),
-    "exit": Cell("its process exited with code 7", one("exit")),
+    "process exit": Cell("its process exited with code 7", one("process exit")),
     "exception": Cell("ValueError: injected", one("raise"), plans="all"),
-    "out of memory: a tensor": Cell("can't allocate memory", one("allocate")),
+    "out of memory: allocation of a tensor": Cell("can't allocate memory", one("allocate")),
     "out of memory: killed by the kernel": Cell(SIGKILLED, one("out of memory"), around="little memory"),
-    "gradients are NaN, once": Cell(
+    "NaN gradients, once": Cell(
         "step 8: the loss is ", one("nan", phase="update"), ("train.non_finite=retry",), plans="all"
     ),
     "a rank is slow for 2 s": Cell("", (Fault("sleep", 1, **IN_STEP_8, argument="2"),)),
-    "fork server killed": Cell("the fork server of node 0", one("kill fork server")),
-    "two ranks killed at once": Cell(
+    "SIGKILL of the fork server": Cell("the fork server of node 0", one("kill fork server")),
+    "SIGKILL of two ranks at once": Cell(
         SIGKILLED, tuple(Fault("kill", rank, **IN_STEP_8, together=2) for rank in (0, 1)), plans="all"
     ),
-    "another one killed during the recovery, joining": Cell(
+    "SIGKILL of another rank during the recovery, joining": Cell(
         SIGKILLED, (KILL, Fault("kill", 0, 0, "joining", generation=2)), attempt=2
     ),
-    "another one killed during the recovery, building the model": Cell(
+    "SIGKILL of another rank during the recovery, building the model": Cell(
         SIGKILLED, (KILL, Fault("kill", 0, 0, "building the model", generation=2)), attempt=2, plans="all"
     ),
-    "a bit of a weight flips": Cell(
+    "bit flip in a weight": Cell(
         f"step 8: ranks 0 ({HOST}), 1 ({HOST}) are replicas, but ", one("flip", phase="step done")
     ),
-    "a bit flips in the copies in memory, then SIGKILL": Cell(
+    "bit flip in the in-memory checkpoints, then SIGKILL": Cell(
         SIGKILLED, (SAVED, *one("flip snapshot"), KILL), checkpoint=5, plans="all"
     ),
-    "SIGKILL without copies in memory": Cell(
+    "SIGKILL without in-memory checkpoints": Cell(
         SIGKILLED, (SAVED, KILL), (NO_COPIES,), checkpoint=5, plans="all"
     ),
-    "a bit flips in the newest checkpoint, then SIGKILL": Cell(
+    "bit flip in the newest checkpoint on disk, then SIGKILL": Cell(
         SIGKILLED,
         (Fault("flip checkpoint", 1, **IN_STEP_8, argument="6"), KILL),
         (NO_COPIES, "checkpoint.every_steps=3"),
         checkpoint=3,
         plans="all",
     ),
-    "the newest checkpoint is torn, then SIGKILL": Cell(
+    "newest checkpoint on disk truncated, then SIGKILL": Cell(
         SIGKILLED,
         (Fault("tear checkpoint", 1, **IN_STEP_8, argument="6"), KILL),
         (NO_COPIES, "checkpoint.every_steps=3"),
         checkpoint=3,
     ),
-    "disk full at a save, then SIGKILL": Cell(
+    "disk full during a checkpoint, then SIGKILL": Cell(
         SIGKILLED, (*one("fill disk", 0, step=4), KILL, *one("free disk", 0, step=9)), around="little disk"
     ),
-    "no permission to save, then SIGKILL": Cell(
+    "no write permission for a checkpoint, then SIGKILL": Cell(
         SIGKILLED, (*one("deny", 0, step=4), KILL, *one("allow", 0, step=9)), around="permissions"
     ),
 }
-EVERY_DAY = ("SIGKILL in forward", "a bit flips in the copies in memory, then SIGKILL")
+EVERY_DAY = ("SIGKILL in forward", "bit flip in the in-memory checkpoints, then SIGKILL")
 """With shards, too."""
 
 
@@ -206,7 +206,7 @@ def check_cost(met: Met, cell: Cell) -> None:
         assert met.training.checkpoints() == ["step-00000010", "step-00000012"], "the one of step 5 failed"
 
 
-KINDS = ("kill", "exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
+KINDS = ("kill", "process exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
 PHASES = ("waiting for data", "forward and backward", "update", "step done")
 ONLY_IN = {"nan": ("update",), "flip": ("step done",)}
 AT_RANDOM = 4
@@ -233,5 +233,5 @@ def test_faults_at_random_places_change_no_bit(
     check_whole(met.ran, met.training, whole)
     repeated = sum(recovery["repeated_steps"] for recovery in met.recoveries)
     sources = " and ".join(sorted({recovery["source"] for recovery in met.recoveries}))
-    places = ", ".join(f"{one.what} in {one.step}" for one in sorted(faults, key=lambda one: one.step))
+    places = ", ".join(f"{one.what} at step {one.step}" for one in sorted(faults, key=lambda one: one.step))
     note(Row(f"at random, seed {seed}: {places}", REPLICAS, sources, repeated, met.longest_seconds))

@@ -15,7 +15,7 @@ from support.nodes import SHARDED, Machines
 from support.recovered import check_whole
 from wanma.elastic.protocol.shared_secret import SECRET_VARIABLE
 
-PLAN = "ZeRO-3 on 2 machines"
+PLAN = "ZeRO-3 on 2 nodes"
 CUT_SECONDS = 3.0
 SLOW = Fault("slow", rank=0, step=1, argument="0.4")  # so that the cut falls into the run
 
@@ -45,7 +45,7 @@ def test_a_cut_shorter_than_the_deadline(
         time.sleep(CUT_SECONDS)
         between.plug_in()
         check_untroubled(both, untroubled)
-    note(Row(f"the network is cut for {CUT_SECONDS:.0f} s", PLAN, "", 0, None))
+    note(Row(f"network interrupted for {CUT_SECONDS:.0f} s", PLAN, "", 0, None))
 
 
 def test_a_long_way(desk: Desk, untroubled: Training, note: Callable[[Row], None]) -> None:
@@ -54,7 +54,7 @@ def test_a_long_way(desk: Desk, untroubled: Training, note: Callable[[Row], None
         both.start(0)
         both.start(1)
         check_untroubled(both, untroubled)
-    note(Row("each packet takes 10 ms", PLAN, "", 0, None))
+    note(Row("network latency of 10 ms", PLAN, "", 0, None))
 
 
 def check_untroubled(both: Machines, untroubled: Training) -> None:

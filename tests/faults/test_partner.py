@@ -13,7 +13,7 @@ from support.nodes import SHARDED, Machines
 from support.recovered import check_whole
 
 Note = Callable[[Row], None]
-PLAN = "ZeRO-3 on 2 machines"
+PLAN = "ZeRO-3 on 2 nodes"
 
 
 def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Training]:
@@ -52,7 +52,7 @@ def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(
     assert "was lost" in recovery["failure"]
     assert "resumed from the in-memory checkpoint of step" in ran.text
     assert "(lost node: from its partner)" in ran.text
-    note(row("a machine is lost, and another comes", recovery))
+    note(row("a node is lost and replaced", recovery))
 
 
 def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkpoint(
@@ -64,7 +64,7 @@ def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkp
     assert (recovery["source"], recovery["step"]) == ("checkpoint", 5)
     assert "rank 1, is missing on node 1" in training.messages
     assert "its partner, node 0" in training.messages
-    note(row("a machine is lost, and another comes; no partners", recovery))
+    note(row("a node is lost and replaced, without partner copies", recovery))
 
 
 def test_a_rank_that_dies_is_started_again_from_its_own_node(

@@ -1,7 +1,7 @@
-"""The table of faults in docs/concepts/recovery.md: a row per fault that a test has met.
+"""Rows of the fault table in docs/concepts/recovery.md, one for each fault that a test has injected.
 
-A test notes its row (fixture `note` of tests/faults) after all that it asserts. `python
-benchmarks/recovery/matrix.py` runs the tests and collects the rows; it reads nothing but these.
+A test records its row (fixture `note` of tests/faults) after its last assertion. `python
+benchmarks/recovery/matrix.py` runs the tests and collects the rows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ PROPERTY = "fault"
 
 @dataclass(frozen=True)
 class Row:
-    """One fault, and how the run got over it."""
+    """One fault, and the cost of its recovery."""
 
     fault: str
     plan: str
     restored: str
-    """From where: memory, partner, checkpoint, beginning; '' where nobody had to go back."""
+    """Source of the restored state: memory, partner, checkpoint, beginning; '' if no recovery was needed."""
     repeated_steps: int
     seconds: float | None
-    """From the fault to the end of the first step after it; None where nobody had to go back, or where the
-    run gave up and the same command went on."""
+    """Seconds from the fault to the end of the first step after it; None if no recovery was needed, or if the
+    run ended and the same command resumed it."""
     weights: str = "same bits"
-    """The final ones beside those of the run that nothing happens to."""
+    """Final weights, compared with those of an undisturbed run."""
