@@ -23,7 +23,8 @@ from wanma.planner.explain.rank_layout import ranks_of_group, stage_layouts
 from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.problem import build_problem
 from wanma.planner.job_planner import build_layout, plan_for_job
-from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
+from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.rank_parameters import RankParameters
 from wanma.planner.replan import replan
 from wanma.planner.rules.capabilities import unsupported_reason
 

@@ -20,6 +20,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.job.sections.parallel import ParallelSection
 from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.cost.offload import master_weight_bytes
 from wanma.planner.forecast.plan_forecast import forecast_plan
 from wanma.planner.forecast.problem import PlanningProblem, build_problem, select_device_type
 from wanma.planner.hardware_model.calibration import Calibration
@@ -217,11 +218,10 @@ def replan_cost(
 
     Every replica gets a copy of the state; all nodes get their parts at once.
     """
-    master = 8 if plan.precision == "fp64" else 4
     weights = weight_bytes(
         problem.workload, plan, casts_frozen_weights=problem.framework.casts_frozen_weights
     )
-    optimizer = master * optimizer_state_elements(problem.workload, problem.job.train)
+    optimizer = master_weight_bytes(plan) * optimizer_state_elements(problem.workload, problem.job.train)
     state_bytes = (weights + optimizer) * plan.replicate_group_size * plan.sites
     restart = RESTART_SECONDS[plan.device] if restart_seconds is None else restart_seconds
     return ReplanCost(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Shard
 from wanma.planner.cost.decoder_layers import FrameworkTraits
-from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
+from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.rank_parameters import RankParameters
 
 PSI = 1_000_000.0
 MEGATRON = FrameworkTraits(weight_storage="copies")

@@ -16,8 +16,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.decoder_layers import FrameworkTraits
-
-ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 
 UNSPLIT_ACTIVATION_SHARE = 0.25
 """Share of a block's saved activations that tensor parallelism does not split, where the operators are not

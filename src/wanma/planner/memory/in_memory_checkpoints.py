@@ -9,6 +9,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.job import Job
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.cost.gradient_collectives import error_feedback_bytes
+from wanma.planner.cost.offload import master_weight_bytes
 from wanma.planner.memory.model_states import optimizer_state_elements, weight_bytes
 
 MAX_OVERHEAD_SHARE = 0.01
@@ -37,7 +38,7 @@ def checkpoint_copy_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     on_disk = "disk" in (plan.offload_parameters, plan.offload_optimizer)
     if job.checkpoint.in_memory_every_steps == "off" or job.cluster.max_restarts == 0 or on_disk:
         return 0.0
-    element_bytes = 8 if plan.precision == "fp64" else 4
+    element_bytes = master_weight_bytes(plan)
     rounds = job.model.factory is None
     trained = element_bytes * workload.parameters * (workload.trainable_share if rounds else 1.0)
     weights = weight_bytes(workload, plan, casts_frozen_weights=rounds)

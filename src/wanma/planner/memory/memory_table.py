@@ -12,8 +12,8 @@ from wanma.job.forecast.forecast import LayerWorkload, Workload
 from wanma.job.plan.plan import Plan
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.decoder_layers import FrameworkTraits
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 from wanma.planner.memory.activations import (
-    ELEMENT_BYTES,
     BlockBytes,
     decoder_block_bytes,
     kv_heads_held,

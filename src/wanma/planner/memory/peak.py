@@ -18,7 +18,8 @@ from wanma.job.plan.plan import Plan
 from wanma.models.config.dimensions import DecoderConfig
 from wanma.planner.cost.decoder_layers import FrameworkTraits
 from wanma.planner.memory.memory_table import MemoryTable, build_memory_table
-from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
+from wanma.planner.memory.model_states import ModelStates, model_states_of
+from wanma.planner.memory.rank_parameters import RankParameters
 from wanma.planner.pipeline.schedules import blocks_of_stages, in_flight_by_stage
 
 CPU_RUNTIME_BYTES = 325 << 20

@@ -15,7 +15,7 @@ from wanma.job.plan.plan import Plan
 from wanma.job.sections.parallel import Recompute
 from wanma.planner.cost.data_parallel import data_parallel_key
 from wanma.planner.memory.memory_table import MemoryTable
-from wanma.planner.memory.model_states import ModelStates, RankParameters, model_states_of
+from wanma.planner.memory.model_states import ModelStates, model_states_of
 from wanma.planner.memory.peak import (
     MemoryInputs,
     block_counts_of_stages,
@@ -28,6 +28,7 @@ from wanma.planner.memory.peak import (
     runtime_bytes,
     stage_buffer_bytes,
 )
+from wanma.planner.memory.rank_parameters import RankParameters
 
 Array = npt.NDArray[np.float64]
 
